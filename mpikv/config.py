@@ -1,0 +1,130 @@
+"""Settings, and the one place that reads the environment.
+
+An argument of :func:`mpikv.create` comes first, then the variable ``MPIKV_<FIELD>``, then the default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .errors import ConfigError, known_names
+
+__all__ = ["Config", "Launch", "launch_of"]
+
+TRANSPORTS = ("auto", "local", "mpi", "shm")
+PLACEMENTS = ("auto", "replicated", "root", "sharded")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a store. All but ``abort`` must be the same on every rank, which :func:`mpikv.create` checks."""
+
+    transport: str = "auto"
+    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
+    placement: str = "auto"
+    """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
+    bucket_bytes: int = 1 << 20
+    """Bytes of the largest message, from 4096 to 1 GiB. About the size of a core's cache is best."""
+    timeout: float = 60.0
+    """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
+    check: bool = True
+    """Whether each call compares the ranks' calls before data move. False is for measurements only."""
+    abort: bool = True
+    """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
+
+    def __post_init__(self) -> None:
+        _choose("transport", self.transport, TRANSPORTS)
+        _choose("placement", self.placement, PLACEMENTS)
+        _bound("bucket_bytes", self.bucket_bytes, 4096, 1 << 30)
+        _bound("timeout", self.timeout, 1e-3, 1e9)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+        """Return the settings: the arguments that are not None, else the variables, else the defaults.
+
+        >>> Config.read({"MPIKV_TIMEOUT": "5"}, placement="root").timeout
+        5.0
+        """
+        environ = os.environ if environ is None else environ
+        parsers = {f"MPIKV_{field.name.upper()}": (field.name, _PARSERS[field.type]) for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for variable, text in environ.items():
+            if not variable.startswith("MPIKV_") or variable in LAUNCHER_VARIABLES:
+                continue
+            if variable not in parsers:
+                near = difflib.get_close_matches(variable, parsers, n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                warnings.warn(f"unknown variable {variable}{hint}", stacklevel=3)
+                continue
+            name, parse = parsers[variable]
+            try:
+                values[name] = parse(text)
+            except ValueError:
+                raise ConfigError(f"{variable}={text!r} is not a {parse.__name__.lstrip('_')}") from None
+        try:
+            config = replace(cls(), **values)
+        except ConfigError as error:
+            raise ConfigError(f"{error} (from the environment)") from None
+        return replace(config, **{name: value for name, value in arguments.items() if value is not None})
+
+
+# Variables of the launcher, set for its ranks; not settings of a store.
+LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN"})
+
+
+def _choose(field: str, name: object, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ConfigError(known_names(field, name, known))
+
+
+def _bound(field: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ConfigError(f"{field}={value!r} is not a number from {low} to {high}")
+
+
+def _switch(text: str) -> bool:
+    switches = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+    if text.lower() not in switches:
+        raise ValueError(text)
+    return switches[text.lower()]
+
+
+# Annotations are strings here, so the table is keyed by them.
+_PARSERS: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _switch}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process through its environment."""
+
+    launcher: str
+    size: int
+    rank: int
+
+
+# The variables by which launchers tell a process its size and rank. PMI is spoken by MPICH's hydra, Intel MPI and Slurm.
+_LAUNCHERS = (
+    ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI (MPICH, Intel MPI or Slurm)", "PMI_SIZE", "PMI_RANK"),
+)
+
+
+def launch_of(environ: Mapping[str, str] | None = None) -> Launch | None:
+    """Return what the launcher said, or None when no MPI launcher started this process.
+
+    >>> launch_of({"PMI_SIZE": "4", "PMI_RANK": "1"}).size
+    4
+    """
+    environ = os.environ if environ is None else environ
+    for launcher, size, rank in _LAUNCHERS:
+        if size in environ and rank in environ:
+            return Launch(launcher, int(environ[size]), int(environ[rank]))
+    # srun --mpi=pmix tells the rank but not the size.
+    if "PMIX_RANK" in environ:
+        return Launch("PMIx", int(environ.get("SLURM_NTASKS", "0")), int(environ["PMIX_RANK"]))
+    return None

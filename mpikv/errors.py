@@ -1,0 +1,110 @@
+"""Every exception that mpikv raises.
+
+::
+
+    MPIKVError(RuntimeError)
+    ├── ConfigError(ValueError)             unknown name or bad option; lists the known ones
+    ├── KeyNotInitialized(KeyError)         push or pull of an unknown key
+    ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
+    ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
+    ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
+    ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
+    ├── TransportError                      MPI failed; the original error is in __cause__
+    │   └── Stalled(TimeoutError)           a deadline passed; names the missing ranks and the call
+    ├── RankMismatch                        ranks made different calls; names both ranks, shows both calls
+    ├── PeerFailed                          another rank raised in this call; carries its rank and its text
+    └── Closed(ValueError)                  use after close(), or in a forked child
+
+Keys of a wrong type and targets that cannot be written raise the built-in ``TypeError``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "Closed",
+    "ConfigError",
+    "KeyAlreadyInitialized",
+    "KeyNotInitialized",
+    "MPIKVError",
+    "PeerFailed",
+    "RankMismatch",
+    "Stalled",
+    "TransportError",
+    "TransportUnavailable",
+    "Unsupported",
+    "ValueMismatch",
+]
+
+
+class MPIKVError(RuntimeError):
+    """The base of all errors of this package."""
+
+
+class ConfigError(MPIKVError, ValueError):
+    """A name is unknown or an option has a bad value; the message lists what is known."""
+
+
+class KeyNotInitialized(MPIKVError, KeyError):
+    """A key was pushed, pulled, set or deleted before ``init``."""
+
+    # KeyError prints the repr of its message, which turns a sentence into a quoted string.
+    __str__ = RuntimeError.__str__
+
+
+class KeyAlreadyInitialized(MPIKVError, ValueError):
+    """A key was initialised twice without ``overwrite=True``."""
+
+
+class ValueMismatch(MPIKVError, ValueError):
+    """The number of arrays, a shape or a dtype differs from the stored value."""
+
+
+class Unsupported(MPIKVError, NotImplementedError):
+    """Two choices cannot go together, or a named feature is not in this version."""
+
+
+class TransportUnavailable(MPIKVError, ImportError):
+    """A library or a device that the chosen transport needs is missing."""
+
+
+class TransportError(MPIKVError):
+    """A transport failed. The original error is in ``__cause__``; the store cannot be used any more."""
+
+
+class Stalled(TransportError, TimeoutError):
+    """A rank did not arrive before the deadline. The store cannot be used any more."""
+
+    def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class RankMismatch(MPIKVError):
+    """Ranks made different calls; no data moved and the store can be used again."""
+
+
+class PeerFailed(MPIKVError):
+    """Another rank raised in this call; stored values are as before and the store can be used again."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class Closed(MPIKVError, ValueError):
+    """The store was used after ``close()`` or in a forked child."""
+
+
+def known_names(what: str, name: object, known: Iterable[str]) -> str:
+    """Return the sentence for an unknown name: what was given, what is known, and the nearest known name.
+
+    >>> known_names("placement", "shard", ["root", "sharded"])
+    "unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?"
+    """
+    names = sorted(known)
+    text = f"unknown {what} {name!r} (known: {', '.join(names)})"
+    near = difflib.get_close_matches(str(name).lower(), names, n=1)
+    return f"{text}; did you mean {near[0]!r}?" if near else text

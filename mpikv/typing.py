@@ -1,0 +1,155 @@
+"""The seams of mpikv: what a transport, a placement and an updater promise to the store.
+
+Each is a Protocol: a class that has these attributes is one, and subclassing is never needed. Every implementation is held to
+its contract by a class in :mod:`mpikv.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Array", "Key", "Placement", "Slots", "Span", "Transport", "Updater"]
+
+Array: TypeAlias = "npt.NDArray[Any]"
+"""A numpy array."""
+
+Key: TypeAlias = "int | str"
+"""The name of a stored value. One store holds keys of one type."""
+
+Slots: TypeAlias = "Mapping[str, np.dtype[Any]]"
+"""The optimizer state that one element of a value needs: the name and the dtype of each state array."""
+
+
+class Transport(Protocol):
+    """Moves bytes between ranks.
+
+    All methods but :meth:`outbox` are collective: every rank calls them in the same order with the same sizes. Arrays are
+    one-dimensional, contiguous and of one dtype. A transport never sees a key, keeps no state of a value, and allocates nothing
+    per call. ``send`` is never written. The library's errors leave as :class:`~mpikv.errors.TransportError`.
+
+    Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of booleans is
+    their logical or; integers wrap.
+    """
+
+    name: str
+    rank: int
+    size: int
+    shared: bool
+    """Whether :meth:`allocate` returns the same memory to every rank. Then one rank's writes are seen by all after a fence."""
+    limit: int
+    """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
+
+    def allocate(self, nbytes: int) -> Array:
+        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it closes."""
+        ...
+
+    def outbox(self, nbytes: int) -> Array:
+        """Return memory (uint8) in which to prepare the ``send`` of the next sum, and only that one. Local.
+
+        Using it is never required; a sum whose ``send`` is a view of it saves a copy.
+        """
+        ...
+
+    def reduce(self, send: Array, recv: Array, root: int) -> None:
+        """Sum every rank's ``send`` into ``recv`` of the root. ``recv`` is ignored on the other ranks."""
+        ...
+
+    def allreduce(self, send: Array, recv: Array) -> None:
+        """Sum every rank's ``send`` into ``recv`` of every rank, with the same bits on each."""
+        ...
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements, in ``recv``."""
+        ...
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, is rank r's. In place."""
+        ...
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        """Copy the root's ``buffer`` to every rank's, in place."""
+        ...
+
+    def fence(self) -> None:
+        """Make what any rank wrote to allocated memory visible to every rank. Nothing to do where memory is not shared."""
+        ...
+
+    def agree(self, token: int) -> bool:
+        """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.
+
+        Raises :class:`~mpikv.errors.Stalled` on the ranks that wait when another does not come before the deadline.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release all memory. Collective, idempotent."""
+        ...
+
+
+class Span(Protocol):
+    """A contiguous range of stored elements that one exchange carries."""
+
+    value: Array
+    """This rank's memory of the range."""
+    counts: Sequence[int]
+    """How many of its elements each rank owns, in order."""
+
+
+class Placement(Protocol):
+    """Decides which rank owns which element, hence which collectives a push and a pull run. Stateless."""
+
+    name: str
+
+    def counts(self, start: int, stop: int, bucket: int, owner: int, whole: bool) -> tuple[int, ...]:
+        """Return how many elements of a block's range ``[start, stop)`` each rank owns, in rank order.
+
+        The range lies inside one bucket of ``bucket`` elements of the block's grid. ``owner`` is the rank that holds the block
+        where values must stay ``whole`` because their updater is not element-wise. An element's owner depends on its place in the
+        block alone, never on the call: its optimizer state is with its owner.
+        """
+        ...
+
+    def reduce(self, span: Span, send: Array, total: Array) -> tuple[int, int]:
+        """Sum ``send`` over ranks; return the range ``[lo, hi)`` of the span that this rank updates; its sum is ``total[:hi - lo]``."""
+        ...
+
+    def publish(self, span: Span) -> None:
+        """Give every rank the owners' values of the span."""
+        ...
+
+
+class Updater(Protocol):
+    """Changes a stored value by the sum of a push.
+
+    An updater holds settings only; the state of a value is a dict of arrays that the store keeps beside the value and passes in.
+    """
+
+    elementwise: bool
+    """True when each element of the result depends on the same element of the inputs alone, so that a value may be cut anywhere."""
+
+    def slots(self, dtype: np.dtype[Any]) -> Slots:
+        """Return the state arrays that a value of this dtype needs. They start as zeros, ``master`` as a copy of the value."""
+        ...
+
+    def step(self, key: Key, count: int) -> Any:
+        """Return all that depends on the key or on how often it was updated, ``count`` (1 at the first), for one update.
+
+        Keys whose steps are equal may be updated by one call.
+        """
+        ...
+
+    def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Change ``value`` and ``state`` in place by ``total``, which may be overwritten.
+
+        Element-wise updaters get flat ranges, others the whole value in its shape. ``total`` is float32 for half-precision values.
+        Raises nothing once the first element was written.
+        """
+        ...
+
+    def settings(self) -> str:
+        """Describe the updater so that two ranks' descriptions are equal exactly when their updates are."""
+        ...
