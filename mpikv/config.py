@@ -29,7 +29,7 @@ class Config:
     placement: str = "auto"
     """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
     bucket_bytes: int = 1 << 20
-    """Bytes of the largest message, from 4096 to 1 GiB. About the size of a core's cache is best."""
+    """Bytes of the largest message, a multiple of 64 from 4096 to 1 GiB. About the size of a core's cache is best."""
     timeout: float = 60.0
     """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
     check: bool = True
@@ -41,6 +41,8 @@ class Config:
         _choose("transport", self.transport, TRANSPORTS)
         _choose("placement", self.placement, PLACEMENTS)
         _bound("bucket_bytes", self.bucket_bytes, 4096, 1 << 30)
+        if self.bucket_bytes % 64:
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")
         _bound("timeout", self.timeout, 1e-3, 1e9)
 
     @classmethod

@@ -7,12 +7,12 @@ its contract by a class in :mod:`mpikv.testing`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Key", "Placement", "Slots", "Span", "Transport", "Updater"]
+__all__ = ["Array", "Key", "Placement", "Share", "Slots", "Span", "Transport", "Updater"]
 
 Array: TypeAlias = "npt.NDArray[Any]"
 """A numpy array."""
@@ -90,13 +90,28 @@ class Transport(Protocol):
         ...
 
 
+class Share(NamedTuple):
+    """Who owns which elements of a contiguous range."""
+
+    counts: tuple[int, ...]
+    """How many elements each rank owns, in rank order; all of them on every rank where values are replicated."""
+    low: int
+    high: int
+    """The elements that this rank owns, which it updates: ``[low, high)``."""
+
+
 class Span(Protocol):
     """A contiguous range of stored elements that one exchange carries."""
 
-    value: Array
-    """This rank's memory of the range."""
-    counts: Sequence[int]
-    """How many of its elements each rank owns, in order."""
+    @property
+    def value(self) -> Array:
+        """This rank's memory of the range."""
+        ...
+
+    @property
+    def share(self) -> Share:
+        """Who owns what of it."""
+        ...
 
 
 class Placement(Protocol):
@@ -104,17 +119,16 @@ class Placement(Protocol):
 
     name: str
 
-    def counts(self, start: int, stop: int, bucket: int, owner: int, whole: bool) -> tuple[int, ...]:
-        """Return how many elements of a block's range ``[start, stop)`` each rank owns, in rank order.
+    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+        """Return who owns the elements ``[start, stop)`` of a block, which lie in the cell ``grid`` of its bucket grid.
 
-        The range lies inside one bucket of ``bucket`` elements of the block's grid. ``owner`` is the rank that holds the block
-        where values must stay ``whole`` because their updater is not element-wise. An element's owner depends on its place in the
-        block alone, never on the call: its optimizer state is with its owner.
+        ``owner`` is the rank that was given the block, for placements that keep values whole. An element's owner depends on its
+        place in its block alone, never on the call, because its optimizer state lives with its owner.
         """
         ...
 
-    def reduce(self, span: Span, send: Array, total: Array) -> tuple[int, int]:
-        """Sum ``send`` over ranks; return the range ``[lo, hi)`` of the span that this rank updates; its sum is ``total[:hi - lo]``."""
+    def reduce(self, span: Span, send: Array, total: Array) -> None:
+        """Sum ``send`` over ranks: each rank gets the sum of the elements that it owns in ``total``."""
         ...
 
     def publish(self, span: Span) -> None:
@@ -131,6 +145,12 @@ class Updater(Protocol):
     elementwise: bool
     """True when each element of the result depends on the same element of the inputs alone, so that a value may be cut anywhere."""
 
+    fallible: bool
+    """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none raised."""
+
+    revision: int
+    """Changes whenever :meth:`settings` or a step may have changed, so that nothing is compared or computed twice."""
+
     def slots(self, dtype: np.dtype[Any]) -> Slots:
         """Return the state arrays that a value of this dtype needs. They start as zeros, ``master`` as a copy of the value."""
         ...
@@ -146,7 +166,6 @@ class Updater(Protocol):
         """Change ``value`` and ``state`` in place by ``total``, which may be overwritten.
 
         Element-wise updaters get flat ranges, others the whole value in its shape. ``total`` is float32 for half-precision values.
-        Raises nothing once the first element was written.
         """
         ...
 

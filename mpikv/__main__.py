@@ -1,0 +1,65 @@
+"""The command ``mpikv``, also ``python -m mpikv``. A subcommand is imported only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+from .errors import known_names
+
+# The summary lines of --help stand here so that it imports no subcommand.
+COMMANDS = {
+    "run": "start a script on several ranks with the launcher that belongs to Python's MPI library",
+    "info": "show versions, the MPI library, the launcher, the transports and the settings",
+}
+
+HELP = """\
+usage: mpikv COMMAND ...
+
+A KVStore for distributed training over MPI.
+
+commands:
+{commands}
+
+options:
+  -h, --help  show this text
+  --version   show the version
+
+'mpikv COMMAND --help' tells more about one command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if name == "--version":
+        print(f"mpikv {own_version()}")
+        return 0
+    if name not in COMMANDS:
+        print(f"mpikv: {known_names('command', name, COMMANDS)}", file=sys.stderr)
+        return 2
+    status: int = import_module(f"mpikv.cli.{name}").main(arguments[1:])
+    return status
+
+
+def own_version() -> str:
+    """Return the version that was installed; a bare source tree has none."""
+    try:
+        return version("mpikv")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items())
+    return HELP.format(commands=commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

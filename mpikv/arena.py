@@ -1,0 +1,115 @@
+"""Where values lie in memory: blocks of one dtype, cut from segments that the transport allocates.
+
+A large value is a block of its own. Small values of one dtype share a block, without gaps, so that a list of them is one
+message. A block's *grid* cuts it into cells of at most a bucket; who owns an element depends on its place in its cell, so
+optimizer state never has to move. Memory never moves either: later keys get later blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .typing import Array, Slots, Transport
+
+__all__ = ["Arena", "Block", "Place"]
+
+# A block that small values share; a value of a quarter of that or more gets a block of its own, split over all ranks.
+_POOL_BYTES = 256 << 10
+_SMALLEST_SEGMENT = 1 << 20
+_LARGEST_GROWTH = 256 << 20
+
+
+@dataclass(eq=False)
+class Block:
+    """A contiguous range of elements of one dtype."""
+
+    index: int
+    values: Array
+    cell: int
+    """Elements per cell of the grid."""
+    owner: int
+    """The rank that owns the block where values stay whole."""
+    state: dict[str, Array] = field(default_factory=dict)
+    """Optimizer state, each array parallel to ``values``. Only the owner of an element writes to its state."""
+    used: int = 0
+
+    def grid(self, element: int) -> tuple[int, int]:
+        """Return the first and the last element (exclusive) of the cell that holds this element."""
+        first = element // self.cell * self.cell
+        return first, min(first + self.cell, self.values.size)
+
+    def reset_state(self, slots: Slots) -> None:
+        """Replace the state by zeros. Pages that this rank does not own are never written, so they take no memory."""
+        self.state = {name: np.zeros(self.values.size, dtype) for name, dtype in slots.items()}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value's elements in its block: ``[start, start + size)``."""
+
+    block: Block
+    start: int
+    size: int
+
+
+class Arena:
+    """Hands out places for values; every rank makes the same requests in the same order, so all arenas are alike."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._pool = min(_POOL_BYTES, transport.limit)
+        self.blocks: list[Block] = []
+        self._open: dict[np.dtype[Any], Block] = {}
+        self._free: dict[tuple[np.dtype[Any], int], list[Place]] = {}
+        self._segment, self._next, self._total = np.empty(0, np.uint8), 0, 0
+        self._load = [0] * transport.size
+
+    def place(self, requests: Sequence[tuple[np.dtype[Any], int]]) -> list[Place]:
+        """Return a place for each (dtype, number of elements). Collective: it may allocate."""
+        self._reserve(sum(_rounded(size * dtype.itemsize) for dtype, size in requests if not self._small(dtype, size)))
+        return [self._one(dtype, size) for dtype, size in requests]
+
+    def release(self, place: Place) -> None:
+        """Take a place back, for a later value of the same dtype and size."""
+        self._free.setdefault((place.block.values.dtype, place.size), []).append(place)
+
+    def _one(self, dtype: np.dtype[Any], size: int) -> Place:
+        if free := self._free.get((dtype, size)):
+            return free.pop()
+        block = self._open.get(dtype)
+        if not self._small(dtype, size):
+            block = self._block(dtype, size)
+        elif block is None or block.used + size > block.values.size:
+            block = self._open[dtype] = self._block(dtype, self._pool // dtype.itemsize)
+        start, block.used = block.used, block.used + size
+        return Place(block, start, size)
+
+    def _small(self, dtype: np.dtype[Any], size: int) -> bool:
+        return size * dtype.itemsize * 4 < self._pool
+
+    def _block(self, dtype: np.dtype[Any], size: int) -> Block:
+        nbytes = _rounded(size * dtype.itemsize)
+        self._reserve(nbytes)
+        memory = self._segment[self._next : self._next + size * dtype.itemsize].view(dtype)
+        self._next += nbytes
+        owner = self._load.index(min(self._load))
+        self._load[owner] += nbytes
+        block = Block(len(self.blocks), memory, self._transport.limit // dtype.itemsize, owner)
+        self.blocks.append(block)
+        return block
+
+    def _reserve(self, nbytes: int) -> None:
+        """Make the open segment hold ``nbytes`` more. Segments grow with the total, since an MPI has few thousand windows."""
+        if self._next + nbytes > self._segment.size:
+            growth = min(self._total // 2, _LARGEST_GROWTH)
+            self._segment = self._transport.allocate(max(nbytes, growth, _SMALLEST_SEGMENT))
+            self._total += self._segment.size
+            self._next = 0
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64

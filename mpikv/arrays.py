@@ -1,0 +1,184 @@
+"""Arrays of any library as numpy arrays over the same memory, and the rules of dtypes.
+
+numpy arrays pass through untouched; other libraries' arrays are viewed without a copy, torch's through ``numpy()`` and the rest
+through DLPack. No array library but numpy is ever imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from .errors import Unsupported, ValueMismatch
+from .typing import Array
+
+__all__ = ["accumulator", "castable", "disjoint", "is_array", "local_sum", "source", "storable", "target", "zeros"]
+
+# By name: numpy gives bfloat16 the kind 'V' of raw bytes, so kinds alone cannot tell it.
+_KINDS = {
+    "bool": "bool",
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), "integer"),
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
+    **dict.fromkeys(("complex64", "complex128"), "complex"),
+}
+_HALVES = ("float16", "bfloat16")
+
+# Devices whose memory the host can read: DLPack's kDLCPU and kDLCUDAHost (pinned host memory).
+_HOST_DEVICES = (1, 3)
+
+
+def is_array(value: object) -> TypeGuard[Any]:
+    """Return whether the value is an array of any library, a numpy scalar included."""
+    return isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__dlpack__")
+
+
+def source(value: Any) -> Array:
+    """Return a numpy array to read ``value`` from, without a copy.
+
+    Raises:
+        TypeError: not an array, or a masked one, whose hidden elements would silently take part in sums.
+        Unsupported: the array is on a GPU.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array has no defined sum over ranks; pass array.filled(0)")
+    elif isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+    elif hasattr(value, "__dlpack__"):
+        array = _foreign(value)
+    else:
+        raise TypeError(f"expected an array, got {type(value).__name__}; numpy.asarray(value) makes one")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def target(out: Any) -> Array:
+    """Return a numpy array over the memory of ``out`` to write to.
+
+    Raises:
+        TypeError: not an array, or one that cannot be written, as JAX's.
+        Unsupported: the array is on a GPU.
+    """
+    if isinstance(out, np.generic) or not is_array(out):
+        raise TypeError(f"out is a {type(out).__name__}, not an array that can be filled")
+    array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _foreign(out)
+    if not array.flags.writeable:
+        raise TypeError(f"out is a read-only {type(out).__module__} array; leave out=None to get a new array")
+    return array
+
+
+def _foreign(value: Any) -> Array:
+    device = int(value.__dlpack_device__()[0])
+    if device not in _HOST_DEVICES:
+        raise Unsupported(f"the array is on a GPU (DLPack device type {device}); this version has host transports only")
+    if type(value).__module__.partition(".")[0] == "torch":
+        return _torch(value.detach())
+    return np.from_dlpack(value)
+
+
+def _torch(tensor: Any) -> Array:
+    if str(tensor.dtype) != "torch.bfloat16":
+        return tensor.numpy()  # type: ignore[no-any-return]
+    # numpy cannot take torch's bfloat16 in any way but as the bytes of another 2-byte type.
+    return tensor.view(_sibling(tensor, "int16")).numpy().view(bfloat16())  # type: ignore[no-any-return]
+
+
+def _sibling(tensor: Any, name: str) -> Any:
+    """Return torch's dtype of that name without importing torch."""
+    import sys
+
+    return getattr(sys.modules["torch"], name)
+
+
+def bfloat16() -> np.dtype[Any]:
+    """Return numpy's bfloat16, which the package ml_dtypes brings.
+
+    Raises:
+        Unsupported: ml_dtypes is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise Unsupported("bfloat16 needs the package ml_dtypes: pip install 'mpikv[bf16]'") from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype if values of it can be stored and summed.
+
+    Raises:
+        ValueMismatch: it is none of the known ones.
+    """
+    if dtype.name not in _KINDS:
+        raise ValueMismatch(f"dtype {dtype} cannot be stored (known: {', '.join(_KINDS)})")
+    return dtype
+
+
+def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Return whether values may be cast silently: within one kind, and never from signed to unsigned.
+
+    >>> castable(np.dtype("float64"), np.dtype("float32")), castable(np.dtype("int64"), np.dtype("float32"))
+    (True, False)
+    """
+    if given == wanted:
+        return True
+    if _KINDS.get(given.name) != _KINDS.get(wanted.name) or given.name not in _KINDS:
+        return False
+    return not (given.kind == "i" and wanted.kind == "u")
+
+
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values of this dtype are summed: float32 for half precision, else their own."""
+    return np.dtype(np.float32) if dtype.name in _HALVES else dtype
+
+
+def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Return the sum of this rank's arrays for one key, from left to right, in the accumulator of ``dtype``."""
+    if len(arrays) == 1:
+        return arrays[0]
+    total = arrays[0].astype(accumulator(dtype))
+    for array in arrays[1:]:
+        np.add(total, array, out=total, casting="same_kind")
+    return total
+
+
+def zeros(nbytes: int, alignment: int = 64) -> Array:
+    """Return zeroed bytes of private memory, aligned. Pages that are never written take no memory."""
+    memory = np.zeros(nbytes + alignment, np.uint8)
+    start = -memory.__array_interface__["data"][0] % alignment
+    return memory[start : start + nbytes]
+
+
+def disjoint(sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Array]]) -> bool:
+    """Return whether each key's targets may be written before the sources of the other keys have been read.
+
+    ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine. Where it
+    would take long to tell, the answer is False.
+    """
+    arrays = [array for group in (*sources, *targets) for array in group]
+    if all(array.base is None for array in arrays):
+        # Arrays that own their memory overlap only when they are the same object.
+        owner = {id(array): key for key, group in enumerate(sources) for array in group}
+        return all(owner.get(id(array), key) == key for key, group in enumerate(targets) for array in group)
+    if not all(array.flags.c_contiguous for array in arrays):
+        return False
+    ranges: dict[tuple[int, int, int], bool] = {}
+    for written, groups in ((False, sources), (True, targets)):
+        for key, group in enumerate(groups):
+            for array in group:
+                low = array.__array_interface__["data"][0]
+                ranges[low, low + array.nbytes, key] = written
+    return _apart(sorted((low, high, written) for (low, high, _), written in ranges.items()))
+
+
+def _apart(ranges: Sequence[tuple[int, int, bool]]) -> bool:
+    """Return whether no written range meets another; the ranges are sorted."""
+    reach = reach_written = 0
+    for low, high, written in ranges:
+        if low < reach_written or (written and low < reach):
+            return False
+        reach = max(reach, high)
+        reach_written = max(reach_written, high) if written else reach_written
+    return True

@@ -1,0 +1,214 @@
+"""The key table, and the forms in which a call names keys and brings arrays.
+
+Forms: one key with one array or a list of arrays; a list of keys with a list of either; a list with repeated keys, which means
+the same as a nested list; a dict, whose nested dicts are joined with ``/``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arena import Place
+from .arrays import is_array
+from .errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
+from .typing import Array, Key
+
+__all__ = ["Entry", "Form", "KeyTable", "flatten", "parse"]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """All that the store knows of one key; the memory itself is the block's."""
+
+    key: Key
+    index: int
+    """The row of this key in the table's ``versions``, ``counts`` and ``stale``."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    place: Place
+    value: Array
+    """This rank's memory of the value, in its shape."""
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """The optimizer state of the value, each array in the value's shape."""
+        low, high = self.place.start, self.place.start + self.place.size
+        return {name: array[low:high].reshape(self.shape) for name, array in self.place.block.state.items()}
+
+
+class KeyTable:
+    """Maps keys to entries; what changes with every push is kept in arrays, so that a list of keys is one numpy operation."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Entry] = {}
+        self._kind: type | None = None
+        self._rows = 0
+        self.versions = np.zeros(64, np.int64)
+        """How many pushes each value has seen."""
+        self.counts = np.zeros(64, np.int64)
+        """How many updates the current updater has made to each value."""
+        self.stale = np.zeros(64, np.bool_)
+        """Whether only the owners have the newest value."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __getitem__(self, key: Key) -> Entry:
+        try:
+            return self._entries[key]
+        except KeyError:
+            raise KeyNotInitialized(self._unknown(key)) from None
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def add(self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place) -> Entry:
+        """Enter a new key."""
+        low, high = place.start, place.start + place.size
+        entry = Entry(key, self._rows, shape, dtype, place, place.block.values[low:high].reshape(shape))
+        self._entries[key] = entry
+        self._rows += 1
+        if self._rows > self.versions.size:
+            self._grow()
+        return entry
+
+    def remove(self, key: Key) -> Place:
+        """Forget a key; return the place that its value leaves free."""
+        return self._entries.pop(key).place
+
+    def check_kind(self, keys: Sequence[Key]) -> None:
+        """Check that the keys are of the type of the keys before them.
+
+        Raises:
+            TypeError: int and str keys are mixed.
+        """
+        kind = self._kind
+        for key in keys:
+            if kind is not None and type(key) is not kind:
+                raise TypeError(f"key {key!r} is of type {type(key).__name__} and the store's keys are of type {kind.__name__}; use one type")
+            kind = type(key)
+        self._kind = kind
+
+    def check_new(self, keys: Sequence[Key]) -> None:
+        """Check that none of the keys is known.
+
+        Raises:
+            KeyAlreadyInitialized: one is.
+        """
+        known = [key for key in keys if key in self._entries]
+        if known:
+            raise KeyAlreadyInitialized(
+                f"key {known[0]!r} was initialized before, with shape {self._entries[known[0]].shape}; "
+                "use set() to change its value, or init(..., overwrite=True) to start anew"
+            )
+
+    def _unknown(self, key: Key) -> str:
+        names = {str(known): repr(known) for known in self._entries}
+        near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
+        known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"
+        return f"key {key!r} was never initialized ({known}); call init({key!r}, value) on every rank first"
+
+    def _grow(self) -> None:
+        rows = 2 * self.versions.size
+        for name in ("versions", "counts", "stale"):
+            old = getattr(self, name)
+            new = np.zeros(rows, old.dtype)
+            new[: old.size] = old
+            setattr(self, name, new)
+
+
+class Form(NamedTuple):
+    """A call's keys without repetition, in the order of the call, and the arrays of each."""
+
+    keys: tuple[Key, ...]
+    groups: tuple[tuple[Any, ...], ...]
+
+
+def parse(key: Any, value: Any, what: str = "value") -> Form:
+    """Bring any form of keys and arrays to one: a tuple of keys and, for each, a tuple of arrays.
+
+    ``value`` may be None where arrays are optional; then every group is empty.
+
+    >>> parse(["a", "b", "a"], [1, 2, 3], "value")
+    Traceback (most recent call last):
+    TypeError: value of key 'a' is a int, not an array; numpy.asarray(value) makes one
+    >>> parse(("a", "b"), None).keys
+    ('a', 'b')
+    """
+    if isinstance(key, Mapping):
+        names, value = flatten(key, value, what)
+    elif not isinstance(key, (list, tuple)):
+        single = _key(key)
+        return Form((single,), (_group(single, value, what),))
+    else:
+        names = [_key(each) for each in key]
+    if value is None:
+        return Form(tuple(dict.fromkeys(names)), ((),) * len(set(names)))
+    if not isinstance(value, (list, tuple)):
+        raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not a {type(value).__name__}")
+    if len(value) != len(names):
+        raise ValueMismatch(f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key")
+    groups: dict[Key, tuple[Any, ...]] = {}
+    for name, each in zip(names, value, strict=True):
+        group = _group(name, each, what)
+        groups[name] = groups[name] + group if name in groups else group
+    return Form(tuple(groups), tuple(groups.values()))
+
+
+def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
+    """Return the keys of a dict and its values, where nested dicts' keys are joined with ``/``.
+
+    >>> flatten({"w": 1, "layer": {"b": 2}})
+    (['w', 'layer/b'], [1, 2])
+    """
+    if value is not None:
+        raise TypeError(f"a dict of keys brings its own {what}s; do not pass {what} as well")
+    names: list[Key] = []
+    leaves: list[Any] = []
+    for key, leaf in tree.items():
+        if isinstance(leaf, Mapping):
+            below, values = flatten(leaf)
+            names += [f"{_key(key)}/{name}" for name in below]
+            leaves += values
+        else:
+            names.append(_key(key))
+            leaves.append(leaf)
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueMismatch(f"the dict names key {double!r} twice; a nested dict's keys are joined with '/'")
+    return names, leaves
+
+
+def _key(key: Any) -> Key:
+    if type(key) is str or type(key) is int:
+        return key
+    if isinstance(key, np.integer):
+        return int(key)
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return int(key)
+    raise TypeError(f"a key is an int or a str, not a {type(key).__name__}: {key!r}")
+
+
+def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    group = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not group:
+        raise ValueMismatch(f"an empty list of {what}s for key {key!r}")
+    for each in group:
+        if not is_array(each):
+            raise TypeError(f"{what} of key {key!r} is a {type(each).__name__}, not an array; numpy.asarray({what}) makes one")
+    return group

@@ -1,0 +1,140 @@
+"""Where a value lives, and hence which collectives a push and a pull run.
+
+===========  ==============================  ======================  ==========================
+placement    a push                          a pull                  serves
+===========  ==============================  ======================  ==========================
+root         reduce; the root updates        broadcast               every updater
+sharded      reduce-scatter; each rank       all-gather              element-wise updaters
+             updates its shard
+owners       reduce; the block's rank        broadcast               optimizers of whole values
+             updates
+replicated   allreduce; every rank updates   nothing                 optimizers and ASSIGN
+===========  ==============================  ======================  ==========================
+
+``sharded`` becomes *owners* for an optimizer that needs whole values. Where ranks share the memory of values, a replica per rank
+would be the same memory several times over, so ``replicated`` becomes ``sharded`` there, and a pull moves nothing in either.
+"""
+
+from __future__ import annotations
+
+from .errors import ConfigError, Unsupported, known_names
+from .typing import Array, Placement, Share, Span, Transport, Updater
+from .updaters import Assign
+
+__all__ = ["Owners", "Replicated", "Root", "Sharded", "place"]
+
+# Shards begin at multiples of this many elements, so that two ranks never write to one cache line.
+_ALIGNMENT = 64
+
+
+class Root:
+    """The root owns everything."""
+
+    name = "root"
+
+    def __init__(self, transport: Transport, root: int) -> None:
+        self._transport, self._root = transport, root
+
+    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+        return _all_on(self._transport, self._root, stop - start)
+
+    def reduce(self, span: Span, send: Array, total: Array) -> None:
+        self._transport.reduce(send, total, self._root)
+
+    def publish(self, span: Span) -> None:
+        self._transport.broadcast(span.value, self._root)
+
+
+class Owners:
+    """Each block of values has one owner; the ranks own about equally much."""
+
+    name = "sharded"
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+        return _all_on(self._transport, owner, stop - start)
+
+    def reduce(self, span: Span, send: Array, total: Array) -> None:
+        self._transport.reduce(send, total, _owner(span))
+
+    def publish(self, span: Span) -> None:
+        self._transport.broadcast(span.value, _owner(span))
+
+
+class Sharded:
+    """Every cell of a block's grid is cut into one shard per rank."""
+
+    name = "sharded"
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+        first, last = grid
+        shard = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
+        edges = [min(max(first + rank * shard, start), stop) for rank in range(self._transport.size)] + [stop]
+        counts = tuple(high - low for low, high in zip(edges, edges[1:], strict=False))
+        low = edges[self._transport.rank] - start
+        return Share(counts, low, low + counts[self._transport.rank])
+
+    def reduce(self, span: Span, send: Array, total: Array) -> None:
+        self._transport.reduce_scatter(send, total, span.share.counts)
+
+    def publish(self, span: Span) -> None:
+        self._transport.all_gather(span.value, span.share.counts)
+
+
+class Replicated:
+    """Every rank owns everything and makes every update."""
+
+    name = "replicated"
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+        return Share((stop - start,) * self._transport.size, 0, stop - start)
+
+    def reduce(self, span: Span, send: Array, total: Array) -> None:
+        self._transport.allreduce(send, total)
+
+    def publish(self, span: Span) -> None:
+        pass  # every rank made the same update of the same bits
+
+
+def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
+    """Return the placement of that name for this updater.
+
+    ``auto`` takes ``root`` for a Python callable, ``replicated`` for ASSIGN, which has nothing to compute, and ``sharded`` for
+    optimizers, whose time and state are then divided by the number of ranks.
+
+    Raises:
+        Unsupported: a callable must run once per key, which only ``root`` can do.
+        ConfigError: the name is unknown.
+    """
+    if name == "auto":
+        name = "root" if updater.fallible else "replicated" if isinstance(updater, Assign) else "sharded"
+    if name == "root":
+        return Root(transport, root)
+    if name not in ("sharded", "replicated"):
+        raise ConfigError(known_names("placement", name, ("auto", "replicated", "root", "sharded")))
+    if updater.fallible:
+        raise Unsupported(
+            f"placement {name!r} cannot run a Python updater, which must be called once per key with whole values; "
+            "use placement='root' or 'auto', or one of mpikv.optimizers"
+        )
+    if name == "replicated" and not transport.shared:
+        return Replicated(transport)
+    return Sharded(transport) if updater.elementwise else Owners(transport)
+
+
+def _all_on(transport: Transport, owner: int, count: int) -> Share:
+    counts = tuple(count if rank == owner else 0 for rank in range(transport.size))
+    return Share(counts, 0, counts[transport.rank])
+
+
+def _owner(span: Span) -> int:
+    counts = span.share.counts
+    return counts.index(max(counts))

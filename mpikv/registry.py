@@ -1,0 +1,156 @@
+"""The names of stores, and how a store is put together."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+from typing import Any
+
+from .config import Config
+from .errors import (
+    ConfigError,
+    MPIKVError,
+    PeerFailed,
+    RankMismatch,
+    TransportUnavailable,
+    Unsupported,
+    known_names,
+)
+from .store import KVStore
+from .transports import open_transport
+from .world import Group, connect
+
+__all__ = ["create"]
+
+_HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
+_DEVICE = ("device", "local_allreduce_device")
+_NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
+_LATER = {
+    **dict.fromkeys(("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"),
+    "p3": "slices by priority; 'dist_sync' has the same results",
+    **dict.fromkeys(("horovod", "byteps", "allreduce"), "a store without values; 'dist_sync' without an updater sums by pushpull"),
+    "teststore": "a store for authors of plug-ins; 'local' with comm=MPI.COMM_SELF is one rank",
+}
+_NAMES = (*_HOST, *_DEVICE, *_NCCL, *_LATER)
+
+# In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is closed:
+# the garbage collector would take it at another moment on each rank.
+_open_stores: list[KVStore] = []
+
+
+def create(
+    name: str = "local",
+    *,
+    comm: Any = None,
+    placement: str | None = None,
+    root: int = 0,
+    timeout: float | None = None,
+    check: bool | None = None,
+    transport: str | None = None,
+    bucket_bytes: int | None = None,
+) -> KVStore:
+    """Make a store.
+
+    Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm`` says who
+    takes part. Without a launcher it is a store of one rank and needs no MPI library.
+
+    Args:
+        name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu``, ``local_allreduce_cpu`` mean the
+            same); ``device`` for the GPU when there is one, else the host. Case does not matter.
+        comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a private store.
+        placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
+        root: the rank whose values count at ``init`` and which runs Python updaters.
+        timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
+        check: False turns the comparison of calls off, for measurements. Default True.
+        transport: ``shm``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
+        bucket_bytes: bytes of the largest message. Default 1 MiB.
+
+    A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
+
+    Raises:
+        ConfigError: the name or an option is unknown, or the launcher belongs to another MPI library.
+        TransportUnavailable: an MPI library, or a device, is missing.
+        Unsupported: the store or the transport cannot be had here.
+        RankMismatch: ranks asked for different stores.
+
+    Example:
+        >>> import mpikv
+        >>> mpikv.create("dist_sync").type
+        'dist_sync'
+    """
+    settings, problem = Config(), None
+    try:
+        kind = _known(name)
+        settings = Config.read(
+            placement=placement, timeout=timeout, check=check, transport=transport, bucket_bytes=bucket_bytes
+        )
+    except (MPIKVError, TypeError) as error:
+        problem = error
+    group = connect(comm, settings)
+    try:
+        _compare(group, f"store {name!r}, root {root!r}, {settings}", problem or _bad_root(root, group))
+        store = KVStore(group, open_transport(group, settings), settings, type=kind, root=root)
+    except MPIKVError:
+        group.close()
+        raise
+    _open_stores.append(store)
+    return store
+
+
+def _compare(group: Group, wanted: str, problem: Exception | None) -> None:
+    """Raise on every rank unless all want the same store and can have it."""
+    said = [json.loads(text) for text in group.gather(json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}"]))]
+    where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
+    if problem is not None:
+        problem.args = (f"create: {problem}{where}",)
+        raise problem
+    for rank, (other, failure) in enumerate(said):
+        if failure:
+            raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
+        if other != said[0][0]:
+            raise RankMismatch(f"create: rank 0 asks for {said[0][0]}; rank {rank} for {other}{where}")
+
+
+def _bad_root(root: int, group: Group) -> Exception | None:
+    if isinstance(root, int) and 0 <= root < group.size:
+        return None
+    return ConfigError(f"root={root!r} is not a rank from 0 to {group.size - 1}")
+
+
+def _known(name: str) -> str:
+    """Return the name in lower case if a store of that name can be made here."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    kind = name.lower()
+    if kind in _LATER:
+        raise Unsupported(f"store {name!r} is not in this version ({_LATER[kind]})")
+    if kind in _NCCL:
+        raise TransportUnavailable(
+            f"store {name!r} sums on GPUs, for which this version has no transport; use 'dist_sync' with host arrays"
+        )
+    if kind not in _NAMES:
+        raise ConfigError(known_names("store", name, _NAMES))
+    return kind
+
+
+def _close_all() -> None:
+    """Close what is still open at the end of the program, while MPI still runs."""
+    while _open_stores:
+        store = _open_stores.pop(0)
+        try:
+            store.close()
+        except MPIKVError as error:
+            logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
+
+
+def _end_in_child() -> None:
+    """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
+    for store in _open_stores:
+        store.abandon("the store was made before a fork, which MPI does not survive")
+    _open_stores.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_end_in_child)

@@ -1,0 +1,184 @@
+"""Learning rates as pure functions of the number of updates.
+
+A schedule is called with the number of updates of a key, 1 at the first, and returns the rate of that update.
+Schedules hold settings only, so that ranks agree on the rate without a message and a resumed run continues where it
+was. Any callable will do; these have a ``repr`` that tells all, by which ranks compare them.
+
+The names of the options are MXNet's, where the classes are called FactorScheduler, MultiFactorScheduler,
+PolyScheduler and CosineScheduler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from .errors import ConfigError, known_names
+
+__all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A constant rate after a warm-up; the base of the others, which define :meth:`decayed`.
+
+    >>> schedule = Schedule(base_lr=0.5, warmup_steps=5, warmup_begin_lr=0.0)
+    >>> [schedule(number) for number in (1, 2, 4, 5, 100)]
+    [0.1, 0.2, 0.4, 0.5, 0.5]
+    """
+
+    _: KW_ONLY
+    base_lr: float = 0.01
+    """Rate after the warm-up, in [0, inf)."""
+    warmup_steps: int = 0
+    """The warm-up is over at this number of updates, in [0, inf); 0: no warm-up."""
+    warmup_begin_lr: float = 0.0
+    """Rate at which the warm-up begins, in [0, base_lr]."""
+    warmup_mode: Literal["constant", "linear"] = "linear"
+    """``linear``: rise evenly to ``base_lr``. ``constant``: stay at ``warmup_begin_lr``, then jump."""
+
+    def __post_init__(self) -> None:
+        self._settle_float("base_lr", "warmup_begin_lr")
+        self._require(self.warmup_steps >= 0, "warmup_steps", "not in [0, inf)")
+        self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
+        if self.warmup_mode not in ("constant", "linear"):
+            raise ConfigError(known_names("warmup_mode", self.warmup_mode, ("constant", "linear")))
+
+    def __call__(self, num_update: int) -> float:
+        """Return the rate of the update of this number, 1 at the first."""
+        if num_update >= self.warmup_steps:
+            return self.decayed(num_update)
+        if self.warmup_mode == "constant":
+            return self.warmup_begin_lr
+        return self.warmup_begin_lr + (self.base_lr - self.warmup_begin_lr) * num_update / self.warmup_steps
+
+    def decayed(self, num_update: int) -> float:
+        """Return the rate of an update after the warm-up."""
+        return self.base_lr
+
+    def _settle_float(self, *names: str) -> None:
+        # As floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
+        for name in names:
+            value = float(getattr(self, name))
+            self._require(0 <= value < math.inf, name, "not in [0, inf)")
+            object.__setattr__(self, name, value)
+
+    def _require(self, condition: bool, name: str, fault: str) -> None:
+        if not condition:
+            raise ConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is {fault}")
+
+
+@dataclass(frozen=True)
+class Factor(Schedule):
+    """Multiply the rate by a factor after every ``step`` updates.
+
+    >>> schedule = Factor(100, factor=0.5, base_lr=1.0)
+    >>> [schedule(number) for number in (1, 100, 101, 200, 201)]
+    [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+
+    step: int
+    """Updates between two changes, in [1, inf). Those of the warm-up count."""
+    _: KW_ONLY
+    factor: float = 1.0
+    """In (0, 1]."""
+    stop_factor_lr: float = 1e-8
+    """The rate does not fall below this, in [0, inf)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_float("factor", "stop_factor_lr")
+        self._require(self.step >= 1, "step", "not in [1, inf)")
+        self._require(0 < self.factor <= 1, "factor", "not in (0, 1]")
+
+    def decayed(self, num_update: int) -> float:
+        changes = max(num_update - 1, 0) // self.step
+        return max(self.base_lr * self.factor**changes, self.stop_factor_lr) if changes else self.base_lr
+
+
+@dataclass(frozen=True)
+class MultiFactor(Schedule):
+    """Multiply the rate by a factor after each of the given numbers of updates.
+
+    >>> schedule = MultiFactor([100, 150], factor=0.5, base_lr=1.0)
+    >>> [schedule(number) for number in (100, 101, 150, 151)]
+    [1.0, 0.5, 0.5, 0.25]
+    """
+
+    step: Sequence[int]
+    """Numbers of updates, rising, each in [1, inf)."""
+    _: KW_ONLY
+    factor: float = 1.0
+    """In (0, 1]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_float("factor")
+        object.__setattr__(self, "step", tuple(self.step))
+        self._require(bool(self.step) and self.step[0] >= 1, "step", "not a sequence of numbers in [1, inf)")
+        self._require(all(a < b for a, b in zip(self.step, self.step[1:], strict=False)), "step", "not rising")
+        self._require(0 < self.factor <= 1, "factor", "not in (0, 1]")
+
+    def decayed(self, num_update: int) -> float:
+        return self.base_lr * self.factor ** sum(num_update > boundary for boundary in self.step)
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    """Fall to ``final_lr`` along a power of the share of updates that remain.
+
+    >>> schedule = Polynomial(100, base_lr=1.0, pwr=2)
+    >>> [schedule(number) for number in (0, 50, 100, 200)]
+    [1.0, 0.25, 0.0, 0.0]
+    """
+
+    max_update: int
+    """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
+    _: KW_ONLY
+    pwr: float = 2.0
+    """The power, in [0, inf); 1: a straight line."""
+    final_lr: float = 0.0
+    """In [0, inf)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_float("pwr", "final_lr")
+        self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
+
+    def decayed(self, num_update: int) -> float:
+        if num_update >= self.max_update:
+            return self.final_lr
+        remaining = (self.max_update - num_update) / (self.max_update - self.warmup_steps)
+        return self.final_lr + (self.base_lr - self.final_lr) * math.pow(remaining, self.pwr)
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """Fall to ``final_lr`` along half a period of the cosine.
+
+    Reference: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017,
+    https://arxiv.org/abs/1608.03983.
+
+    >>> schedule = Cosine(110, base_lr=1.0, warmup_steps=10)
+    >>> [round(schedule(number), 6) for number in (5, 10, 60, 110, 200)]
+    [0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+
+    max_update: int
+    """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
+    _: KW_ONLY
+    final_lr: float = 0.0
+    """In [0, inf)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._settle_float("final_lr")
+        self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
+
+    def decayed(self, num_update: int) -> float:
+        if num_update >= self.max_update:
+            return self.final_lr
+        passed = (num_update - self.warmup_steps) / (self.max_update - self.warmup_steps)
+        return self.final_lr + (self.base_lr - self.final_lr) * (1.0 + math.cos(math.pi * passed)) / 2.0

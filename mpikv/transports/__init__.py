@@ -1,0 +1,45 @@
+"""How bytes move between ranks, and which way is taken."""
+
+from __future__ import annotations
+
+from ..config import Config
+from ..errors import Unsupported
+from ..typing import Transport
+from ..world import Group
+from .local import LocalTransport
+
+__all__ = ["choose", "open_transport"]
+
+
+def choose(group: Group, config: Config) -> tuple[str, str]:
+    """Return the name of the transport for these ranks, and why.
+
+    Raises:
+        Unsupported: a transport was asked for that cannot join these ranks.
+    """
+    asked = config.transport
+    if asked == "local" and group.size > 1:
+        raise Unsupported(f"transport 'local' is for one rank and there are {group.size}; use 'auto', 'shm' or 'mpi'")
+    if asked == "shm" and not group.one_host:
+        raise Unsupported(f"transport 'shm' needs all ranks on one host and they are on {len(group.hosts)}; use 'auto' or 'mpi'")
+    if group.size == 1:
+        return "local", "one rank"
+    if asked != "auto":
+        return asked, "asked for"
+    if group.one_host:
+        return "shm", "all ranks on one host"
+    return "mpi", f"ranks on {len(group.hosts)} hosts"
+
+
+def open_transport(group: Group, config: Config) -> Transport:
+    """Return the transport for these ranks. Collective over the group."""
+    name, _ = choose(group, config)
+    if name == "local":
+        return LocalTransport(config.bucket_bytes)
+    if name == "shm":
+        from .shm import ShmTransport
+
+        return ShmTransport(group, config.bucket_bytes, config.timeout)
+    from .mpi import MpiTransport
+
+    return MpiTransport(group, config.bucket_bytes, config.timeout)

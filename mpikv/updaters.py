@@ -1,0 +1,63 @@
+"""The updaters that are not optimizers: ASSIGN, and any Python callable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import ValueMismatch
+from .typing import Array, Key, Slots
+
+__all__ = ["Assign", "CallableUpdater"]
+
+
+class Assign:
+    """The stored value becomes the sum. A store's updater until another is set."""
+
+    elementwise = True
+    fallible = False
+    revision = 0
+
+    def slots(self, dtype: np.dtype[Any]) -> Slots:
+        return {}
+
+    def step(self, key: Key, count: int) -> None:
+        return None
+
+    def update(self, step: None, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        np.copyto(value, total, casting="same_kind")
+
+    def settings(self) -> str:
+        return "assign"
+
+
+class CallableUpdater:
+    """A user's ``f(key, input, stored)``, which changes ``stored`` in place or returns the new value."""
+
+    elementwise = False
+    fallible = True
+    revision = 0
+
+    def __init__(self, function: Callable[[Any, Array, Array], Any]) -> None:
+        self._function = function
+
+    def slots(self, dtype: np.dtype[Any]) -> Slots:
+        return {}
+
+    def step(self, key: Key, count: int) -> Key:
+        return key
+
+    def update(self, step: Key, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        result = self._function(step, total.astype(value.dtype, copy=False), value)
+        if result is None:
+            return
+        changed = np.asarray(result)
+        if changed.shape != value.shape:
+            raise ValueMismatch(f"the updater returned shape {changed.shape} for key {step!r} of shape {value.shape}")
+        np.copyto(value, changed, casting="same_kind")
+
+    def settings(self) -> str:
+        function = self._function
+        return f"callable {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -1,0 +1,169 @@
+"""The ranks that share a store: how MPI is found and started, who is on which host, and how a dying rank ends the job.
+
+MPI is imported only when a launcher started this process or the caller brings a communicator, so that a store of one rank
+needs no MPI library.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .config import Config, Launch, launch_of
+from .errors import ConfigError, TransportUnavailable
+from .typing import Array
+
+__all__ = ["Group", "connect"]
+
+INSTALL = (
+    'no MPI library was found for mpi4py; install one beside it with  pip install "mpikv[mpich]"  '
+    "(or use the system's:  apt install openmpi-bin)"
+)
+
+
+class Group:
+    """The ranks of one store.
+
+    It owns a duplicate of the communicator it was made from, so that two stores, or a store and the caller's own messages,
+    never meet.
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        """Collective over ``comm``; without one, the group is this process alone."""
+        self.comm = comm.Dup() if comm is not None and comm.size > 1 else None
+        self.rank = self.comm.rank if self.comm else 0
+        self.size = self.comm.size if self.comm else 1
+        self._windows: list[Any] = []
+        if self.comm:
+            self._join_hosts()
+        else:
+            self.host_comm, self.local_rank, self.hosts, self.host_ranks = None, 0, (platform.node(),), (0,)
+
+    def _join_hosts(self) -> None:
+        self.host_comm = self.comm.Split_type(_mpi().COMM_TYPE_SHARED, key=self.rank)
+        self.local_rank = self.host_comm.rank
+        self.host_ranks = tuple(self.host_comm.allgather(self.rank))
+        leaders = self.comm.allgather((self.host_ranks[0], platform.node()))
+        self.hosts = tuple(name for rank, (leader, name) in enumerate(leaders) if rank == leader)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share the memory of one host."""
+        return len(self.host_ranks) == self.size
+
+    def share(self, nbytes: int) -> Array:
+        """Return zeroed memory that all ranks of this host share. Collective over the host; freed by :meth:`close`."""
+        if self.host_comm is None:
+            return np.zeros(nbytes, np.uint8)
+        mpi = _mpi()
+        # One byte more than nothing: Open MPI refuses an empty window.
+        own = max(nbytes, 1) if self.local_rank == 0 else 0
+        window = mpi.Win.Allocate_shared(own, 1, comm=self.host_comm)
+        # Plain loads and stores to a window are defined inside an access epoch only; this one lasts until close.
+        window.Lock_all(mpi.MODE_NOCHECK)
+        self._windows.append(window)
+        memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)[:nbytes]
+        if self.local_rank == 0:
+            memory[:] = 0
+        self.host_comm.Barrier()
+        return memory
+
+    def ordering(self) -> Callable[[], None] | None:
+        """Return a function that orders memory accesses on processors that reorder them, else None.
+
+        x86-64 keeps stores in order and loads in order, which is all that flags in shared memory need. Call it after
+        :meth:`share`.
+        """
+        if not self._windows or platform.machine().lower() in ("x86_64", "amd64"):
+            return None
+        sync: Callable[[], None] = self._windows[-1].Sync
+        return sync
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order. Collective."""
+        if self.comm is None:
+            return [text]
+        mine = np.frombuffer(text.encode(), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.comm.Allgather(np.array([mine.size], np.int64), lengths)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        everything = np.empty(int(starts[-1]), np.uint8)
+        self.comm.Allgatherv(mine, [everything, (lengths, starts[:-1]), _mpi().BYTE])
+        return [everything[starts[r] : starts[r + 1]].tobytes().decode() for r in range(self.size)]
+
+    def close(self) -> None:
+        """Free the shared memory and the communicators. Collective, idempotent."""
+        while self._windows:
+            window = self._windows.pop()
+            window.Unlock_all()
+            window.Free()
+        for comm in (self.host_comm, self.comm):
+            if comm is not None:
+                comm.Free()
+        self.host_comm = self.comm = None
+
+
+def connect(comm: Any, config: Config) -> Group:
+    """Return the group of all ranks of the launch, or of ``comm``.
+
+    Raises:
+        TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded.
+        ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is alone.
+    """
+    launch = launch_of()
+    if comm is None and (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
+        return Group()
+    mpi = _mpi()
+    if launch is not None and launch.size > 1 and mpi.COMM_WORLD.size == 1:
+        raise ConfigError(_wrong_launcher(launch, mpi))
+    world = mpi.COMM_WORLD if comm is None else comm
+    if world.size > 1 and config.abort:
+        _abort_on_exception(mpi)
+    return Group(world)
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when it finds no library to load
+        raise TransportUnavailable(INSTALL) from error
+    return MPI
+
+
+def _wrong_launcher(launch: Launch, mpi: Any) -> str:
+    library = mpi.Get_library_version().splitlines()[0].strip("\x00 ")
+    return (
+        f"the launcher ({launch.launcher}) says {launch.size} ranks but MPI ({library}) sees only this process: the launcher "
+        f"belongs to another MPI library; use  mpikv run -n {launch.size} SCRIPT  or the mpiexec of that library"
+    )
+
+
+def _notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+def _abort_on_exception(mpi: Any) -> None:
+    """Make an uncaught exception end all ranks: the others would wait for this one for ever."""
+    if _notebook() or getattr(sys.excepthook, "ends_the_job", False):
+        return
+    rank, size = mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size
+    lock = threading.Lock()
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with lock:
+            lines = "".join(traceback.format_exception(kind, error, trace)).splitlines(keepends=True)
+            sys.stdout.flush()
+            # One write, so that the tracebacks of several ranks do not interleave.
+            sys.stderr.write("".join(f"[rank {rank}/{size}] {line}" for line in lines))
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    end.ends_the_job = True  # type: ignore[attr-defined]
+    sys.excepthook = end
