@@ -1,11 +1,11 @@
 """A KVStore for distributed training: ``init``, ``push``, ``pull`` and an updater, over shared memory and MPI.
 
-    >>> import mpikv, numpy as np
-    >>> kv = mpikv.create()
-    >>> kv.init("w", np.zeros(3))
-    >>> kv.push("w", np.ones(3))
-    >>> kv.pull("w")
-    array([1., 1., 1.])
+>>> import mpikv, numpy as np
+>>> kv = mpikv.create()
+>>> kv.init("w", np.zeros(3))
+>>> kv.push("w", np.ones(3))
+>>> kv.pull("w")
+array([1., 1., 1.])
 """
 
 from . import optimizers, schedules

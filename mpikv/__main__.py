@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
+from .cli import __version__
 from .errors import known_names
 
 # The summary lines of --help stand here so that it imports no subcommand.
@@ -38,21 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_help())
         return 0 if arguments else 2
     if name == "--version":
-        print(f"mpikv {own_version()}")
+        print(f"mpikv {__version__}")
         return 0
     if name not in COMMANDS:
         print(f"mpikv: {known_names('command', name, COMMANDS)}", file=sys.stderr)
         return 2
     status: int = import_module(f"mpikv.cli.{name}").main(arguments[1:])
     return status
-
-
-def own_version() -> str:
-    """Return the version that was installed; a bare source tree has none."""
-    try:
-        return version("mpikv")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 def _help() -> str:

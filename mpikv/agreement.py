@@ -1,9 +1,9 @@
 """What ranks compare before data move, and the board on which each writes what it is doing.
 
-Every collective call of the store starts by comparing one number, a digest of the call. Only when all ranks passed the same one
-do data move. Otherwise the ranks exchange texts and every one of them raises: the rank whose own arguments were bad raises its
-own error, the others ``PeerFailed``; ranks that made different calls all raise the same ``RankMismatch``. Either way every rank
-has made the same number of steps, so the store can be used again.
+Every collective call of the store starts by comparing one number, a digest of the call. Only when all ranks passed the
+same one do data move. Otherwise the ranks exchange texts and every one of them raises: the rank whose own arguments
+were bad raises its own error, the others ``PeerFailed``; ranks that made different calls all raise the same
+``RankMismatch``. Either way every rank has made the same number of steps, so the store can be used again.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ class Agreement:
 
     def _disagree(self, call: Call, error: Exception | None) -> None:
         """Exchange what each rank has to say, and raise accordingly."""
-        mine = {"call": str(call), "parts": list(call.describe()), "error": error and f"{type(error).__name__}: {error}"}
+        mine = {
+            "call": str(call),
+            "parts": list(call.describe()),
+            "error": error and f"{type(error).__name__}: {error}",
+        }
         said = [json.loads(text) for text in self._group.gather(json.dumps(mine))]
         if error is not None:
             return
@@ -110,7 +114,9 @@ class Agreement:
             if other["error"]:
                 text = f"{call}: rank {rank} raised {other['error']}; nothing was changed"
                 raise self.at_rank(call.verb, PeerFailed(text, rank))
-        raise self.at_rank(call.verb, RankMismatch(f"ranks disagree at call #{self.calls}: {_difference(said)}; nothing was changed"))
+        raise self.at_rank(
+            call.verb, RankMismatch(f"ranks disagree at call #{self.calls}: {_difference(said)}; nothing was changed")
+        )
 
     def close(self) -> None:
         """Let go of the shared memory."""
@@ -130,10 +136,11 @@ class Agreement:
 def _difference(said: Sequence[dict[str, Any]]) -> str:
     """Show the call of the first rank beside the first call that differs from it."""
     first = said[0]
-    rank, other = next((r, o) for r, o in enumerate(said) if (o["call"], o["parts"]) != (first["call"], first["parts"]))
-    sides = zip_longest(first["parts"], other["parts"], fillvalue="nothing")
-    at, (left, right) = next(((i, pair) for i, pair in enumerate(sides) if pair[0] != pair[1]), (0, ("", "")))
-    where = f" (they differ at item {at}: {left} and {right})" if left != right else ""
+    other = next(o for o in said if (o["call"], o["parts"]) != (first["call"], first["parts"]))
+    where = ""
+    if other["call"] == first["call"]:
+        sides = zip_longest(first["parts"], other["parts"], fillvalue="nothing")
+        where = next(f" (item {at}: {left}, {right})" for at, (left, right) in enumerate(sides) if left != right)
     like = [r for r, o in enumerate(said) if (o["call"], o["parts"]) == (other["call"], other["parts"])]
     return f"rank 0 calls {first['call']}; {_ranks(like)} {other['call']}{where}"
 
@@ -156,7 +163,7 @@ class Board:
         self._ranks, self._size = group.host_ranks, group.size
         nbytes = 8 * self._WORDS
         board = group.share(nbytes * len(self._ranks))
-        self._slots = [memoryview(board[i * nbytes : (i + 1) * nbytes]).cast("B") for i in range(len(self._ranks))]
+        self._slots = [board[i * nbytes : (i + 1) * nbytes].data for i in range(len(self._ranks))]
         self._text = self._slots[group.local_rank]
         self._head = self._text[: self._HEAD].cast("q")
         self._longest = nbytes - self._HEAD

@@ -1,8 +1,8 @@
 """Where values lie in memory: blocks of one dtype, cut from segments that the transport allocates.
 
-A large value is a block of its own. Small values of one dtype share a block, without gaps, so that a list of them is one
-message. A block's *grid* cuts it into cells of at most a bucket; who owns an element depends on its place in its cell, so
-optimizer state never has to move. Memory never moves either: later keys get later blocks.
+A large value is a block of its own. Small values of one dtype share a block, without gaps, so that a list of them is
+one message. A block's *grid* cuts it into cells of at most a bucket; who owns an element depends on its place in its
+cell, so optimizer state never has to move. Memory never moves either: later keys get later blocks.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Arena:
         return block
 
     def _reserve(self, nbytes: int) -> None:
-        """Make the open segment hold ``nbytes`` more. Segments grow with the total, since an MPI has few thousand windows."""
+        """Make the open segment hold ``nbytes`` more. Segments grow with the total, since an MPI has few thousand
+        windows.
+        """
         if self._next + nbytes > self._segment.size:
             growth = min(self._total // 2, _LARGEST_GROWTH)
             self._segment = self._transport.allocate(max(nbytes, growth, _SMALLEST_SEGMENT))

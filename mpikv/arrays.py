@@ -1,7 +1,7 @@
 """Arrays of any library as numpy arrays over the same memory, and the rules of dtypes.
 
-numpy arrays pass through untouched; other libraries' arrays are viewed without a copy, torch's through ``numpy()`` and the rest
-through DLPack. No array library but numpy is ever imported here.
+numpy arrays pass through untouched; other libraries' arrays are viewed without a copy, torch's through ``numpy()`` and
+the rest through DLPack. No array library but numpy is ever imported here.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def bfloat16() -> np.dtype[Any]:
         import ml_dtypes
     except ImportError:
         raise Unsupported("bfloat16 needs the package ml_dtypes: pip install 'mpikv[bf16]'") from None
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -154,8 +155,8 @@ def zeros(nbytes: int, alignment: int = 64) -> Array:
 def disjoint(sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Array]]) -> bool:
     """Return whether each key's targets may be written before the sources of the other keys have been read.
 
-    ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine. Where it
-    would take long to tell, the answer is False.
+    ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine.
+    Where it would take long to tell, the answer is False.
     """
     arrays = [array for group in (*sources, *targets) for array in group]
     if all(array.base is None for array in arrays):

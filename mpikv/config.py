@@ -25,7 +25,8 @@ class Config:
     """Settings of a store. All but ``abort`` must be the same on every rank, which :func:`mpikv.create` checks."""
 
     transport: str = "auto"
-    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
+    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``mpi`` (any hosts); ``auto`` looks where the
+    ranks are."""
     placement: str = "auto"
     """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
     bucket_bytes: int = 1 << 20
@@ -109,7 +110,8 @@ class Launch:
     rank: int
 
 
-# The variables by which launchers tell a process its size and rank. PMI is spoken by MPICH's hydra, Intel MPI and Slurm.
+# The variables by which launchers tell a process its size and rank. PMI is spoken by MPICH's hydra, Intel MPI and
+# Slurm.
 _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI (MPICH, Intel MPI or Slurm)", "PMI_SIZE", "PMI_RANK"),

@@ -1,7 +1,7 @@
 """The key table, and the forms in which a call names keys and brings arrays.
 
-Forms: one key with one array or a list of arrays; a list of keys with a list of either; a list with repeated keys, which means
-the same as a nested list; a dict, whose nested dicts are joined with ``/``.
+Forms: one key with one array or a list of arrays; a list of keys with a list of either; a list with repeated keys,
+which means the same as a nested list; a dict, whose nested dicts are joined with ``/``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Entry:
 
 
 class KeyTable:
-    """Maps keys to entries; what changes with every push is kept in arrays, so that a list of keys is one numpy operation."""
+    """Maps keys to entries; what changes with every push is kept in arrays, so that a list of keys is one numpy
+    operation.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
@@ -96,7 +98,9 @@ class KeyTable:
         kind = self._kind
         for key in keys:
             if kind is not None and type(key) is not kind:
-                raise TypeError(f"key {key!r} is of type {type(key).__name__} and the store's keys are of type {kind.__name__}; use one type")
+                raise TypeError(
+                    f"key {key!r} is of type {type(key).__name__}; the store's keys are all {kind.__name__}"
+                )
             kind = type(key)
         self._kind = kind
 
@@ -158,7 +162,9 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
     if not isinstance(value, (list, tuple)):
         raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not a {type(value).__name__}")
     if len(value) != len(names):
-        raise ValueMismatch(f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key")
+        raise ValueMismatch(
+            f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key"
+        )
     groups: dict[Key, tuple[Any, ...]] = {}
     for name, each in zip(names, value, strict=True):
         group = _group(name, each, what)
@@ -210,5 +216,7 @@ def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
         raise ValueMismatch(f"an empty list of {what}s for key {key!r}")
     for each in group:
         if not is_array(each):
-            raise TypeError(f"{what} of key {key!r} is a {type(each).__name__}, not an array; numpy.asarray({what}) makes one")
+            raise TypeError(
+                f"{what} of key {key!r} is a {type(each).__name__}, not an array; numpy.asarray({what}) makes one"
+            )
     return group

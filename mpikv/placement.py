@@ -11,11 +11,14 @@ owners       reduce; the block's rank        broadcast               optimizers 
 replicated   allreduce; every rank updates   nothing                 optimizers and ASSIGN
 ===========  ==============================  ======================  ==========================
 
-``sharded`` becomes *owners* for an optimizer that needs whole values. Where ranks share the memory of values, a replica per rank
-would be the same memory several times over, so ``replicated`` becomes ``sharded`` there, and a pull moves nothing in either.
+``sharded`` becomes *owners* for an optimizer that needs whole values. Where ranks share the memory of values, a replica
+per rank would be the same memory several times over, so ``replicated`` becomes ``sharded`` there, and a pull moves
+nothing in either.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from .errors import ConfigError, Unsupported, known_names
 from .typing import Array, Placement, Share, Span, Transport, Updater
@@ -75,7 +78,7 @@ class Sharded:
         first, last = grid
         shard = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
         edges = [min(max(first + rank * shard, start), stop) for rank in range(self._transport.size)] + [stop]
-        counts = tuple(high - low for low, high in zip(edges, edges[1:], strict=False))
+        counts = tuple(high - low for low, high in pairwise(edges))
         low = edges[self._transport.rank] - start
         return Share(counts, low, low + counts[self._transport.rank])
 
@@ -107,8 +110,8 @@ class Replicated:
 def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
     """Return the placement of that name for this updater.
 
-    ``auto`` takes ``root`` for a Python callable, ``replicated`` for ASSIGN, which has nothing to compute, and ``sharded`` for
-    optimizers, whose time and state are then divided by the number of ranks.
+    ``auto`` takes ``root`` for a Python callable, ``replicated`` for ASSIGN, which has nothing to compute, and
+    ``sharded`` for optimizers, whose time and state are then divided by the number of ranks.
 
     Raises:
         Unsupported: a callable must run once per key, which only ``root`` can do.

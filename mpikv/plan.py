@@ -1,7 +1,7 @@
 """How a list of keys is cut into messages: worked out once per list, executed often.
 
-A *bucket* is one message: the elements of the call's keys that lie in one cell of one block, as one range of memory. Keys that
-lie side by side are therefore sent, summed and updated together.
+A *bucket* is one message: the elements of the call's keys that lie in one cell of one block, as one range of memory.
+Keys that lie side by side are therefore sent, summed and updated together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .arrays import accumulator
 from .keys import Entry
 from .typing import Array, Key, Placement, Share
 
-__all__ = ["Bucket", "Part", "Piece", "Plan", "build", "digest"]
+__all__ = ["Bucket", "Part", "Piece", "Plan", "build", "describe", "digest", "label"]
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,13 @@ def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Seq
     return [f"{key!r} {dtype.name}{list(shape)}" for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)]
 
 
-def build(entries: Sequence[Entry], placement: Placement, scratch: Callable[[np.dtype[Any], int], Array], whole: bool) -> Plan:
+def build(
+    entries: Sequence[Entry], placement: Placement, scratch: Callable[[np.dtype[Any], int], Array], whole: bool
+) -> Plan:
     """Cut the keys into buckets.
 
-    ``scratch(dtype, count)`` returns memory for the sum of one bucket. With ``whole``, sums are put together per key instead.
+    ``scratch(dtype, count)`` returns memory for the sum of one bucket. With ``whole``, sums are put together per key
+    instead.
     """
     keys = tuple(entry.key for entry in entries)
     buckets: list[Bucket] = []
@@ -124,7 +127,7 @@ def label(keys: Sequence[Key]) -> str:
 
 
 class _BlockSums:
-    """Memory for the sums of a call's keys in one block, kept whole. Allocated at the first bucket that this rank owns."""
+    """Memory for the sums of a call's keys in one block, kept whole; allocated at the first bucket this rank owns."""
 
     def __init__(self, block: Block, members: Sequence[int], entries: Sequence[Entry]) -> None:
         self._first = min(entries[item].place.start for item in members)
@@ -154,7 +157,7 @@ def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
 
 
 def _cells(block: Block, members: Sequence[int], entries: Sequence[Entry]) -> list[list[tuple[int, int, int, int]]]:
-    """Cut the items at the cells of the block's grid: per cell touched, (item, first element of the key, start, stop)."""
+    """Cut the items at the cells of the block's grid: per cell, (item, first element of the key, start, stop)."""
     cells: dict[int, list[tuple[int, int, int, int]]] = {}
     for item in members:
         place = entries[item].place

@@ -28,15 +28,19 @@ _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync"
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
 _LATER = {
-    **dict.fromkeys(("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"),
+    **dict.fromkeys(
+        ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
+    ),
     "p3": "slices by priority; 'dist_sync' has the same results",
-    **dict.fromkeys(("horovod", "byteps", "allreduce"), "a store without values; 'dist_sync' without an updater sums by pushpull"),
+    **dict.fromkeys(
+        ("horovod", "byteps", "allreduce"), "a store without values; 'dist_sync' without an updater sums by pushpull"
+    ),
     "teststore": "a store for authors of plug-ins; 'local' with comm=MPI.COMM_SELF is one rank",
 }
 _NAMES = (*_HOST, *_DEVICE, *_NCCL, *_LATER)
 
-# In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is closed:
-# the garbage collector would take it at another moment on each rank.
+# In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
+# closed: the garbage collector would take it at another moment on each rank.
 _open_stores: list[KVStore] = []
 
 
@@ -53,13 +57,15 @@ def create(
 ) -> KVStore:
     """Make a store.
 
-    Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm`` says who
-    takes part. Without a launcher it is a store of one rank and needs no MPI library.
+    Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm``
+    says who takes part. Without a launcher it is a store of one rank and needs no MPI library.
 
     Args:
-        name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu``, ``local_allreduce_cpu`` mean the
-            same); ``device`` for the GPU when there is one, else the host. Case does not matter.
-        comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a private store.
+        name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
+            ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host.
+            Case does not matter.
+        comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
+            private store.
         placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
         root: the rank whose values count at ``init`` and which runs Python updaters.
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
@@ -91,7 +97,7 @@ def create(
     group = connect(comm, settings)
     try:
         _compare(group, f"store {name!r}, root {root!r}, {settings}", problem or _bad_root(root, group))
-        store = KVStore(group, open_transport(group, settings), settings, type=kind, root=root)
+        store = KVStore(group, open_transport(group, settings), settings, name=kind, root=root)
     except MPIKVError:
         group.close()
         raise
@@ -101,7 +107,10 @@ def create(
 
 def _compare(group: Group, wanted: str, problem: Exception | None) -> None:
     """Raise on every rank unless all want the same store and can have it."""
-    said = [json.loads(text) for text in group.gather(json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}"]))]
+    said = [
+        json.loads(text)
+        for text in group.gather(json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}"]))
+    ]
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"create: {problem}{where}",)
@@ -113,7 +122,7 @@ def _compare(group: Group, wanted: str, problem: Exception | None) -> None:
             raise RankMismatch(f"create: rank 0 asks for {said[0][0]}; rank {rank} for {other}{where}")
 
 
-def _bad_root(root: int, group: Group) -> Exception | None:
+def _bad_root(root: object, group: Group) -> Exception | None:
     if isinstance(root, int) and 0 <= root < group.size:
         return None
     return ConfigError(f"root={root!r} is not a rank from 0 to {group.size - 1}")

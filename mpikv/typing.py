@@ -1,7 +1,7 @@
 """The seams of mpikv: what a transport, a placement and an updater promise to the store.
 
-Each is a Protocol: a class that has these attributes is one, and subclassing is never needed. Every implementation is held to
-its contract by a class in :mod:`mpikv.testing`.
+Each is a Protocol: a class that has these attributes is one, and subclassing is never needed. Every implementation is
+held to its contract by a class in :mod:`mpikv.testing`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,28 @@ Slots: TypeAlias = "Mapping[str, np.dtype[Any]]"
 class Transport(Protocol):
     """Moves bytes between ranks.
 
-    All methods but :meth:`outbox` are collective: every rank calls them in the same order with the same sizes. Arrays are
-    one-dimensional, contiguous and of one dtype. A transport never sees a key, keeps no state of a value, and allocates nothing
-    per call. ``send`` is never written. The library's errors leave as :class:`~mpikv.errors.TransportError`.
+    All methods but :meth:`outbox` are collective: every rank calls them in the same order with the same sizes. Arrays
+    are one-dimensional, contiguous and of one dtype. A transport never sees a key, keeps no state of a value, and
+    allocates nothing per call. ``send`` is never written. The library's errors leave as
+    :class:`~mpikv.errors.TransportError`.
 
-    Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of booleans is
-    their logical or; integers wrap.
+    Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of
+    booleans is their logical or; integers wrap.
     """
 
     name: str
     rank: int
     size: int
     shared: bool
-    """Whether :meth:`allocate` returns the same memory to every rank. Then one rank's writes are seen by all after a fence."""
+    """Whether :meth:`allocate` returns the same memory to every rank. Then one rank's writes are seen by all after a
+    fence."""
     limit: int
     """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
 
     def allocate(self, nbytes: int) -> Array:
-        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it closes."""
+        """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it
+        closes.
+        """
         ...
 
     def outbox(self, nbytes: int) -> Array:
@@ -75,7 +79,7 @@ class Transport(Protocol):
         ...
 
     def fence(self) -> None:
-        """Make what any rank wrote to allocated memory visible to every rank. Nothing to do where memory is not shared."""
+        """Make what any rank wrote to allocated memory visible to every rank, where memory is shared."""
         ...
 
     def agree(self, token: int) -> bool:
@@ -122,8 +126,8 @@ class Placement(Protocol):
     def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
         """Return who owns the elements ``[start, stop)`` of a block, which lie in the cell ``grid`` of its bucket grid.
 
-        ``owner`` is the rank that was given the block, for placements that keep values whole. An element's owner depends on its
-        place in its block alone, never on the call, because its optimizer state lives with its owner.
+        ``owner`` is the rank that was given the block, for placements that keep values whole. An element's owner
+        depends on its place in its block alone, never on the call, because its optimizer state lives with its owner.
         """
         ...
 
@@ -139,24 +143,30 @@ class Placement(Protocol):
 class Updater(Protocol):
     """Changes a stored value by the sum of a push.
 
-    An updater holds settings only; the state of a value is a dict of arrays that the store keeps beside the value and passes in.
+    An updater holds settings only; the state of a value is a dict of arrays that the store keeps beside the value and
+    passes in.
     """
 
     elementwise: bool
-    """True when each element of the result depends on the same element of the inputs alone, so that a value may be cut anywhere."""
+    """True when each element of the result depends on the same element of the inputs alone, so that a value may be cut
+    anywhere."""
 
     fallible: bool
-    """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none raised."""
+    """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none
+    raised."""
 
     revision: int
     """Changes whenever :meth:`settings` or a step may have changed, so that nothing is compared or computed twice."""
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return the state arrays that a value of this dtype needs. They start as zeros, ``master`` as a copy of the value."""
+        """Return the state arrays that a value of this dtype needs. They start as zeros, ``master`` as a copy of the
+        value.
+        """
         ...
 
     def step(self, key: Key, count: int) -> Any:
-        """Return all that depends on the key or on how often it was updated, ``count`` (1 at the first), for one update.
+        """Return all that depends on the key or on how often it was updated, ``count`` (1 at the first), for one
+        update.
 
         Keys whose steps are equal may be updated by one call.
         """
@@ -165,7 +175,8 @@ class Updater(Protocol):
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Change ``value`` and ``state`` in place by ``total``, which may be overwritten.
 
-        Element-wise updaters get flat ranges, others the whole value in its shape. ``total`` is float32 for half-precision values.
+        Element-wise updaters get flat ranges, others the whole value in its shape. ``total`` is float32 for
+        half-precision values.
         """
         ...
 

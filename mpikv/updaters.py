@@ -59,5 +59,5 @@ class CallableUpdater:
         np.copyto(value, changed, casting="same_kind")
 
     def settings(self) -> str:
-        function = self._function
-        return f"callable {getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+        module = getattr(self._function, "__module__", "")
+        return f"callable {module}.{getattr(self._function, '__qualname__', type(self._function).__name__)}"

@@ -1,7 +1,7 @@
 """The ranks that share a store: how MPI is found and started, who is on which host, and how a dying rank ends the job.
 
-MPI is imported only when a launcher started this process or the caller brings a communicator, so that a store of one rank
-needs no MPI library.
+MPI is imported only when a launcher started this process or the caller brings a communicator, so that a store of one
+rank needs no MPI library.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ INSTALL = (
 class Group:
     """The ranks of one store.
 
-    It owns a duplicate of the communicator it was made from, so that two stores, or a store and the caller's own messages,
-    never meet.
+    It owns a duplicate of the communicator it was made from, so that two stores, or a store and the caller's own
+    messages, never meet.
     """
 
     def __init__(self, comm: Any = None) -> None:
         """Collective over ``comm``; without one, the group is this process alone."""
-        self.comm = comm.Dup() if comm is not None and comm.size > 1 else None
+        self.comm: Any = comm.Dup() if comm is not None and comm.size > 1 else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
         self._windows: list[Any] = []
+        self.host_comm: Any = None
         if self.comm:
             self._join_hosts()
         else:
-            self.host_comm, self.local_rank, self.hosts, self.host_ranks = None, 0, (platform.node(),), (0,)
+            self.local_rank, self.hosts, self.host_ranks = 0, (platform.node(),), (0,)
 
     def _join_hosts(self) -> None:
         self.host_comm = self.comm.Split_type(_mpi().COMM_TYPE_SHARED, key=self.rank)
@@ -115,7 +116,8 @@ def connect(comm: Any, config: Config) -> Group:
 
     Raises:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded.
-        ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is alone.
+        ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is
+        alone.
     """
     launch = launch_of()
     if comm is None and (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
@@ -140,8 +142,8 @@ def _mpi() -> Any:
 def _wrong_launcher(launch: Launch, mpi: Any) -> str:
     library = mpi.Get_library_version().splitlines()[0].strip("\x00 ")
     return (
-        f"the launcher ({launch.launcher}) says {launch.size} ranks but MPI ({library}) sees only this process: the launcher "
-        f"belongs to another MPI library; use  mpikv run -n {launch.size} SCRIPT  or the mpiexec of that library"
+        f"the launcher ({launch.launcher}) says {launch.size} ranks but MPI ({library}) sees only this process: "
+        "the launcher belongs to another MPI library; use  mpikv run -n {launch.size} SCRIPT  or the mpiexec of that library"
     )
 
 

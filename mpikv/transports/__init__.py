@@ -21,7 +21,9 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     if asked == "local" and group.size > 1:
         raise Unsupported(f"transport 'local' is for one rank and there are {group.size}; use 'auto', 'shm' or 'mpi'")
     if asked == "shm" and not group.one_host:
-        raise Unsupported(f"transport 'shm' needs all ranks on one host and they are on {len(group.hosts)}; use 'auto' or 'mpi'")
+        raise Unsupported(
+            f"transport 'shm' needs all ranks on one host and they are on {len(group.hosts)}; use 'auto' or 'mpi'"
+        )
     if group.size == 1:
         return "local", "one rank"
     if asked != "auto":

@@ -1,7 +1,7 @@
 """Ranks of any hosts: MPI's own collectives over host memory.
 
-Messages are at most a bucket: both widespread libraries slow down threefold on larger ones, for which they allocate temporary
-memory in every call. What has no MPI type (half precision) is summed in float32; bytes are moved as bytes.
+Messages are at most a bucket: both widespread libraries slow down threefold on larger ones, for which they allocate
+temporary memory in every call. What has no MPI type (half precision) is summed in float32; bytes are moved as bytes.
 """
 
 from __future__ import annotations

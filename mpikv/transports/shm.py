@@ -1,14 +1,14 @@
 """Ranks of one host: sums through shared memory, at the speed of memory.
 
-Every rank has two halves of staging memory that all ranks of the host can read. Exchange number c uses half c % 2: each rank
-copies its contribution there, one barrier, and each rank sums the part it is to receive from every rank's half, in rank order,
-so that the bits depend on the number of ranks alone.
+Every rank has two halves of staging memory that all ranks of the host can read. Exchange number c uses half c % 2: each
+rank copies its contribution there, one barrier, and each rank sums the part it is to receive from every rank's half, in
+rank order, so that the bits depend on the number of ranks alone.
 
-One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1; every rank entered
-that one after it had finished reading exchange c - 2, the last user of this half.
+One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1; every rank
+entered that one after it had finished reading exchange c - 2, the last user of this half.
 
-The barrier is flags in shared memory instead of MPI's: each rank writes how often it has arrived, and reads the others' until
-they are as far. So a wait has a deadline, knows who is missing, and gives up the core.
+The barrier is flags in shared memory instead of MPI's: each rank writes how often it has arrived, and reads the others'
+until they are as far. So a wait has a deadline, knows who is missing, and gives up the core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ..world import Group
 
 __all__ = ["ShmTransport"]
 
-# int64 words per rank: arrivals, then two tokens, in a pair of cache lines of its own (processors fetch lines in pairs).
+# int64 words per rank: arrivals, then two tokens, in a pair of cache lines of its own (processors fetch lines in
+# pairs).
 _SLOT = 16
 _FOLDER = "/dev/shm"
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
@@ -45,23 +46,25 @@ class ShmTransport:
         """Collective. ``limit`` is in bytes, ``timeout`` in seconds."""
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._group, self._timeout = group, timeout
-        self._flags = memoryview(group.share(group.size * _SLOT * 8)).cast("B").cast("q")
+        self._flags = group.share(group.size * _SLOT * 8).data.cast("q")
         self._order = group.ordering()
         self._mine = group.rank * _SLOT
         self._peers = [rank * _SLOT for rank in range(group.size) if rank != group.rank]
         self._arrivals = 0
         self._spins = _SPINS if group.size <= len(os.sched_getaffinity(0)) else 0
         self._staging = group.share(2 * group.size * limit)
-        self._halves = self._staging.reshape(2, group.size, limit)
+        self._halves: Any = self._staging.reshape(2, group.size, limit)
         self._exchanges = 0
 
     def allocate(self, nbytes: int) -> Array:
-        """See :class:`~mpikv.typing.Transport`. Raises TransportError on every rank when the host's shared memory is too small."""
+        """See :class:`~mpikv.typing.Transport`. Raises TransportError on every rank when the host's shared memory is
+        too small.
+        """
         free = _free_bytes() if self.rank == 0 else nbytes
         if not self.agree(int(free >= nbytes)):
             raise TransportError(
-                f"{nbytes} bytes of shared memory are needed and {_FOLDER} has {_free_bytes()} free; enlarge it (a container: "
-                "--shm-size), or set MPIKV_TRANSPORT=mpi"
+                f"{nbytes} bytes of shared memory are needed and {_FOLDER} has {_free_bytes()} free; "
+                "enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"
             )
         memory = self._group.share(nbytes + 64)
         start = -memory.__array_interface__["data"][0] % 64

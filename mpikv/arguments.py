@@ -1,0 +1,134 @@
+"""The checks and conversions of what a caller passed: what can be wrong on one rank is found before data move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import castable, source, target
+from .errors import ValueMismatch
+from .keys import Entry, Form, KeyTable, parse
+from .plan import label
+from .typing import Array, Key
+
+__all__ = [
+    "like",
+    "new_arrays",
+    "outs_of",
+    "priorities",
+    "singles",
+    "sources",
+    "targets",
+    "updater_function",
+    "writable",
+]
+
+
+def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+    """Return the arrays that a push brings for each key, as flat numpy arrays that fit the stored values."""
+    return [
+        tuple(_readable(array, entry).reshape(-1) for array in _some(group, entry.key))
+        for entry, group in zip(entries, groups, strict=True)
+    ]
+
+
+def singles(form: Form, table: KeyTable) -> list[Array]:
+    """Return the one array of each key; it fits the stored value of a key that is known."""
+    arrays = []
+    for key, group in zip(form.keys, form.groups, strict=True):
+        if len(_some(group, key)) > 1:
+            raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
+        arrays.append(_readable(group[0], table[key]) if key in table else source(group[0]))
+    return arrays
+
+
+def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+    """Return the arrays that a pull fills for each key, as numpy arrays that fit the stored values."""
+    return [
+        tuple(writable(array, entry.key, entry.shape, entry.dtype) for array in group)
+        for entry, group in zip(entries, groups, strict=True)
+    ]
+
+
+def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return ``out`` as a numpy array to which a value of this shape and dtype can be written."""
+    array = target(out)
+    if array.shape != shape:
+        raise ValueMismatch(
+            f"out of key {key!r} has shape {array.shape} and the stored value {shape}; pass one of that shape"
+        )
+    if array.dtype != dtype and not castable(dtype, array.dtype):
+        raise ValueMismatch(_kinds(f"out of key {key!r}", array.dtype, dtype))
+    return array
+
+
+def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
+    """Return the arrays to fill in the order of ``keys``, which ``key`` named."""
+    both_dicts = isinstance(key, Mapping) and isinstance(out, Mapping)
+    form = parse(out, None, "out") if both_dicts else parse(key, out, "out")
+    if form.keys == keys:
+        return form
+    groups = dict(zip(form.keys, form.groups, strict=True))
+    if groups.keys() != set(keys):
+        raise ValueMismatch(f"out has keys {label(form.keys)} and the call {label(keys)}")
+    return Form(keys, tuple(groups[name] for name in keys))
+
+
+def new_arrays(key: Any, table: KeyTable) -> Any:
+    """Return new arrays for the values of known keys, in the form of the keys."""
+    entries = {name: table[name] for name in parse(key, None).keys}
+    if not isinstance(key, (list, tuple)):
+        (entry,) = entries.values()
+        return _empty(entry)
+    return [_empty(entries[parse(each, None).keys[0]]) for each in key]
+
+
+def like(key: Any, form: Form, arrays: Sequence[Array]) -> Any:
+    """Return new arrays of the shapes and dtypes of ``arrays``, in the form of the call."""
+    new = {name: np.empty(array.shape, array.dtype) for name, array in zip(form.keys, arrays, strict=True)}
+    if isinstance(key, Mapping):
+        return new
+    return list(new.values()) if isinstance(key, (list, tuple)) else new[form.keys[0]]
+
+
+def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
+    """Return one priority per key."""
+    wishes = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(keys)
+    if len(wishes) != len(keys) or not all(isinstance(wish, (int, np.integer)) for wish in wishes):
+        raise ValueMismatch(f"priority is an int or a list of one int per key, not {priority!r}")
+    return [int(wish) for wish in wishes]
+
+
+def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
+    """Return the updater if it can be called."""
+    if not callable(updater):
+        raise TypeError(f"an updater is a function f(key, input, stored), not a {type(updater).__name__}")
+    return updater  # type: ignore[no-any-return]
+
+
+def _readable(value: Any, entry: Entry) -> Array:
+    array = source(value)
+    if array.shape != entry.shape:
+        raise ValueMismatch(
+            f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
+            "reshape it, or init the key anew with overwrite=True"
+        )
+    if array.dtype != entry.dtype and not castable(array.dtype, entry.dtype):
+        raise ValueMismatch(_kinds(f"value of key {entry.key!r}", array.dtype, entry.dtype))
+    return array
+
+
+def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
+    return f"{what} has dtype {given.name} and the stored value {stored.name}; only one kind is cast, use astype"
+
+
+def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:
+    if not group:
+        raise ValueMismatch(f"no value for key {key!r}")
+    return group
+
+
+def _empty(entry: Entry) -> Array:
+    return np.empty(entry.shape, entry.dtype)
