@@ -13,6 +13,7 @@ import numpy as np
 
 from .arena import Arena
 from .arrays import disjoint, local_sum, storable, zeros
+from .errors import ConfigError
 from .keys import Entry, KeyTable
 from .placement import Replicated, place
 from .plan import Bucket, Plan, build
@@ -36,6 +37,7 @@ class Exchange:
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self.placement: Placement = place(placement, transport, self.updater, root)
+        self._revision = self.updater.revision
         self._arena = Arena(transport)
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
@@ -55,9 +57,22 @@ class Exchange:
 
     def steps(self, plan: Plan) -> list[Any]:
         """Return the updater's step for each key of the next push. Local. A user's schedule may raise in it."""
+        if self.updater.revision != self._revision:
+            self._check_slots()
         counts = (self.table.counts[plan.rows] + 1).tolist()
         step = self.updater.step
         return [step(key, count) for key, count in zip(plan.keys, counts, strict=True)]
+
+    def _check_slots(self) -> None:
+        """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
+        for block in self._arena.blocks:
+            wanted = dict(self.updater.slots(block.values.dtype))
+            if wanted.keys() != block.state.keys():
+                raise ConfigError(
+                    f"the optimizer was changed to keep {sorted(wanted)} per element and the store has "
+                    f"{sorted(block.state)}; call set_optimizer again, which starts its state anew"
+                )
+        self._revision = self.updater.revision
 
     # --- Push and pull
 
@@ -239,6 +254,7 @@ class Exchange:
         if stale:
             self._publish(self.plan(stale))
         self.updater, self.placement = updater, self.placed(updater)
+        self._revision = updater.revision
         self._plans.clear()
         for block in self._arena.blocks:
             block.reset_state(updater.slots(block.values.dtype))

@@ -143,7 +143,8 @@ def _wrong_launcher(launch: Launch, mpi: Any) -> str:
     library = mpi.Get_library_version().splitlines()[0].strip("\x00 ")
     return (
         f"the launcher ({launch.launcher}) says {launch.size} ranks but MPI ({library}) sees only this process: "
-        "the launcher belongs to another MPI library; use  mpikv run -n {launch.size} SCRIPT  or the mpiexec of that library"
+        "the launcher belongs to another MPI library; "
+        f"use  mpikv run -n {launch.size} SCRIPT  or the mpiexec of that library"
     )
 
 

@@ -1,0 +1,115 @@
+"""Update rules as array code: they know no ranks and no store, and keep nothing of a value.
+
+An optimizer implements :class:`mpikv.typing.Updater`. Its options are its attributes, with MXNet's names; its state
+lives with the caller, in arrays that :meth:`~Optimizer.slots` names; what depends on the key or on its number of
+updates comes in through :meth:`~Optimizer.step`. The common options are those of :class:`Optimizer`.
+
+>>> import numpy as np
+>>> optimizer = create("adam", learning_rate=0.1, lr_mult={"bias": 0.0})
+>>> weight = np.ones(4, np.float32)
+>>> state = {name: np.zeros(4, dtype) for name, dtype in optimizer.slots(weight.dtype).items()}
+>>> optimizer.update(optimizer.step("weight", 1), np.full(4, 3.0, np.float32), weight, state)
+>>> weight
+array([0.9, 0.9, 0.9, 0.9], dtype=float32)
+
+**A rule of your own** is a dataclass with its options, the names of its state, and a rule for one block::
+
+    @register
+    @dataclass(kw_only=True, eq=False, repr=False)
+    class Lion(Optimizer):
+        coupled = False
+        learning_rate: float | None = rate(1e-4)
+        beta1: float = number(0.9, "[0, 1)")
+        beta2: float = number(0.99, "[0, 1)")
+
+        @property
+        def states(self):
+            return ("mean",)
+
+        def rule(self, step, block):
+            (mean,), (direction,) = block.state, block.spare
+            np.multiply(mean, self.beta1, out=direction)
+            direction += (1 - self.beta1) * block.gradient
+            np.sign(direction, out=direction)
+            direction += step.wd * block.weight
+            block.weight -= step.rate * direction
+            mean *= self.beta2
+            mean += (1 - self.beta2) * block.gradient
+
+It is fast once every operation writes to memory that is already there (``out=``), as the rules here do; it is right
+from the start. :class:`mpikv.testing.UpdaterContract` tests it. An updater that shares nothing with these needs the
+methods of :class:`~mpikv.typing.Updater` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from ..errors import ConfigError, known_names
+from .adadelta import AdaDelta
+from .adagrad import AdaGrad
+from .adam import Adam, Adamax, AdamW, Nadam
+from .ftrl import FTRL
+from .layerwise import LAMB, LARS
+from .optimizer import BLOCK, Block, Optimizer, Step
+from .options import count, flag, number, rate
+from .rmsprop import RMSProp
+from .sgd import SGD, Test
+from .signum import Signum
+
+__all__ = [
+    "BLOCK",
+    "FTRL",
+    "LAMB",
+    "LARS",
+    "SGD",
+    "AdaDelta",
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Block",
+    "Nadam",
+    "Optimizer",
+    "RMSProp",
+    "Signum",
+    "Step",
+    "Test",
+    "count",
+    "create",
+    "flag",
+    "number",
+    "rate",
+    "register",
+]
+
+_Kind = TypeVar("_Kind", bound=type[Optimizer])
+
+_KINDS: dict[str, type[Optimizer]] = {
+    kind.__name__.lower(): kind
+    for kind in (SGD, Signum, AdaGrad, RMSProp, AdaDelta, Adam, AdamW, Nadam, Adamax, FTRL, LARS, LAMB, Test)
+}
+
+
+def register(kind: _Kind) -> _Kind:
+    """Make an optimizer known to :func:`create` by its class name in lower case. A decorator."""
+    name = kind.__name__.lower()
+    if _KINDS.get(name, kind) is not kind:
+        raise ConfigError(f"an optimizer {name!r} exists already; give the class another name")
+    _KINDS[name] = kind
+    return kind
+
+
+def create(name: str, **options: Any) -> Optimizer:
+    """Make an optimizer from its name, in any case, and its options.
+
+    >>> create("SGD", momentum=0.9)
+    SGD(momentum=0.9)
+    """
+    kind = _KINDS.get(name.lower())
+    if kind is None:
+        raise ConfigError(known_names("optimizer", name, _KINDS))
+    for option in options:
+        if option not in kind.options():
+            raise ConfigError(known_names(f"option of {kind.__name__}", option, kind.options()))
+    return kind(**options)

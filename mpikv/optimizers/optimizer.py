@@ -1,0 +1,276 @@
+"""What all optimizers share: settings, steps, and the walk over a value in blocks that fit the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, Unsupported, known_names
+from ..typing import Array, Key, Slots
+from .options import MULTIPLIERS, SCHEDULER, Multipliers, count, describe, flag, number, rate
+
+__all__ = ["BLOCK", "Block", "Optimizer", "Step"]
+
+BLOCK = 1 << 16
+"""Elements per block. A rule passes a dozen times over each of its arrays; all but the first pass find a block in the
+cache."""
+
+FLOAT32 = np.dtype(np.float32)
+
+PRECISION: dict[np.dtype[Any], np.dtype[Any]] = {
+    np.dtype(np.float16): FLOAT32,
+    FLOAT32: FLOAT32,
+    np.dtype(np.float64): np.dtype(np.float64),
+}
+"""In which dtype a value of a dtype is computed. bfloat16, which the package ml_dtypes adds, is known by its name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that an update needs and that depends on the key or on how often it was updated."""
+
+    rate: float
+    """Learning rate after the scheduler and the key's multiplier."""
+    wd: float
+    """Weight decay after the key's multiplier."""
+    correction: tuple[float, ...] = ()
+    """What :meth:`Optimizer.correction` returned."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Up to :data:`BLOCK` elements of everything a rule reads and writes, all of one dtype. Views: written in place."""
+
+    gradient: Array
+    weight: Array
+    state: list[Array]
+    """One array per name of :attr:`Optimizer.states`, in that order."""
+    spare: list[Array]
+    """:attr:`Optimizer.spares` arrays of undefined content, to compute in."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Optimizer:
+    """The settings that every optimizer has, and the parts of the :class:`~mpikv.typing.Updater` contract that do not
+    differ.
+
+    Options may be set at any time and hold from the next update; an unknown or bad one raises
+    :class:`~mpikv.errors.ConfigError`. The sum of a push becomes the gradient ``g`` of a rule by::
+
+        g = clip(rescale_grad * sum, -clip_gradient, clip_gradient) + wd * weight
+
+    where rules with a weight decay of their own (AdamW, FTRL, LAMB) leave the last term out.
+
+    float32 and float64 values are computed in their dtype; float16 and bfloat16 ones in float32, with float32 state,
+    and rounded once per update. One object is not to be used by two threads at once: they would share its scratch
+    memory.
+    """
+
+    elementwise = True
+    """Whether the rule may be applied to any part of a value."""
+    fallible = False
+    coupled = True
+    """Whether ``wd * weight`` is part of the gradient."""
+    spares = 1
+    """How many scratch arrays the rule needs."""
+
+    revision: int = field(init=False, default=0)
+    """Rises with every change of an option, so that what was derived from them can be kept until then."""
+    _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
+    _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
+
+    lr_scheduler: Callable[[int], float] | None = field(default=None, metadata=SCHEDULER)
+    """A pure function from the number of updates to the learning rate, such as those of :mod:`mpikv.schedules`. A
+    callable without a ``repr`` of its own is described to other ranks by its name only."""
+    learning_rate: float | None = rate(0.01)
+    """In [0, inf). None: the optimizer's default, or, with a scheduler, the scheduler's rate; giving both is an
+    error."""
+    wd: float = number(0.0, "[0, inf)")
+    """Weight decay (L2 penalty), in [0, inf)."""
+    rescale_grad: float = number(1.0, "(-inf, inf)")
+    """Factor of the sum, often 1 / (batch size of all ranks)."""
+    clip_gradient: float | None = number(None, "(0, inf)")
+    """Bound of each element of the rescaled sum, in (0, inf); None: no bound."""
+    lr_mult: Multipliers = field(default_factory=dict, metadata=MULTIPLIERS)
+    """Factors of the learning rate by key; a key that is not there has 1. Read-only: assign a new one."""
+    wd_mult: Multipliers = field(default_factory=dict, metadata=MULTIPLIERS)
+    """Factors of the weight decay by key; a key that is not there has 1. Read-only: assign a new one."""
+    multi_precision: bool = flag(False)
+    """Keep a float32 copy (state ``master``) of float16 and bfloat16 values, so that small updates are not lost in
+    rounding."""
+    begin_num_update: int = count(0)
+    """Updates made before this run: the scheduler is called with ``begin_num_update + count``. Bias corrections use
+    ``count`` alone, because the state starts from zero."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == "revision":
+            object.__setattr__(self, name, value)
+            return
+        option = {option.name: option for option in fields(self)}.get(name)
+        if option is None or not option.init:
+            raise ConfigError(known_names(f"option of {type(self).__name__}", name, self.options()))
+        value = option.metadata["check"](f"{type(self).__name__}: {name}", value)
+        if name == "learning_rate":
+            if self.lr_scheduler is None:
+                value = option.metadata["default"] if value is None else value
+            elif value is not None:
+                raise ConfigError(
+                    f"{type(self).__name__}: learning_rate={value!r} would not be used, because lr_scheduler gives the "
+                    "rate; give it to the scheduler (base_lr=...), or set lr_scheduler = None first"
+                )
+        object.__setattr__(self, name, value)
+        if name == "lr_scheduler":
+            self.learning_rate = None
+        self._steps.clear()
+        self.revision += 1
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """Return the names of all options, sorted."""
+        return tuple(sorted(option.name for option in fields(cls) if option.init))
+
+    def set_lr_mult(self, factors: Multipliers) -> None:
+        """Set the factor of the learning rate by key. Keys left out have 1; 0 freezes a key."""
+        self.lr_mult = factors
+
+    def set_wd_mult(self, factors: Multipliers) -> None:
+        """Set the factor of the weight decay by key. Keys left out have 1."""
+        self.wd_mult = factors
+
+    def rate(self, count: int) -> float:
+        """Return the learning rate of the update number ``count`` (1 at the first) before the key's multiplier."""
+        if self.lr_scheduler is None:
+            return self.learning_rate or 0.0
+        number = self.begin_num_update + count
+        value = float(self.lr_scheduler(number))
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{self!r}: lr_scheduler({number}) returned {value!r}, which is not a rate in [0, inf)")
+        return value
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The names of the state arrays, each of the value's shape and zero at first."""
+        return ()
+
+    def correction(self, count: int) -> tuple[float, ...]:
+        """Return the numbers of the rule that depend on how often a key was updated."""
+        return ()
+
+    def rule(self, step: Step, block: Block) -> None:
+        """Change ``block.weight`` and ``block.state`` by ``block.gradient``, in place. All but ``step`` may be
+        overwritten.
+        """
+        raise Unsupported(f"{type(self).__name__} has no rule; define rule(step, block)")
+
+    def slots(self, dtype: np.dtype[Any]) -> Slots:
+        """Return the state arrays of a value of this dtype: their names and dtypes."""
+        dtype = np.dtype(dtype)
+        precision = self._precision(dtype)
+        slots = dict.fromkeys(self.states, precision)
+        if self._has_master(dtype, precision):
+            slots["master"] = precision
+        return slots
+
+    def step(self, key: Key, count: int) -> Step:
+        """Return all that depends on the key or on its count, ``count`` (1 at the first).
+
+        Keys of the same multipliers and the same count get the same object.
+        """
+        lr_mult, wd_mult = self.lr_mult.get(key, 1.0), self.wd_mult.get(key, 1.0)
+        step = self._steps.get((count, lr_mult, wd_mult))
+        if step is None:
+            # Counts only rise, so that old steps are seldom asked for again.
+            if len(self._steps) >= 256:
+                self._steps.clear()
+            step = Step(self.rate(count) * lr_mult, self.wd * wd_mult, self.correction(count))
+            self._steps[count, lr_mult, wd_mult] = step
+        return step
+
+    def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Change ``value`` and ``state`` in place by the sum of a push, ``total``, which is overwritten."""
+        # Training that diverges makes inf and nan: where a warning is an error it would leave the value half updated.
+        with np.errstate(all="ignore"):
+            for block in self.blocks(total, value, state):
+                self.prepare(step, block)
+                self.rule(step, block)
+
+    def settings(self) -> str:
+        """Describe the optimizer so that two descriptions are equal exactly when the updates are."""
+        options = ", ".join(f"{name}={describe(getattr(self, name))}" for name in self.options())
+        return f"{type(self).__name__}({options})"
+
+    def prepare(self, step: Step, block: Block) -> None:
+        """Turn the sum in ``block.gradient`` into the gradient of the rule."""
+        gradient = block.gradient
+        if self.rescale_grad != 1.0:
+            np.multiply(gradient, self.rescale_grad, out=gradient)
+        if self.clip_gradient is not None:
+            np.clip(gradient, -self.clip_gradient, self.clip_gradient, out=gradient)
+        if self.coupled and step.wd:
+            decay = block.spare[0]
+            np.multiply(block.weight, step.wd, out=decay)
+            np.add(gradient, decay, out=gradient)
+
+    def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> Iterator[Block]:
+        """Walk over a contiguous value of any shape; rounded weights are written back after each block."""
+        precision = self._precision(value.dtype)
+        spare = self.scratch(precision, self.spares + 1)
+        total, value = total.reshape(-1), value.reshape(-1)
+        states = [state[name].reshape(-1) for name in self.states]
+        master = state["master"].reshape(-1) if self._has_master(value.dtype, precision) else None
+        for start in range(0, value.size, BLOCK):
+            part = slice(start, start + BLOCK)
+            stored = weight = value[part]
+            spares = [array[: stored.size] for array in spare]
+            if master is not None:
+                weight = master[part]
+            elif stored.dtype != precision:
+                weight = spares.pop()
+                weight[:] = stored
+            yield Block(total[part], weight, [array[part] for array in states], spares[: self.spares])
+            if weight is not stored:
+                stored[:] = weight
+
+    def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
+        """Return at least so many arrays of :data:`BLOCK` elements, the same at every call."""
+        arrays = self._scratch.setdefault(dtype, [])
+        while len(arrays) < number:
+            arrays.append(np.empty(BLOCK, dtype))
+        return arrays
+
+    def _precision(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        precision = PRECISION.get(dtype)
+        if precision is not None:
+            return precision
+        if dtype.name == "bfloat16":
+            return FLOAT32
+        raise Unsupported(
+            f"{type(self).__name__} cannot update values of {dtype.name} (known: float16, bfloat16, float32, float64); "
+            "store the value in one of these, or use an updater function"
+        )
+
+    def _has_master(self, dtype: np.dtype[Any], precision: np.dtype[Any]) -> bool:
+        return self.multi_precision and dtype != precision
+
+    def __repr__(self) -> str:
+        changed = []
+        for option in fields(self):
+            if option.init:
+                value = getattr(self, option.name)
+                if value is not None and value != option.metadata.get("default", option.default):
+                    changed.append(f"{option.name}={describe(value)}")
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies take the options alone: read-only mappings cannot be pickled and scratch must not be shared.
+        options = {name: getattr(self, name) for name in self.options()}
+        options |= {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
+        return _copy, (type(self), options)
+
+
+def _copy(kind: type[Optimizer], options: dict[str, Any]) -> Optimizer:
+    return kind(**options)

@@ -1,0 +1,120 @@
+"""The options of an optimizer: what each accepts, checked whenever it is set.
+
+An option is a dataclass field whose metadata holds a check. A check turns what was given into what is stored (an int
+into a float, a dict into a read-only copy), so that equal settings have equal descriptions, or raises
+:class:`~mpikv.errors.ConfigError`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from ..errors import ConfigError
+
+__all__ = ["MULTIPLIERS", "SCHEDULER", "Multipliers", "count", "describe", "flag", "number", "rate", "suffixes"]
+
+Multipliers: TypeAlias = Mapping[Any, float]
+"""A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
+
+Check: TypeAlias = Callable[[str, Any], Any]
+"""``check(where, value)`` returns what is stored; ``where`` begins the message of the error."""
+
+
+def number(default: float | None, interval: str) -> Any:
+    """Return the field of a number in an interval, such as ``"[0, 1)"``. None is accepted where it is the default."""
+    return field(default=default, metadata={"check": _in_interval(interval, optional=default is None)})
+
+
+def rate(default: float) -> Any:
+    """Return the field ``learning_rate``: a number that is not negative. None stands for the default."""
+    return field(default=None, metadata={"check": _in_interval("[0, inf)", optional=True), "default": default})
+
+
+def flag(default: bool) -> Any:
+    """Return the field of a truth value."""
+    return field(default=default, metadata={"check": _truth})
+
+
+def count(default: int) -> Any:
+    """Return the field of a whole number that is not negative."""
+    return field(default=default, metadata={"check": _whole})
+
+
+def suffixes(*default: str) -> Any:
+    """Return the field of a tuple of key endings."""
+    return field(default=default, metadata={"check": _strings})
+
+
+def describe(value: Any) -> str:
+    """Return a text that is the same on every rank: multipliers in order, objects without their address.
+
+    >>> describe({"b": 0.0, "a": 2.0})
+    "{'a': 2.0, 'b': 0.0}"
+    """
+    if isinstance(value, Mapping):
+        ordered = sorted(value.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+        return f"{{{', '.join(f'{key!r}: {factor!r}' for key, factor in ordered)}}}"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _in_interval(interval: str, *, optional: bool) -> Check:
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    above = operator.ge if interval[0] == "[" else operator.gt
+    below = operator.le if interval[-1] == "]" else operator.lt
+
+    def check(where: str, value: Any) -> float | None:
+        if value is None and optional:
+            return None
+        if not isinstance(value, numbers.Real) or not (above(value, low) and below(value, high)):
+            raise ConfigError(f"{where}={value!r} is not a number in {interval}{' or None' if optional else ''}")
+        return float(value)
+
+    return check
+
+
+def _truth(where: str, value: Any) -> bool:
+    if value not in (True, False):
+        raise ConfigError(f"{where}={value!r} is neither True nor False")
+    return bool(value)
+
+
+def _whole(where: str, value: Any) -> int:
+    if not isinstance(value, numbers.Integral) or value < 0:
+        raise ConfigError(f"{where}={value!r} is not a whole number in [0, inf)")
+    return int(value)
+
+
+def _multipliers(where: str, value: Any) -> Multipliers:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={value!r} is not a mapping of keys to factors")
+    for key, factor in value.items():
+        if not isinstance(factor, numbers.Real) or not 0 <= float(factor) < math.inf:
+            raise ConfigError(f"{where}[{key!r}]={factor!r} is not a number in [0, inf)")
+    # Read-only: a factor changed in place would not be noticed by the store.
+    return MappingProxyType({key: float(factor) for key, factor in value.items()})
+
+
+def _callable(where: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise ConfigError(f"{where}={value!r} cannot be called with the number of updates; see mpikv.schedules")
+    return value
+
+
+def _strings(where: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{where}={value!r} is not a sequence of strings")
+    return tuple(value)
+
+
+MULTIPLIERS = {"check": _multipliers, "default": {}}
+"""Metadata of the field of a factor per key."""
+
+SCHEDULER = {"check": _callable}
+"""Metadata of the field of a callable from the number of updates to a rate."""

@@ -1,0 +1,50 @@
+"""The small parts of which the rules are made. All work in place, and ``spare`` is memory that they may overwrite."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..typing import Array
+
+__all__ = ["average", "average_squares", "descend", "descend_with_momentum", "sum_of_squares"]
+
+
+def average(mean: Array, sample: Array, decay: float, spare: Array) -> None:
+    """``mean = decay * mean + (1 - decay) * sample``."""
+    np.multiply(mean, decay, out=mean)
+    np.multiply(sample, 1.0 - decay, out=spare)
+    np.add(mean, spare, out=mean)
+
+
+def average_squares(mean: Array, sample: Array, decay: float, spare: Array) -> None:
+    """``mean = decay * mean + (1 - decay) * sample**2``."""
+    np.multiply(mean, decay, out=mean)
+    np.multiply(sample, sample, out=spare)
+    np.multiply(spare, 1.0 - decay, out=spare)
+    np.add(mean, spare, out=mean)
+
+
+def descend(weight: Array, direction: Array, rate: float) -> None:
+    """``weight = weight - rate * direction``; overwrites the direction."""
+    np.multiply(direction, rate, out=direction)
+    np.subtract(weight, direction, out=weight)
+
+
+def descend_with_momentum(weight: Array, direction: Array, velocity: Array, rate: float, momentum: float) -> None:
+    """``velocity = momentum * velocity - rate * direction``, ``weight = weight + velocity``; overwrites the
+    direction.
+    """
+    np.multiply(velocity, momentum, out=velocity)
+    np.multiply(direction, rate, out=direction)
+    np.subtract(velocity, direction, out=velocity)
+    np.add(weight, velocity, out=weight)
+
+
+def sum_of_squares(array: Array, wide: Array) -> float:
+    """Return the sum of squares in float64, where no float32 overflows; ``wide`` is float64 and not shorter than the
+    array.
+    """
+    squares = wide[: array.size]
+    np.copyto(squares, array)
+    np.multiply(squares, squares, out=squares)
+    return float(np.add.reduce(squares))
