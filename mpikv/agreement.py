@@ -9,6 +9,7 @@ were bad raises its own error, the others ``PeerFailed``; ranks that made differ
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,17 +96,17 @@ class Agreement:
 
     def _stalled(self, call: Call, stalled: Stalled) -> tuple[str, list[int]]:
         late = self._board.missing(self.calls)
-        who = [f"rank {rank} has not arrived: it began {last} last" for rank, last in late.items()]
+        seen = [f"rank {rank} has not arrived, it began {last} last" for rank, last in late.items()]
         if len(self._group.host_ranks) < self._group.size:
-            who.append("ranks of other hosts cannot be seen from here")
-        return f"{call}: {stalled}, in call #{self.calls}: {'; '.join(who)}", list(late)
+            seen.append("ranks of other hosts cannot be seen from here")
+        return f"{call}: {stalled}, in call #{self.calls}" + (f" ({'; '.join(seen)})" if seen else ""), list(late)
 
     def _disagree(self, call: Call, error: Exception | None) -> None:
         """Exchange what each rank has to say, and raise accordingly."""
         mine = {
             "call": str(call),
             "parts": list(call.describe()),
-            "error": error and f"{type(error).__name__}: {error}",
+            "error": error and _told(error),
         }
         said = [json.loads(text) for text in self._group.gather(json.dumps(mine))]
         if error is not None:
@@ -126,11 +127,19 @@ class Agreement:
         """Add the verb and this rank to the error's message."""
         text = str(error)
         text = text if text.startswith(verb) else f"{verb}: {text}"
-        if self._group.size > 1:
-            text = f"{text} [rank {self._group.rank}/{self._group.size}]"
+        where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
+        text = text if text.endswith(where) else text + where
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
             error.args = (text,)
         return error
+
+
+def _told(error: Exception) -> str:
+    """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
+    if isinstance(error, MPIKVError) or error.__traceback__ is None:
+        return f"{type(error).__name__}: {error}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} (in {last.name}, {last.filename}:{last.lineno})"
 
 
 def _difference(said: Sequence[dict[str, Any]]) -> str:

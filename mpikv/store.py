@@ -443,6 +443,7 @@ class KVStore:
             self._agreement.begin(call)
             return run(*arguments)
         except TransportError as error:
+            self._agreement.at_rank(verb, error)
             self.abandon(f"the store ended in an earlier call ({error})")
             raise
 

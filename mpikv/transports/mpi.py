@@ -22,6 +22,8 @@ from ..world import Group
 __all__ = ["MpiTransport"]
 
 _YIELDS = 200
+# The tag of the message of a rank that has given up.
+_GONE = 1
 _LONGEST_NAP = 1e-3
 
 
@@ -80,6 +82,9 @@ class MpiTransport:
         self._offered[:] = token, -token
         with self._translated("agree"):
             self._complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
+            # MPICH's first probe only makes progress, by which the second sees the message.
+            if self._comm.Iprobe(tag=_GONE) or self._comm.Iprobe(tag=_GONE):
+                raise Stalled("other ranks have given up waiting for this one")
         return bool(self._highest[0] == -self._highest[1])
 
     def close(self) -> None:
@@ -105,8 +110,11 @@ class MpiTransport:
         started, nap = time.monotonic(), 1e-5
         while not request.Test():
             waited = time.monotonic() - started
-            if waited > self._timeout:
-                raise Stalled(f"some ranks have not arrived after {waited:.1f} s")
+            if waited > self._timeout and not request.Test():
+                # A rank that comes later finds its collective complete; this tells it that it is alone.
+                farewells = [self._comm.Isend(b"", rank, _GONE) for rank in range(self.size) if rank != self.rank]
+                self._mpi.Request.Testall(farewells)
+                raise Stalled(f"waited {waited:.1f} s for other ranks")
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
 

@@ -29,6 +29,8 @@ __all__ = ["ShmTransport"]
 # int64 words per rank: arrivals, then two tokens, in a pair of cache lines of its own (processors fetch lines in
 # pairs).
 _SLOT = 16
+# In place of a token.
+_GONE = -1
 _FOLDER = "/dev/shm"
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
 _SPINS = 500
@@ -114,8 +116,16 @@ class ShmTransport:
         word = 1 + (self._arrivals & 1)
         flags = self._flags
         flags[self._mine + word] = token
-        self._arrive()
-        return all(flags[peer + word] == token for peer in self._peers)
+        try:
+            self._arrive()
+        except Stalled:
+            # A rank that comes later must not believe that this one goes on with it.
+            flags[self._mine + word] = _GONE
+            raise
+        tokens = [flags[peer + word] for peer in self._peers]
+        if _GONE in tokens:
+            raise Stalled("the other ranks have given up waiting for this one")
+        return tokens.count(token) == len(tokens)
 
     def close(self) -> None:
         # Arrays over a window keep the interpreter from crashing on a later access only while they are gone with it.
@@ -170,7 +180,7 @@ class ShmTransport:
             waited = time.monotonic() - started
             if waited > self._timeout:
                 missing = [other // _SLOT for other in self._peers if flags[other] < arrivals]
-                raise Stalled(f"ranks {missing} have not arrived after {waited:.1f} s", missing)
+                raise Stalled(f"waited {waited:.1f} s for ranks {missing}", missing)
             time.sleep(nap)
             nap = min(1.5 * nap, _LONGEST_NAP)
 
