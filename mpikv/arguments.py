@@ -109,7 +109,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 
 def _readable(value: Any, entry: Entry) -> Array:
-    array = source(value)
+    array = value if type(value) is np.ndarray and value.dtype is entry.dtype else source(value)
     if array.shape != entry.shape:
         raise ValueMismatch(
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "

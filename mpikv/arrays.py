@@ -159,10 +159,6 @@ def disjoint(sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Arra
     Where it would take long to tell, the answer is False.
     """
     arrays = [array for group in (*sources, *targets) for array in group]
-    if all(array.base is None for array in arrays):
-        # Arrays that own their memory overlap only when they are the same object.
-        owner = {id(array): key for key, group in enumerate(sources) for array in group}
-        return all(owner.get(id(array), key) == key for key, group in enumerate(targets) for array in group)
     if not all(array.flags.c_contiguous for array in arrays):
         return False
     ranges: dict[tuple[int, int, int], bool] = {}

@@ -23,6 +23,9 @@ from .updaters import Assign
 __all__ = ["Exchange"]
 
 _MOST_PLANS = 1024
+# From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
+# cache, and finding out whether that is safe would take longer.
+_STREAMED_BYTES = 8 << 20
 
 Groups = Sequence[Sequence[Array]]
 
@@ -105,11 +108,9 @@ class Exchange:
         targets: Groups,
         confirm: Callable[[Exception | None], None],
     ) -> None:
-        """Push, then pull; bucket by bucket where values may be cut and no target is another key's source."""
-        flat = [tuple(array.reshape(-1) for array in group if array.flags.c_contiguous) for group in targets]
-        simple = all(len(few) == len(all_) for few, all_ in zip(flat, targets, strict=True))
-        if self.updater.elementwise and simple and disjoint(sources, flat):
-            self._reduce(plan, sources, steps, flat)
+        """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
+        if self.updater.elementwise and plan.nbytes >= _STREAMED_BYTES and disjoint(sources, targets):
+            self._reduce(plan, sources, steps, [tuple(array.reshape(-1) for array in group) for group in targets])
             self._count(plan)
             self.table.stale[plan.rows] = False
         else:

@@ -151,25 +151,27 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
     ('a', 'b')
     """
     if isinstance(key, Mapping):
-        names, value = flatten(key, value, what)
-    elif not isinstance(key, (list, tuple)):
+        key, value = flatten(key, value, what)
+    if not isinstance(key, (list, tuple)):
         single = _key(key)
         return Form((single,), (_group(single, value, what),))
-    else:
-        names = [_key(each) for each in key]
+    names = _keys(key)
+    unique = tuple(dict.fromkeys(names))
     if value is None:
-        return Form(tuple(dict.fromkeys(names)), ((),) * len(set(names)))
+        return Form(unique, ((),) * len(unique))
     if not isinstance(value, (list, tuple)):
         raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not a {type(value).__name__}")
     if len(value) != len(names):
         raise ValueMismatch(
             f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key"
         )
+    if len(unique) == len(names) and set(map(type, value)) == {np.ndarray}:
+        return Form(unique, tuple(zip(value, strict=True)))
     groups: dict[Key, tuple[Any, ...]] = {}
     for name, each in zip(names, value, strict=True):
         group = _group(name, each, what)
         groups[name] = groups[name] + group if name in groups else group
-    return Form(tuple(groups), tuple(groups.values()))
+    return Form(unique, tuple(groups.values()))
 
 
 def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
@@ -194,6 +196,11 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
         double = next(name for name in names if names.count(name) > 1)
         raise ValueMismatch(f"the dict names key {double!r} twice; a nested dict's keys are joined with '/'")
     return names, leaves
+
+
+def _keys(keys: Sequence[Any]) -> Sequence[Key]:
+    # Lists of plain keys are the hot path: their types are looked at without a Python loop.
+    return keys if set(map(type, keys)) in ({str}, {int}) else [_key(key) for key in keys]
 
 
 def _key(key: Any) -> Key:

@@ -79,6 +79,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     totals: tuple[Array | None, ...]
     """For updaters of whole values: where the sum of each key that this rank owns is put together."""
+    nbytes: int
     digest: int
     label: str
 
@@ -113,8 +114,11 @@ def build(
             for item in members:
                 totals[item] = sums.of(entries[item])
     texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
+    nbytes = sum(bucket.nbytes for bucket in buckets)
     rows = np.array([entry.index for entry in entries], np.intp)
-    return Plan(keys, tuple(entries), rows, tuple(buckets), tuple(totals), digest("\n".join(texts)), label(keys))
+    return Plan(
+        keys, tuple(entries), rows, tuple(buckets), tuple(totals), nbytes, digest("\n".join(texts)), label(keys)
+    )
 
 
 def label(keys: Sequence[Key]) -> str:

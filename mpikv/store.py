@@ -331,8 +331,9 @@ class KVStore:
         """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``.
 
         Collective. It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key``
-        exactly what the caller of ``init`` wrote. An exception in it is raised on every rank, and no value of that push
-        is changed. None returns to ASSIGN. Nothing changes until the next push.
+        exactly what the caller of ``init`` wrote. Both arrays are valid during the call only. An exception in it is
+        raised on every rank, and no value of that push is changed. None returns to ASSIGN. Nothing changes until the
+        next push.
 
         Raises:
             Unsupported: the placement was asked to be ``sharded`` or ``replicated``.

@@ -22,10 +22,9 @@ from .typing import Array
 
 __all__ = ["Group", "connect"]
 
-INSTALL = (
-    'no MPI library was found for mpi4py; install one beside it with  pip install "mpikv[mpich]"  '
-    "(or use the system's:  apt install openmpi-bin)"
-)
+INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
+    pip install mpich                # or openmpi, never both
+    apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""
 
 
 class Group:
@@ -135,7 +134,8 @@ def _mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when it finds no library to load
-        raise TransportUnavailable(INSTALL) from error
+        # Not chained: the loader's trace would bury the two lines that help.
+        raise TransportUnavailable(f"{INSTALL}\n({str(error).splitlines()[0]})") from None
     return MPI
 
 
