@@ -16,7 +16,8 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-from .errors import MPIKVError, PeerFailed, RankMismatch, Stalled
+from .board import Board
+from .errors import MPIKVError, PeerFailed, RankMismatch
 from .typing import Transport
 from .world import Group
 
@@ -49,10 +50,8 @@ class Call:
 class Agreement:
     """Compares the ranks' calls."""
 
-    def __init__(self, transport: Transport, group: Group, check: bool) -> None:
-        """Collective."""
-        self._transport, self._group, self._check = transport, group, check
-        self._board = Board(group)
+    def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
+        self._transport, self._group, self._board, self._check = transport, group, board, check
         self.calls = 0
 
     def begin(self, call: Call) -> None:
@@ -61,13 +60,13 @@ class Agreement:
         Raises:
             RankMismatch: ranks made different calls.
             PeerFailed: another rank raised before it could take part.
-            Stalled: a rank did not come.
+            Stalled: a rank did not come; the message says nothing yet of where it is.
         """
         self.calls += 1
         self._board.write(self.calls, call.note)
         if not self._check:
             self._transport.fence()
-        elif not self._agree(call, call.token):
+        elif not self._transport.agree(call.token):
             self._disagree(call, None)
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
@@ -80,26 +79,13 @@ class Agreement:
         """Learn whether the owners' work, which some ranks did not do, went well; raise on all ranks if not."""
         if error is not None:
             raise self._failed(call, error)
-        if not self._agree(call, call.token):
+        if not self._transport.agree(call.token):
             self._disagree(call, None)
 
     def _failed(self, call: Call, error: Exception) -> Exception:
-        if self._check and not self._agree(call, _FAILED):
+        if self._check and not self._transport.agree(_FAILED):
             self._disagree(call, error)
         return self.at_rank(call.verb, error)
-
-    def _agree(self, call: Call, token: int) -> bool:
-        try:
-            return self._transport.agree(token)
-        except Stalled as stalled:
-            raise self.at_rank(call.verb, Stalled(*self._stalled(call, stalled))) from None
-
-    def _stalled(self, call: Call, stalled: Stalled) -> tuple[str, list[int]]:
-        late = self._board.missing(self.calls)
-        seen = [f"rank {rank} has not arrived, it began {last} last" for rank, last in late.items()]
-        if len(self._group.host_ranks) < self._group.size:
-            seen.append("ranks of other hosts cannot be seen from here")
-        return f"{call}: {stalled}, in call #{self.calls}" + (f" ({'; '.join(seen)})" if seen else ""), list(late)
 
     def _disagree(self, call: Call, error: Exception | None) -> None:
         """Exchange what each rank has to say, and raise accordingly."""
@@ -118,10 +104,6 @@ class Agreement:
         raise self.at_rank(
             call.verb, RankMismatch(f"ranks disagree at call #{self.calls}: {_difference(said)}; nothing was changed")
         )
-
-    def close(self) -> None:
-        """Let go of the shared memory."""
-        self._board.close()
 
     def at_rank(self, verb: str, error: Exception) -> Exception:
         """Add the verb and this rank to the error's message."""
@@ -156,46 +138,3 @@ def _difference(said: Sequence[dict[str, Any]]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
-
-
-class Board:
-    """What each rank of this host does, in shared memory; only its owner writes a slot, so there are no locks.
-
-    A slot is 24 words of 8 bytes: the number of the last call begun, the length of its text, the text.
-    """
-
-    _WORDS = 24
-    _HEAD = 16
-
-    def __init__(self, group: Group) -> None:
-        """Collective."""
-        self._ranks, self._size = group.host_ranks, group.size
-        nbytes = 8 * self._WORDS
-        board = group.share(nbytes * len(self._ranks))
-        self._slots = [board[i * nbytes : (i + 1) * nbytes].data for i in range(len(self._ranks))]
-        self._text = self._slots[group.local_rank]
-        self._head = self._text[: self._HEAD].cast("q")
-        self._longest = nbytes - self._HEAD
-
-    def write(self, number: int, text: bytes) -> None:
-        """Say that this rank has begun call ``number``."""
-        length = min(len(text), self._longest)
-        self._text[self._HEAD : self._HEAD + length] = text[:length]
-        self._head[1] = length
-        self._head[0] = number
-
-    def missing(self, number: int) -> dict[int, str]:
-        """Return the ranks of this host that have not begun call ``number``, and what each began last."""
-        late = {}
-        for rank, slot in zip(self._ranks, self._slots, strict=True):
-            last, length = slot[: self._HEAD].cast("q")
-            if last < number:
-                text = bytes(slot[self._HEAD : self._HEAD + length]).decode(errors="replace")
-                late[rank] = f"call #{last} {text}" if last else "no call at all"
-        return late
-
-    def close(self) -> None:
-        """Let go of the shared memory."""
-        self._head.release()
-        for slot in self._slots:
-            slot.release()

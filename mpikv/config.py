@@ -33,6 +33,8 @@ class Config:
     """Bytes of the largest message, a multiple of 64 from 4096 to 1 GiB. About the size of a core's cache is best."""
     timeout: float = 60.0
     """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
+    warn_after: float = 5.0
+    """Seconds after which a waiting rank logs whom it waits for, and where they are; above 0."""
     check: bool = True
     """Whether each call compares the ranks' calls before data move. False is for measurements only."""
     abort: bool = True
@@ -45,6 +47,7 @@ class Config:
         if self.bucket_bytes % 64:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")
         _bound("timeout", self.timeout, 1e-3, 1e9)
+        _bound("warn_after", self.warn_after, 1e-3, 1e9)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:

@@ -8,6 +8,7 @@ import logging
 import os
 from typing import Any
 
+from .board import Board
 from .config import Config
 from .errors import (
     ConfigError,
@@ -51,6 +52,7 @@ def create(
     placement: str | None = None,
     root: int = 0,
     timeout: float | None = None,
+    warn_after: float | None = None,
     check: bool | None = None,
     transport: str | None = None,
     bucket_bytes: int | None = None,
@@ -69,6 +71,7 @@ def create(
         placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
         root: the rank whose values count at ``init`` and which runs Python updaters.
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
+        warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
         check: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
         bucket_bytes: bytes of the largest message. Default 1 MiB.
@@ -90,14 +93,21 @@ def create(
     try:
         kind = _known(name)
         settings = Config.read(
-            placement=placement, timeout=timeout, check=check, transport=transport, bucket_bytes=bucket_bytes
+            placement=placement,
+            timeout=timeout,
+            warn_after=warn_after,
+            check=check,
+            transport=transport,
+            bucket_bytes=bucket_bytes,
         )
     except (MPIKVError, TypeError) as error:
         problem = error
     group = connect(comm, settings)
     try:
         _compare(group, f"store {name!r}, root {root!r}, {settings}", problem or _bad_root(root, group))
-        store = KVStore(group, open_transport(group, settings), settings, name=kind, root=root)
+        board = Board(group)
+        mover = open_transport(group, settings, board.warn)
+        store = KVStore(group, board, mover, settings, name=kind, root=root)
     except MPIKVError:
         group.close()
         raise

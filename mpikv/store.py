@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from . import optimizers
 from .agreement import Agreement, Call
 from .arguments import like, new_arrays, outs_of, priorities, singles, sources, targets, updater_function, writable
+from .board import Board
 from .config import Config
-from .errors import Closed, ConfigError, TransportError, known_names
+from .errors import Closed, ConfigError, Stalled, TransportError, known_names
 from .exchange import Exchange
 from .keys import Form, KeyTable, parse
 from .plan import Plan, describe, digest, label
@@ -45,13 +46,13 @@ class KVStore:
     """
 
     def __init__(
-        self, group: Group, transport: Transport, config: Config, *, name: str = "local", root: int = 0
+        self, group: Group, board: Board, transport: Transport, config: Config, *, name: str = "local", root: int = 0
     ) -> None:
         """Collective. Use :func:`mpikv.create`, which makes the parts."""
-        self._group, self._transport, self._config = group, transport, config
+        self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root = name, root
         self._ended: str | None = None
-        self._agreement = Agreement(transport, group, config.check)
+        self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root)
         self._calls: dict[tuple[str, tuple[Key, ...]], Call] = {}
         self._settings: tuple[Updater, int, int] = (self._exchange.updater, -1, 0)
@@ -444,6 +445,9 @@ class KVStore:
             self._agreement.begin(call)
             return run(*arguments)
         except TransportError as error:
+            if isinstance(error, Stalled):
+                error.missing, about = self._board.report(error.missing)
+                error.args = (f"{error}, in {self._board.call}" + (f": {about}" if about else ""),)
             self._agreement.at_rank(verb, error)
             self.abandon(f"the store ended in an earlier call ({error})")
             raise
@@ -577,7 +581,7 @@ class KVStore:
         self._calls.clear()
         # The values lie in memory that the group frees.
         self._exchange = Exchange(self._transport, self._config.placement, self._root)
-        self._agreement.close()
+        self._board.close()
         self._transport.close()
         self._group.close()
 

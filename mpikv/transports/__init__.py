@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..config import Config
 from ..errors import Unsupported
 from ..typing import Transport
+from ..waiting import Waiting, Warn
 from ..world import Group
 from .local import LocalTransport
 
@@ -33,15 +34,16 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     return "mpi", f"ranks on {len(group.hosts)} hosts"
 
 
-def open_transport(group: Group, config: Config) -> Transport:
-    """Return the transport for these ranks. Collective over the group."""
+def open_transport(group: Group, config: Config, warn: Warn | None = None) -> Transport:
+    """Return the transport for these ranks; ``warn`` is told of long waits. Collective over the group."""
     name, _ = choose(group, config)
+    waiting = Waiting(config.timeout, config.warn_after, warn)
     if name == "local":
         return LocalTransport(config.bucket_bytes)
     if name == "shm":
         from .shm import ShmTransport
 
-        return ShmTransport(group, config.bucket_bytes, config.timeout)
+        return ShmTransport(group, config.bucket_bytes, waiting)
     from .mpi import MpiTransport
 
-    return MpiTransport(group, config.bucket_bytes, config.timeout)
+    return MpiTransport(group, config.bucket_bytes, waiting)

@@ -9,8 +9,6 @@ bucket that costs nothing that could be measured; on small messages some microse
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,14 +18,13 @@ import numpy as np
 from ..arrays import accumulator, zeros
 from ..errors import Stalled, TransportError
 from ..typing import Array
+from ..waiting import Waiting
 from ..world import Group
 
 __all__ = ["MpiTransport"]
 
-_YIELDS = 200
 # The tag of the message of a rank that has given up.
 _GONE = 1
-_LONGEST_NAP = 1e-3
 
 
 class MpiTransport:
@@ -36,12 +33,12 @@ class MpiTransport:
     name = "mpi"
     shared = False
 
-    def __init__(self, group: Group, limit: int, timeout: float) -> None:
-        """Collective. ``limit`` is in bytes, ``timeout`` in seconds."""
+    def __init__(self, group: Group, limit: int, waiting: Waiting) -> None:
+        """Collective. ``limit`` is in bytes."""
         from mpi4py import MPI
 
         self.rank, self.size, self.limit = group.rank, group.size, limit
-        self._mpi, self._comm, self._timeout = MPI, group.comm, timeout
+        self._mpi, self._comm, self._waiting = MPI, group.comm, waiting
         self._outbox = zeros(limit)
         # Half-precision messages become twice as large.
         self._widened = zeros(2 * limit).view(np.float32)
@@ -107,21 +104,13 @@ class MpiTransport:
         return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM
 
     def _complete(self, request: Any) -> None:
-        """Wait for the request without burning the core, up to the deadline."""
-        for _ in range(_YIELDS):
-            if request.Test():
-                return
-            os.sched_yield()
-        started, nap = time.monotonic(), 1e-5
-        while not request.Test():
-            waited = time.monotonic() - started
-            if waited > self._timeout and not request.Test():
-                # A rank that comes later finds its collective complete; this tells it that it is alone.
-                farewells = [self._comm.Isend(b"", rank, _GONE) for rank in range(self.size) if rank != self.rank]
-                self._mpi.Request.Testall(farewells)
-                raise Stalled(f"waited {waited:.1f} s for other ranks")
-            time.sleep(nap)
-            nap = min(1.5 * nap, _LONGEST_NAP)
+        try:
+            self._waiting.until(request.Test, tuple)
+        except Stalled:
+            # A rank that comes later finds its collective complete; this tells it that it is alone.
+            farewells = [self._comm.Isend(b"", rank, _GONE) for rank in range(self.size) if rank != self.rank]
+            self._mpi.Request.Testall(farewells)
+            raise
 
     @contextmanager
     def _translated(self, operation: str) -> Iterator[None]:

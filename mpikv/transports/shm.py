@@ -14,7 +14,6 @@ until they are as far. So a wait has a deadline, knows who is missing, and gives
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from ..errors import Stalled, TransportError
 from ..typing import Array
+from ..waiting import Waiting
 from ..world import Group
 
 __all__ = ["ShmTransport"]
@@ -34,8 +34,6 @@ _GONE = -1
 _FOLDER = "/dev/shm"
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
 _SPINS = 500
-_YIELDS = 2000
-_LONGEST_NAP = 1e-3
 
 
 class ShmTransport:
@@ -44,10 +42,10 @@ class ShmTransport:
     name = "shm"
     shared = True
 
-    def __init__(self, group: Group, limit: int, timeout: float) -> None:
-        """Collective. ``limit`` is in bytes, ``timeout`` in seconds."""
+    def __init__(self, group: Group, limit: int, waiting: Waiting) -> None:
+        """Collective. ``limit`` is in bytes."""
         self.rank, self.size, self.limit = group.rank, group.size, limit
-        self._group, self._timeout = group, timeout
+        self._group, self._waiting = group, waiting
         self._flags = group.share(group.size * _SLOT * 8).data.cast("q")
         self._order = group.ordering()
         self._mine = group.rank * _SLOT
@@ -171,18 +169,10 @@ class ShmTransport:
         for _ in range(self._spins):
             if flags[peer] >= arrivals:
                 return
-        for _ in range(_YIELDS):
-            os.sched_yield()
-            if flags[peer] >= arrivals:
-                return
-        started, nap = time.monotonic(), 1e-5
-        while flags[peer] < arrivals:
-            waited = time.monotonic() - started
-            if waited > self._timeout:
-                missing = [other // _SLOT for other in self._peers if flags[other] < arrivals]
-                raise Stalled(f"waited {waited:.1f} s for ranks {missing}", missing)
-            time.sleep(nap)
-            nap = min(1.5 * nap, _LONGEST_NAP)
+        self._waiting.until(
+            lambda: flags[peer] >= arrivals,
+            lambda: [other // _SLOT for other in self._peers if flags[other] < arrivals],
+        )
 
 
 def _free_bytes() -> int:

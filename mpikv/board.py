@@ -1,0 +1,151 @@
+"""What each rank of a host is doing, in shared memory, and the question to a late rank where its code is.
+
+A rank writes the number and the text of each call that it begins to its own slot; nobody else writes there, so there
+are no locks. A rank that waits too long reads the slots, and asks a late one by a signal: Python's fault handler there
+writes the present line of code to a file in memory, which works in a loop, in a sleep and while an extension holds the
+interpreter's lock. A process that was stopped, or is gone, cannot answer; the kernel tells that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .world import Group
+
+__all__ = ["Board"]
+
+_QUESTION = signal.SIGUSR2
+_PATIENCE = 0.5
+_MOST_ASKED = 4
+_PACKAGE = str(Path(__file__).parent)
+
+
+class Board:
+    """The slots of the ranks of this host."""
+
+    _TEXT = 160
+
+    def __init__(self, group: Group) -> None:
+        """Collective."""
+        self._rank, self._ranks = group.rank, group.host_ranks
+        self._elsewhere = group.size - len(self._ranks)
+        slot = np.dtype(
+            [("call", "i8"), ("length", "i8"), ("pid", "i8"), ("answers", "i8"), ("text", "u1", self._TEXT)]
+        )
+        board = group.share(slot.itemsize * len(self._ranks))
+        self._slots = board.view(slot)
+        mine = self._slots[group.local_rank : group.local_rank + 1]
+        if group.size > 1:
+            mine["pid"], mine["answers"] = os.getpid(), _answer_questions()
+        self._bytes = mine.view(np.uint8).data
+        self._head = self._bytes[:16].cast("q")
+        self._text = self._bytes[slot.fields["text"][1] :]  # type: ignore[index]
+
+    def write(self, number: int, text: bytes) -> None:
+        """Say that this rank has begun call ``number``."""
+        length = min(len(text), self._TEXT)
+        self._text[:length] = text[:length]
+        self._head[1] = length
+        self._head[0] = number
+
+    def warn(self, waited: float, missing: Sequence[int]) -> None:
+        """Log that this rank has waited for ``waited`` seconds."""
+        _, about = self.report(missing)
+        logging.getLogger("mpikv").warning("rank %d has waited %.1f s in %s: %s", self._rank, waited, self.call, about)
+
+    @property
+    def call(self) -> str:
+        """The call that this rank is in."""
+        return _call_of(self._slots[self._ranks.index(self._rank)])
+
+    def report(self, missing: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """Find out about the ranks that keep this one waiting: those of ``missing``, and those that began fewer calls.
+
+        Returns:
+            The ranks, as far as they are known, and what they did last and where their code is now.
+        """
+        begun = self._head[0]
+        fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
+        late = tuple(sorted({*fewer, *missing}))
+        texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
+        if len(late) > _MOST_ASKED:
+            texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
+        if self._elsewhere:
+            texts.append(f"the {self._elsewhere} ranks of other hosts cannot be seen from here")
+        return late, "; ".join(texts)
+
+    def _describe(self, rank: int) -> str:
+        slot = self._slots[self._ranks.index(rank)]
+        last = f"began {_call_of(slot)} last" if slot["call"] else "has made no call yet"
+        return f"rank {rank} {last} and {_whereabouts(int(slot['pid']), int(slot['answers']))}"
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        for view in (self._head, self._text, self._bytes):
+            view.release()
+        self._slots = np.empty(0, self._slots.dtype)
+
+
+def _call_of(slot: Any) -> str:
+    text = bytes(slot["text"][: slot["length"]]).decode(errors="replace")
+    return f"call #{slot['call']} {text}"
+
+
+@cache
+def _answer_questions() -> int:
+    """Let the fault handler answer the question signal; return the file it writes to, or -1 if the signal is in use."""
+    if signal.getsignal(_QUESTION) is not signal.SIG_DFL:
+        return -1
+    answers = os.memfd_create("mpikv-answers")
+    faulthandler.register(_QUESTION, file=answers, all_threads=False)
+    # The handler must not outlive the file.
+    atexit.register(faulthandler.unregister, _QUESTION)
+    return answers
+
+
+def _whereabouts(pid: int, answers: int) -> str:
+    """Ask a process of this host where its code is."""
+    state = _state(pid)
+    if state in ("gone", "dead"):
+        return "its process is gone"
+    if state == "stopped":
+        return f"its process {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
+    line = _ask(pid, answers) if answers >= 0 else ""
+    return f"is now at {line}" if line else f"its process {pid} does not answer"
+
+
+def _state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(letter, "running")
+
+
+def _ask(pid: int, answers: int) -> str:
+    try:
+        with open(f"/proc/{pid}/fd/{answers}", errors="replace") as file:
+            before = os.fstat(file.fileno()).st_size
+            os.kill(pid, _QUESTION)
+            deadline = time.monotonic() + _PATIENCE
+            while os.fstat(file.fileno()).st_size == before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.01)  # the answer is written in pieces
+            file.seek(before)
+            lines = re.findall(r'File "(.*)", line (\d+) in (.*)', file.read())
+    except OSError:
+        return ""
+    outside = [line for line in lines if not line[0].startswith(_PACKAGE)] or lines
+    return "{}:{} in {}".format(*outside[0]) if outside else ""

@@ -1,0 +1,50 @@
+"""How a rank waits for another: without burning a core, with a warning, and with an end."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from .errors import Stalled
+
+__all__ = ["Waiting"]
+
+# Polls before a waiting rank begins to sleep, each of which lets another process have the core.
+_YIELDS = 2000
+_SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
+
+
+Warn = Callable[[float, Sequence[int]], None]
+
+
+class Waiting:
+    """Waits until something is ready, up to a deadline."""
+
+    def __init__(self, timeout: float, warn_after: float = math.inf, warn: Warn | None = None) -> None:
+        """Times are in seconds; ``warn`` is told how long was waited, and for which ranks."""
+        self._timeout, self._warn_after, self._warn = timeout, warn_after, warn
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Return when ``ready()`` is true.
+
+        Raises:
+            Stalled: it was not before the deadline; ``missing()`` are the ranks that were waited for, if it can be
+            told.
+        """
+        for _ in range(_YIELDS):
+            if ready():
+                return
+            os.sched_yield()
+        started, nap, warned = time.monotonic(), _SHORTEST_NAP, False
+        while not ready():
+            waited = time.monotonic() - started
+            if waited > self._timeout and not ready():
+                who = missing()
+                raise Stalled(f"waited {waited:.1f} s for " + (f"ranks {list(who)}" if who else "other ranks"), who)
+            if self._warn and waited > self._warn_after and not warned:
+                warned = True
+                self._warn(waited, missing())
+            time.sleep(nap)
+            nap = min(1.5 * nap, _LONGEST_NAP)
