@@ -210,9 +210,14 @@ class Exchange:
             self.updater.slots(storable(dtype))
 
     def enter(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Give new keys their memory; the arrays say how much."""
+        """Give keys their memory; the arrays say how much. Known keys start anew.
+
+        Raises:
+            MemoryError: on every rank, if one has too little; nothing was changed.
+        """
         before = len(self._arena.blocks)
         places = self._arena.place([(array.dtype, array.size) for array in arrays])
+        self.delete([key for key in keys if key in self.table])
         for block in self._arena.blocks[before:]:
             block.reset_state(self.updater.slots(block.values.dtype))
         for key, array, where in zip(keys, arrays, places, strict=True):

@@ -491,10 +491,9 @@ class KVStore:
         arrays = singles(form, KeyTable())
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
-        return self._valued("init", form, arrays, f"overwrite {known}"), (form.keys, arrays, known)
+        return self._valued("init", form, arrays, f"overwrite {known}"), (form.keys, arrays)
 
-    def _init(self, keys: Sequence[Key], arrays: Sequence[Array], known: Sequence[Key]) -> None:
-        self._exchange.delete(known)
+    def _init(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
 

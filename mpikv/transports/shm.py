@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Stalled, TransportError
+from ..errors import Stalled
 from ..typing import Array
 from ..waiting import Waiting
 from ..world import Group
@@ -31,7 +31,6 @@ __all__ = ["ShmTransport"]
 _SLOT = 16
 # In place of a token.
 _GONE = -1
-_FOLDER = "/dev/shm"
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
 _SPINS = 500
 
@@ -57,15 +56,6 @@ class ShmTransport:
         self._exchanges = 0
 
     def allocate(self, nbytes: int) -> Array:
-        """See :class:`~mpikv.typing.Transport`. Raises TransportError on every rank when the host's shared memory is
-        too small.
-        """
-        free = _free_bytes() if self.rank == 0 else nbytes
-        if not self.agree(int(free >= nbytes)):
-            raise TransportError(
-                f"{nbytes} bytes of shared memory are needed and {_FOLDER} has {_free_bytes()} free; "
-                "enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"
-            )
         memory = self._group.share(nbytes + 64)
         start = -memory.__array_interface__["data"][0] % 64
         return memory[start : start + nbytes]
@@ -173,11 +163,3 @@ class ShmTransport:
             lambda: flags[peer] >= arrivals,
             lambda: [other // _SLOT for other in self._peers if flags[other] < arrivals],
         )
-
-
-def _free_bytes() -> int:
-    try:
-        space = os.statvfs(_FOLDER)
-    except FileNotFoundError:
-        return 1 << 62  # the MPI library keeps its shared memory elsewhere
-    return space.f_bavail * space.f_frsize
