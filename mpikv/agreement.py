@@ -10,21 +10,25 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import NamedTuple, NoReturn
 
 from .board import Board
 from .errors import MPIKVError, PeerFailed, RankMismatch
-from .typing import Transport
+from .typing import Key, Transport
 from .world import Group
 
-__all__ = ["Agreement", "Call"]
+__all__ = ["JOINED", "Agreement", "Call", "Said"]
 
-# No digest has this value.
+# Tokens that are no digest: of an owner whose work went well, of a rank whose arguments are bad or whose work failed,
+# and of one that has run out of work.
+_WELL = 1
 _FAILED = (1 << 62) - 1
+_JOINABLE = ("push", "pull", "pushpull", "barrier")
+JOINED = (1 << 62) - 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,7 @@ class Call:
     token: int
     label: str = ""
     """The keys, shortened, for messages."""
+    keys: tuple[Key, ...] = ()
     describe: Callable[[], Sequence[str]] = lambda: ()
     """All that the token was made of; asked for only when ranks disagree."""
 
@@ -45,6 +50,17 @@ class Call:
     def note(self) -> bytes:
         """The call's text for the board."""
         return str(self).encode()
+
+
+class Said(NamedTuple):
+    """What a rank tells the others when not all have made the same call."""
+
+    text: str
+    verb: str
+    keys: Sequence[Key]
+    token: int
+    parts: Sequence[str]
+    error: str
 
 
 class Agreement:
@@ -67,7 +83,7 @@ class Agreement:
         if not self._check:
             self._transport.fence()
         elif not self._transport.agree(call.token):
-            self._disagree(call, None)
+            self._settle(call)
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot make its call, and raise why."""
@@ -79,31 +95,49 @@ class Agreement:
         """Learn whether the owners' work, which some ranks did not do, went well; raise on all ranks if not."""
         if error is not None:
             raise self._failed(call, error)
-        if not self._transport.agree(call.token):
-            self._disagree(call, None)
+        if not self._transport.agree(_WELL):
+            self._settle(call)
 
     def _failed(self, call: Call, error: Exception) -> Exception:
         if self._check and not self._transport.agree(_FAILED):
-            self._disagree(call, error)
+            self._settle(call, error)
         return self.at_rank(call.verb, error)
 
-    def _disagree(self, call: Call, error: Exception | None) -> None:
-        """Exchange what each rank has to say, and raise accordingly."""
-        mine = {
-            "call": str(call),
-            "parts": list(call.describe()),
-            "error": error and _told(error),
-        }
-        said = [json.loads(text) for text in self._group.gather(json.dumps(mine))]
+    def shadow(self, call: Call) -> Said | None:
+        """Take part in the next call for a rank that has run out of work.
+
+        Returns:
+            What the working ranks call, or None once no rank has work.
+        """
+        self.calls += 1
+        self._board.write(self.calls, call.note)
+        return None if self._transport.agree(JOINED) else self._settle(call)
+
+    def _settle(self, call: Call, error: Exception | None = None) -> Said:
+        """Exchange what each rank has to say; raise unless all that have work make the same call, which is returned."""
+        mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), _told(error) if error else "")
+        said = [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
         if error is not None:
-            return
+            return mine
         for rank, other in enumerate(said):
-            if other["error"]:
-                text = f"{call}: rank {rank} raised {other['error']}; nothing was changed"
+            if other.error:
+                text = f"{call}: rank {rank} raised {other.error}; nothing was changed"
                 raise self.at_rank(call.verb, PeerFailed(text, rank))
-        raise self.at_rank(
-            call.verb, RankMismatch(f"ranks disagree at call #{self.calls}: {_difference(said)}; nothing was changed")
-        )
+        working = {rank: other for rank, other in enumerate(said) if other.token != JOINED}
+        if len(working) < len(said):
+            self._check_joinable(call, working)
+        if len({other.token for other in working.values()}) > 1:
+            text = f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed"
+            raise self.at_rank(call.verb, RankMismatch(text))
+        return next(iter(working.values()))
+
+    def _check_joinable(self, call: Call, working: Mapping[int, Said]) -> None:
+        for rank, other in working.items():
+            if other.verb not in _JOINABLE:
+                text = (
+                    f"rank {rank} calls {other.text} while others have left join(), which may take part in {_JOINABLE}"
+                )
+                raise self.at_rank(call.verb, RankMismatch(f"{text}; nothing was changed"))
 
     def at_rank(self, verb: str, error: Exception) -> Exception:
         """Add the verb and this rank to the error's message."""
@@ -124,16 +158,16 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (in {last.name}, {last.filename}:{last.lineno})"
 
 
-def _difference(said: Sequence[dict[str, Any]]) -> str:
+def _difference(said: Mapping[int, Said]) -> str:
     """Show the call of the first rank beside the first call that differs from it."""
-    first = said[0]
-    other = next(o for o in said if (o["call"], o["parts"]) != (first["call"], first["parts"]))
+    (rank, first), *others = said.items()
+    other = next(other for _, other in others if other.token != first.token)
     where = ""
-    if other["call"] == first["call"]:
-        sides = zip_longest(first["parts"], other["parts"], fillvalue="nothing")
-        where = next(f" (item {at}: {left}, {right})" for at, (left, right) in enumerate(sides) if left != right)
-    like = [r for r, o in enumerate(said) if (o["call"], o["parts"]) == (other["call"], other["parts"])]
-    return f"rank 0 calls {first['call']}; {_ranks(like)} {other['call']}{where}"
+    if other.text == first.text:
+        sides = enumerate(zip_longest(first.parts, other.parts, fillvalue="nothing"))
+        where = next((f" (item {at}: {left}, {right})" for at, (left, right) in sides if left != right), "")
+    like = [rank for rank, one in said.items() if one.token == other.token]
+    return f"rank {rank} calls {first.text}; {_ranks(like)} {other.text}{where}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

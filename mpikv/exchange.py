@@ -109,13 +109,18 @@ class Exchange:
         confirm: Callable[[Exception | None], None],
     ) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
-        if self.updater.elementwise and plan.nbytes >= _STREAMED_BYTES and disjoint(sources, targets):
-            self._reduce(plan, sources, steps, [tuple(array.reshape(-1) for array in group) for group in targets])
-            self._count(plan)
-            self.table.stale[plan.rows] = False
-        else:
+        if not self.updater.elementwise or plan.nbytes < _STREAMED_BYTES:
             self.push(plan, sources, steps, confirm)
             self.transport.fence()
+            self.pull(plan, targets)
+            return
+        # Whether copies may be early is this rank's affair; the order of the exchanges is not.
+        early = disjoint(sources, targets)
+        flat = [tuple(array.reshape(-1) for array in group) for group in targets] if early else [()] * len(targets)
+        self._reduce(plan, sources, steps, flat)
+        self._count(plan)
+        self.table.stale[plan.rows] = False
+        if not early:
             self.pull(plan, targets)
 
     def _reduce(self, plan: Plan, sources: Groups, steps: Sequence[Any], outs: Groups | None) -> None:
@@ -144,15 +149,17 @@ class Exchange:
         """
         if len(bucket.pieces) == 1 and not self.transport.shared:
             piece = bucket.pieces[0]
-            (first, *others) = sources[piece.item]
-            if not others and first.dtype == bucket.dtype:
-                return first[piece.begin : piece.end]
+            group = sources[piece.item]
+            if len(group) == 1 and group[0].dtype == bucket.dtype:
+                return group[0][piece.begin : piece.end]
         packed = self.transport.outbox(bucket.nbytes).view(bucket.dtype)
         if not bucket.dense:
             packed.fill(0)
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in sources[piece.item]]
-            np.copyto(packed[piece.at : piece.until], local_sum(arrays, bucket.dtype), casting="unsafe")
+            # A rank that has left join() brings no arrays.
+            total = local_sum(arrays, bucket.dtype) if arrays else 0
+            np.copyto(packed[piece.at : piece.until], total, casting="unsafe")
         return packed
 
     def _deliver(self, bucket: Bucket, outs: Groups) -> None:

@@ -85,8 +85,8 @@ class Plan:
 
 
 def digest(text: str) -> int:
-    """Return a number in [0, 2**62 - 1) that differs for different texts, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % ((1 << 62) - 1)
+    """Return a number in [0, 2**62 - 2) that differs for different texts, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % ((1 << 62) - 2)
 
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:

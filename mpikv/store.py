@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from . import optimizers
-from .agreement import Agreement, Call
+from .agreement import JOINED, Agreement, Call
 from .arguments import like, new_arrays, outs_of, priorities, singles, sources, targets, updater_function, writable
 from .board import Board
 from .config import Config
-from .errors import Closed, ConfigError, Stalled, TransportError, known_names
+from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
 from .exchange import Exchange
 from .keys import Form, KeyTable, parse
 from .plan import Plan, describe, digest, label
@@ -398,6 +399,36 @@ class KVStore:
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
 
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have unequal amounts of work: one that leaves the block takes part in the others' calls until all
+        leave.
+
+        Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
+        of times. A rank that has left contributes nothing to their sums and is given nothing; a sum then has fewer
+        terms, by which a mean over ranks has to be corrected by the caller.
+
+        Raises:
+            RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
+            Unsupported: the store does not compare calls (``check=False``), so that it cannot tell.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> with kv.join():
+            ...     for batch in range(3 + kv.rank):
+            ...         kv.push("w", np.ones(2))
+        """
+        if not self._config.check:
+            raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
+        yield
+        try:
+            self._shadow()
+        except TransportError as error:
+            self._end("join", error)
+            raise
+
     def close(self) -> None:
         """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
         the program.
@@ -445,12 +476,32 @@ class KVStore:
             self._agreement.begin(call)
             return run(*arguments)
         except TransportError as error:
-            if isinstance(error, Stalled):
-                error.missing, about = self._board.report(error.missing)
-                error.args = (f"{error}, in {self._board.call}" + (f": {about}" if about else ""),)
-            self._agreement.at_rank(verb, error)
-            self.abandon(f"the store ended in an earlier call ({error})")
+            self._end(verb, error)
             raise
+
+    def _end(self, verb: str, error: TransportError) -> None:
+        """Make the store unusable after a failure that other ranks may not know of, and complete its message."""
+        if isinstance(error, Stalled):
+            error.missing, about = self._board.report(error.missing)
+            error.args = (f"{error}, in {self._board.call}" + (f": {about}" if about else ""),)
+        self._agreement.at_rank(verb, error)
+        self.abandon(f"the store ended in an earlier call ({error})")
+
+    def _shadow(self) -> None:
+        """Make the calls of the ranks that still have work, and bring nothing to them."""
+        call = Call("join", JOINED)
+        while said := self._agreement.shadow(call):
+            if said.verb == "barrier":
+                continue
+            plan = self._exchange.plan(tuple(said.keys))
+            nothing: list[tuple[Array, ...]] = [()] * len(said.keys)
+            if said.verb == "push":
+                self._exchange.push(plan, nothing, self._exchange.steps(plan), self._confirmation(call))
+            elif said.verb == "pull":
+                self._exchange.pull(plan, nothing)
+            else:
+                steps = self._exchange.steps(plan)
+                self._exchange.pushpull(plan, nothing, steps, nothing, self._confirmation(call))
 
     def _planned(self, verb: str, keys: tuple[Key, ...], priority: Any = 0, updates: bool = False) -> tuple[Plan, Call]:
         """Return the plan for known keys, and what to compare with the other ranks before it is run."""
@@ -459,11 +510,12 @@ class KVStore:
         call = self._calls.get((verb, keys))
         if call is None or call.token != plan.digest ^ digest(verb) ^ settings:
             token = plan.digest ^ digest(verb) ^ settings
-            call = self._calls[verb, keys] = Call(verb, token, plan.label, lambda: self._described(plan, updates))
+            call = self._calls[verb, keys] = Call(verb, token, plan.label, keys, lambda: self._described(plan, updates))
         if priority == 0:
             return plan, call
         wish = f"priority {priorities(priority, keys)}"
-        return plan, Call(verb, call.token ^ digest(wish), plan.label, lambda: [*self._described(plan, updates), wish])
+        token = call.token ^ digest(wish)
+        return plan, Call(verb, token, plan.label, keys, lambda: [*self._described(plan, updates), wish])
 
     def _described(self, plan: Plan, updates: bool) -> list[str]:
         texts = describe(plan.keys, [e.shape for e in plan.entries], [e.dtype for e in plan.entries])
@@ -478,7 +530,7 @@ class KVStore:
     def _valued(self, verb: str, form: Form, arrays: Sequence[Array], option: str) -> Call:
         """Return the call of a verb that gives values to keys, which may be new."""
         texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
-        return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), lambda: texts)
+        return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
     # --- The verbs: what each prepares, and runs once all ranks agree
 
@@ -572,7 +624,7 @@ class KVStore:
             updater = make()
             self._exchange.placed(updater)
             settings = updater.settings()
-            return Call(verb, digest(f"{verb} {settings}"), settings, lambda: [settings]), (updater,)
+            return Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings]), (updater,)
 
         self._collective(verb, None, prepare, self._exchange.adopt)
 
