@@ -12,7 +12,7 @@ from .errors import Stalled
 __all__ = ["Waiting"]
 
 # Polls before a waiting rank begins to sleep, each of which lets another process have the core.
-_YIELDS = 2000
+_YIELDS = 200
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
 

@@ -1,0 +1,76 @@
+"""The examples learn, and n ranks find the weights of one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+
+pytest.importorskip("sklearn")
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+train_cancer: Any = pytest.importorskip("train_cancer")
+train_digits: Any = pytest.importorskip("train_digits")
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+def ignore(params: Any) -> None:
+    pass
+
+
+def furthest(params: Any, reference: Any) -> float:
+    return max(float(np.abs(params[name] - reference[name]).max()) for name in params)
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_digits_have_the_weights_of_one_process(comm: Any, optimizer: str, placement: str, transport: str) -> None:
+    settings = train_digits.Settings(optimizer, "float64", epochs=2, batch=64, seed=0)
+    digits = train_digits.load("float64", 0)
+    with mpikv.create(comm=comm, placement=placement, transport=transport) as kv:
+        params = train_digits.train(kv, digits, settings, ignore)
+    assert furthest(params, train_digits.train_alone(digits, settings)) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_digits_are_learnt(comm: Any, dtype: str) -> None:
+    digits = train_digits.load(dtype, 0)
+    with mpikv.create(comm=comm) as kv:
+        settings = train_digits.Settings("adam", dtype, epochs=20, batch=64, seed=0)
+        params = train_digits.train(kv, digits, settings, ignore)
+    _, accuracy = train_digits.measure(params, digits.test_images, digits.test_labels)
+    assert accuracy >= 0.98
+    if dtype == "float64":
+        assert round(accuracy * len(digits.test_labels)) == 353  # on any number of ranks
+
+
+def test_more_ranks_than_images_in_a_batch(comm: Any) -> None:
+    digits = train_digits.load("float64", 0)
+    few = digits._replace(images=digits.images[:7], labels=digits.labels[:7])
+    settings = train_digits.Settings("adam", "float64", epochs=3, batch=3, seed=0)
+    with mpikv.create(comm=comm) as kv:
+        params = train_digits.train(kv, few, settings, ignore)
+    assert furthest(params, train_digits.train_alone(few, settings)) <= 1e-12
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_tumours_are_told_apart_as_by_one_process(comm: Any, transport: str) -> None:
+    tumours = train_cancer.load(0)
+    with mpikv.create(comm=comm, transport=transport) as kv:
+        params = train_cancer.train(kv, tumours, 150)
+    right = (train_cancer.probability(params, tumours.test_measures) > 0.5) == tumours.test_benign
+    assert right.mean() >= 0.96
+    assert furthest(params, train_cancer.train_alone(tumours, 150)) <= 1e-12
+
+
+@pytest.mark.parametrize("script", [train_cancer, train_digits], ids=lambda script: script.__name__)
+def test_a_missing_library_is_one_line(monkeypatch: Any, script: Any) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit, match=r"^\w+\.py needs scikit-learn:  pip install scikit-learn$"):
+        script.load(*["float64", 0][script is train_cancer :])
