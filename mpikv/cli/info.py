@@ -1,0 +1,186 @@
+"""``mpikv info``: what a bug report needs, on one screen. It starts MPI only where a launcher started several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from .. import __version__
+from ..config import TRANSPORTS, Config, Launch, launch_of
+from ..errors import MPIKVError
+from ..transports import choose
+from ..world import Group, connect
+from .launchers import core_count, environment, find_launcher, find_library
+
+__all__ = ["main"]
+
+OPTIONAL = ("ml_dtypes", "rich", "matplotlib", "scikit-learn")
+
+Report = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report, on rank 0 only, and return 0: a missing part is a finding and no failure."""
+    parser = argparse.ArgumentParser(
+        prog="mpikv info",
+        description="Show versions, the MPI library, its launcher, the transports and the settings. "
+        "Under 'mpikv run -n 2 -m mpikv info' it also shows where the ranks are.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    launch = launch_of()
+    # Before MPI starts in this process: some MPI libraries do not like child processes afterwards.
+    report = _describe_process(launch) if launch is None or launch.rank == 0 else {}
+    ranks = _describe_ranks(launch)
+    if report:
+        report |= ranks
+        print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)), flush=True)
+    return 0
+
+
+def _describe_process(launch: Launch | None) -> Report:
+    environ = environment()
+    mpi = _describe_mpi(environ)
+    return {
+        "versions": {
+            "mpikv": __version__,
+            "python": f"{platform.python_version()} ({sys.executable})",
+            "numpy": _version_of("numpy"),
+            "mpi4py": _version_of("mpi4py"),
+        },
+        "mpi": mpi,
+        "launch": None if launch is None else dataclasses.asdict(launch),
+        "host": {"name": platform.node(), "system": platform.platform(), "cores": core_count()},
+        # No transport uses one yet, so none is looked for.
+        "gpu": {"devices": [], "reason": "this version has no GPU transport yet"},
+        "optional": {name: _version_of(name) for name in OPTIONAL},
+        "settings": _describe_settings(environ),
+        "transports": {name: _describe_transport(name, mpi) for name in TRANSPORTS if name != "auto"},
+    }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _describe_mpi(environ: Mapping[str, str]) -> Report:
+    found: Report = {"library": None, "path": None, "launcher": None, "problem": None}
+    try:
+        library = find_library(environ)
+        found |= {"library": library.version, "path": str(library.path)}
+        found["launcher"] = str(find_launcher(library, environ).path)
+    except MPIKVError as error:
+        found["problem"] = str(error)
+    return found
+
+
+def _describe_settings(environ: Mapping[str, str]) -> Report:
+    config, problems, usable = _settings()
+    values = {}
+    for field in dataclasses.fields(config):
+        variable = f"MPIKV_{field.name.upper()}"
+        origin = variable if usable and variable in environ else "default"
+        values[field.name] = {"value": getattr(config, field.name), "origin": origin}
+    return {"values": values, "problems": problems}
+
+
+def _settings() -> tuple[Config, list[str], bool]:
+    """Return the settings, what is wrong with their variables, and whether these were usable."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            config = Config.read()
+        except MPIKVError as error:
+            return Config(), [str(error)], False
+    return config, [str(warning.message) for warning in caught], True
+
+
+def _describe_transport(name: str, mpi: Report) -> Report:
+    available = name == "local" or mpi["library"] is not None
+    return {"available": available, "reason": None if available else "it needs an MPI library"}
+
+
+def _describe_ranks(launch: Launch | None) -> Report:
+    """Return the chosen transport and where the ranks are. Collective over the ranks of the launch."""
+    config, _, _ = _settings()
+    try:
+        group = connect(None, config) if launch is not None and launch.size > 1 else Group()
+    except MPIKVError as error:
+        return {"chosen": {"transport": None, "reason": str(error)}, "ranks": None}
+    try:
+        hosts: dict[str, list[int]] = {}
+        for rank, host in enumerate(group.gather(platform.node())):
+            hosts.setdefault(host, []).append(rank)
+        return {"chosen": _describe_choice(group, config), "ranks": {"size": group.size, "hosts": hosts}}
+    finally:
+        group.close()
+
+
+def _describe_choice(group: Group, config: Config) -> Report:
+    try:
+        name, reason = choose(group, config)
+    except MPIKVError as error:
+        return {"transport": None, "reason": str(error)}
+    return {"transport": name, "reason": reason}
+
+
+def _lines(report: Report) -> Iterator[str]:
+    mpi, host, launch, chosen = (report[part] for part in ("mpi", "host", "launch", "chosen"))
+    rows = [(name, text or "not installed") for name, text in report["versions"].items()]
+    rows.append(("MPI library", f"{mpi['library']} ({mpi['path']})" if mpi["library"] else "none"))
+    rows.append(("launcher", mpi["launcher"] or "none"))
+    rows += [("problem", mpi["problem"])] if mpi["problem"] else []
+    rows.append(("host", f"{host['name']}, {host['system']}"))
+    rows.append(("cores", f"{host['cores']}, as this process may use them"))
+    rows.append(("GPU", f"none: {report['gpu']['reason']}"))
+    rows.append(("launched", f"by {launch['launcher']}" if launch else "by no MPI launcher"))
+    if report["ranks"]:
+        rows += [
+            ("ranks", f"{len(ranks)} on {name}: {_ranges(ranks)}") for name, ranks in report["ranks"]["hosts"].items()
+        ]
+    yield from _table(rows)
+    yield "\noptional packages"
+    yield from _table([(name, text or "not installed") for name, text in report["optional"].items()], "  ")
+    yield "\nsettings"
+    values = report["settings"]["values"]
+    yield from _table(
+        [(name, f"{setting['value']!s:<12} {setting['origin']}") for name, setting in values.items()], "  "
+    )
+    yield from (f"  problem: {text}" for text in report["settings"]["problems"])
+    yield "\ntransports"
+    transports = report["transports"].items()
+    yield from _table(
+        [(name, "available" if it["available"] else f"no: {it['reason']}") for name, it in transports], "  "
+    )
+    yield f"  chosen: {chosen['transport'] or 'none'} ({chosen['reason']})"
+
+
+def _table(rows: Sequence[tuple[str, str]], indent: str = "") -> Iterator[str]:
+    width = max(len(name) for name, _ in rows)
+    margin = "\n" + " " * (len(indent) + width + 2)
+    return (f"{indent}{name:<{width}}  {text.replace(chr(10), margin)}" for name, text in rows)
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Return ascending numbers in short.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,324 @@
+"""Which MPI library Python loads, which launcher belongs to it, and how that launcher is called.
+
+MPI is never started here: a launcher that called ``MPI_Init`` would be a rank itself, and could not start others. The
+library is asked in a child process, under a deadline, since loading a broken one may hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, TransportUnavailable
+from ..world import INSTALL
+
+__all__ = [
+    "Launcher",
+    "Library",
+    "Plan",
+    "clean",
+    "core_count",
+    "direct",
+    "environment",
+    "find_launcher",
+    "find_library",
+    "plan",
+]
+
+OPENMPI, MPICH = "Open MPI", "MPICH"
+
+DEADLINE = 30.0
+"""Seconds that a library or a launcher has to tell its version."""
+
+# The second line is the path, printed by mpi4py's own command.
+_PROBE = """
+import json, sys, mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+print(json.dumps(MPI.Get_library_version()))
+from mpi4py.run import main
+sys.argv = ["mpi4py", "--mpi-library"]
+main()
+"""
+
+# What a launcher tells its ranks. A launcher that is started by a rank and sees them takes itself for one.
+_OUTER_LAUNCH = re.compile(
+    r"(PMI_|PMIX_(?!MCA_)|HYDI_|OMPI_COMM_|OMPI_WORLD_|OMPI_UNIVERSE_SIZE$|OMPI_MCA_(num_procs|initial_wdir)$"
+    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_RUN$)"
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads."""
+
+    kind: str
+    """``Open MPI``, or ``MPICH`` for it and those that speak its launch protocol, as Intel MPI does."""
+    version: str
+    path: Path
+
+    @property
+    def major(self) -> int:
+        """The first number of the version, 0 where there is none."""
+        found = re.search(r"\d+", self.version)
+        return int(found.group()) if found else 0
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """An ``mpiexec`` of the same kind as the library."""
+
+    path: Path
+    version: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job is started: a command line, and variables that are set because they were unset."""
+
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def clean(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without what an outer launcher told this process.
+
+    >>> clean({"PMI_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_btl": "self,tcp"})
+    {'OMPI_MCA_btl': 'self,tcp'}
+    """
+    return {name: value for name, value in environ.items() if not _OUTER_LAUNCH.match(name)}
+
+
+def core_count() -> int:
+    """Return the number of physical cores that this process may use; launchers give each of them one rank."""
+    try:
+        usable: Sequence[int] = sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+    try:
+        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        return len({Path(topology.format(cpu)).read_text() for cpu in usable})
+    except OSError:  # some containers hide it
+        return len(usable)
+
+
+def find_library(environ: Mapping[str, str]) -> Library:
+    """Return the MPI library that mpi4py would load in this environment.
+
+    Raises:
+        TransportUnavailable: there is none, or it does not load.
+    """
+    try:
+        probe = _ask([sys.executable, "-c", _PROBE], environ)
+    except subprocess.TimeoutExpired:
+        raise TransportUnavailable(f"the MPI library did not load within {DEADLINE:g} s") from None
+    if probe.returncode:
+        raise TransportUnavailable(_why_no_library(probe.stderr, environ))
+    text, path = probe.stdout.strip().splitlines()[-2:]
+    version = json.loads(text)
+    return Library(_library_kind(version), _library_version(version), Path(path))
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=clean(environ),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        stdin=subprocess.DEVNULL,
+        timeout=DEADLINE,
+    )
+
+
+def _why_no_library(trace: str, environ: Mapping[str, str]) -> str:
+    forced = environ.get("MPI4PY_LIBMPI")
+    if forced:
+        return f"mpi4py cannot load MPI4PY_LIBMPI={forced}; unset it, or give the full path of an MPI library"
+    if "cannot load MPI library" in trace:
+        return INSTALL
+    return f"mpi4py cannot be imported: {(trace.strip().splitlines() or ['no reason given'])[-1]}"
+
+
+def _library_kind(version: str) -> str:
+    return OPENMPI if "Open MPI" in version else MPICH
+
+
+def _library_version(version: str) -> str:
+    r"""Return name and number from what ``MPI_Get_library_version`` says.
+
+    >>> _library_version("MPICH Version:      5.0.2\nMPICH Release date: ...")
+    'MPICH 5.0.2'
+    >>> _library_version("Open MPI v5.0.11, package: Open MPI ...")
+    'Open MPI 5.0.11'
+    """
+    first = version.strip("\0 \n").partition("\n")[0].partition(",")[0] or "unknown"
+    return re.sub(r"\s+(?:[Vv]ersion\s*:?\s*|v)(?=\d)", " ", first).strip()
+
+
+def find_launcher(library: Library, environ: Mapping[str, str], chosen: str | None = None) -> Launcher:
+    """Return the launcher that belongs to the library: beside it, else in PATH by its special name, else ``mpiexec``.
+
+    ``chosen`` names one instead. A launcher of the wrong kind is refused: under it, ranks would not find each other,
+    and with some pairs each would run alone and report success.
+
+    Raises:
+        ConfigError: launchers were found, but of another kind, or ``chosen`` cannot be run.
+        TransportUnavailable: no launcher was found.
+    """
+    if chosen is not None:
+        found = shutil.which(chosen, path=environ.get("PATH"))
+        if found is None:
+            raise ConfigError(f"the launcher {chosen!r} is not an executable file")
+        candidates: Iterator[Path] = iter([Path(found)])
+    else:
+        candidates = _candidates(library, environ)
+    wrong: list[Path] = []
+    for path in candidates:
+        version = _launcher_version(path, environ)
+        kind = _launcher_kind(version)
+        if kind == library.kind or (chosen is not None and kind is None):
+            return Launcher(path, version)
+        wrong.append(path)
+    if not wrong:
+        raise TransportUnavailable(
+            f"Python's MPI is {library.version} ({library.path}), but there is no mpiexec for it beside it or in PATH; "
+            "install the launcher of that library, or name it with --launcher"
+        )
+    raise ConfigError(_mismatch(wrong[0], _launcher_version(wrong[0], environ), library))
+
+
+def _candidates(library: Library, environ: Mapping[str, str]) -> Iterator[Path]:
+    special = ("mpiexec.openmpi",) if library.kind == OPENMPI else ("mpiexec.mpich", "mpiexec.hydra")
+    beside = [directory / "bin" for path in (library.path, library.path.resolve()) for directory in path.parents[1:3]]
+    search = [Path(entry) for entry in environ.get("PATH", os.defpath).split(os.pathsep) if entry]
+    names = [(directory, name) for directory in beside for name in ("mpiexec", *special)]
+    names += [(directory, name) for name in (*special, "mpiexec") for directory in search]
+    for path in dict.fromkeys(directory / name for directory, name in names):
+        if path.is_file() and os.access(path, os.X_OK):
+            yield path
+
+
+def _launcher_version(path: Path, environ: Mapping[str, str]) -> str:
+    try:
+        answer = _ask([str(path), "--version"], environ)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return (answer.stdout + answer.stderr).strip() or "unknown"
+
+
+def _launcher_kind(version: str) -> str | None:
+    if re.search(r"Open MPI|OpenRTE|PRRTE|prterun", version):
+        return OPENMPI
+    if re.search(r"HYDRA|Intel\(R\) MPI|MPICH", version):
+        return MPICH
+    return None
+
+
+def _mismatch(path: Path, version: str, library: Library) -> str:
+    kind = _launcher_kind(version) or "an unknown MPI"
+    return (
+        f"the launcher {path} belongs to {kind}, but Python's MPI is {library.version} ({library.path}); "
+        f"install the launcher of {library.kind} and name it with --launcher, "
+        f"or let MPI4PY_LIBMPI name the library of {kind}"
+    )
+
+
+def plan(
+    library: Library,
+    launcher: Launcher,
+    command: Sequence[str],
+    *,
+    size: int,
+    cores: int,
+    uid: int,
+    environ: Mapping[str, str],
+    hosts: Mapping[str, int] | None = None,
+    tag: bool = False,
+) -> Plan:
+    """Return the command line that starts ``command`` on ``size`` ranks, and the variables to set for it. Pure.
+
+    ``hosts`` maps each host to the number of its ranks; None is this host. ``cores`` counts those of one host.
+    """
+    local_size = max(hosts.values()) if hosts else size
+    several = hosts is not None and len(hosts) > 1
+    wanted = _common_variables(cores // local_size)
+    if library.kind == OPENMPI:
+        wanted |= _openmpi_variables(library.major, several=several, crowded=local_size > cores, root=uid == 0)
+    variables = {name: value for name, value in wanted.items() if name not in environ}
+    line = [str(launcher.path), "-n", str(size)]
+    if hosts:
+        places = ",".join(f"{host}:{count}" for host, count in hosts.items())
+        line += ["--host" if library.kind == OPENMPI else "-hosts", places]
+    if tag:
+        line += _tag_option(library)
+    if several and library.kind == OPENMPI:
+        line += [part for name in _forwarded({**environ, **variables}, wanted) for part in ("-x", name)]
+    return Plan((*line, *command), variables)
+
+
+def direct(command: Sequence[str], cores: int, environ: Mapping[str, str]) -> Plan:
+    """Return the plan of one rank that needs no launcher. Pure."""
+    wanted = _common_variables(cores)
+    return Plan(tuple(command), {name: value for name, value in wanted.items() if name not in environ})
+
+
+def _common_variables(threads: int) -> dict[str, str]:
+    # Every rank's BLAS would start a thread per core otherwise.
+    return {"OMP_NUM_THREADS": str(max(1, threads)), "PYTHONFAULTHANDLER": "1"}
+
+
+def _openmpi_variables(major: int, *, several: bool, crowded: bool, root: bool) -> dict[str, str]:
+    """Return settings for Open MPI; each removes a failure or a delay that was measured.
+
+    One host: looking for fast networks takes a second of every start. These settings must not reach several hosts,
+    which they would cut off from those networks. Crowded: more ranks than cores are refused unless allowed, and then
+    waiting ranks must give way.
+    """
+    variables = {"OMPI_MCA_osc": "^ucx"}
+    if not several:
+        variables |= {"OMPI_MCA_btl": "self,sm,tcp" if major >= 5 else "self,vader,tcp", "OMPI_MCA_mtl": "^ofi"}
+    if crowded:
+        variables |= {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+        }
+    if root:
+        variables |= dict.fromkeys(ROOT_VARIABLES, "1")
+    return variables
+
+
+ROOT_VARIABLES = tuple(
+    f"{owner}_ALLOW_RUN_AS_ROOT{suffix}" for owner in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")
+)
+
+
+def _tag_option(library: Library) -> list[str]:
+    if library.kind == MPICH:
+        return ["-prepend-rank"]
+    return ["--output", "rank"] if library.major >= 5 else ["--tag-output"]
+
+
+def _forwarded(environ: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    """Return the names that Open MPI does not pass to other hosts by itself."""
+    return sorted(
+        name
+        for name in environ
+        if (name in wanted and not name.startswith(("OMPI_", "PRTE_")))
+        or name.startswith("MPIKV_")
+        or name == "PYTHONPATH"
+    )

@@ -1,0 +1,163 @@
+"""What ``mpikv run`` starts on each rank: ``python -m mpikv.cli.rank (SCRIPT | -m MODULE) ARGUMENTS``.
+
+The script runs as plain Python would run it. What differs is its end: where one rank fails, the others would wait for
+it in their next collective call for ever, so an uncaught exception or a nonzero exit ends the whole job, after its
+traceback was shown. How a rank ended is written to the directory that the launcher names, since an mpiexec may report
+success for a rank that left early.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import io
+import os
+import runpy
+import sys
+import traceback
+import types
+import zipfile
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+from ..config import Config, launch_of
+from ..errors import ConfigError
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the script of the command line."""
+    launch = launch_of()
+    rank, size = (launch.rank, launch.size) if launch else (0, 1)
+    prefix = f"[rank {rank}/{size}] " if size > 1 else ""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The launcher reads a pipe. Whole lines keep the output of ranks apart, which PYTHONUNBUFFERED does not: it
+        # sends each argument of a print by itself. And a rank that is killed loses none.
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    process = os.getpid()
+    # Not right after the script: its threads may outlive its last line.
+    at_end = atexit.register(_record, rank, 0, process)
+    status = _run(sys.argv[1:], prefix)
+    if status == 0:
+        return
+    atexit.unregister(at_end)
+    _record(rank, status, process)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # A child that the script forked comes here too, but it is no rank.
+    if size > 1 and os.getpid() == process and _may_abort():
+        _abort(status)
+    sys.exit(status)
+
+
+def _run(arguments: Sequence[str], prefix: str) -> int:
+    """Run a script or a module to its end and return its exit status."""
+    try:
+        if arguments[0] == "-m":
+            _run_module(arguments[1:])
+        else:
+            _run_script(arguments)
+    except SystemExit as error:
+        return _exit_status(error, prefix)
+    except KeyboardInterrupt as error:
+        _complain(f"{prefix}interrupted{_place(error)}\n")
+        return INTERRUPTED
+    except BaseException as error:
+        _show(error, prefix)
+        return 1
+    return 0
+
+
+def _run_module(arguments: Sequence[str]) -> None:
+    sys.argv[:] = arguments
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _run_script(arguments: Sequence[str]) -> None:
+    sys.argv[:] = arguments
+    script = os.path.abspath(arguments[0])
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the current directory, there because of -m
+    if os.path.isdir(script) or zipfile.is_zipfile(script):
+        runpy.run_path(script, run_name="__main__")
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    # Not runpy: it takes the module away after the script's last line, when threads and exit functions still need it.
+    module = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", script)
+    vars(module).update(__file__=script, __builtins__=builtins, __cached__=None, __loader__=loader)
+    sys.modules["__main__"] = module
+    with io.open_code(script) as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+
+def _exit_status(error: SystemExit, prefix: str) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    _complain(f"{prefix}{error.code}\n")
+    return 1
+
+
+def _show(error: BaseException, prefix: str) -> None:
+    """Print a traceback once, without the frames of this module, or let the script's own hook do it."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame):
+        trace = trace.tb_next
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)
+        return
+    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines(keepends=True)
+    _complain("".join(prefix + line for line in lines))
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    return frame.f_globals is globals() or frame.f_globals.get("__name__") == "runpy"
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _complain(text: str) -> None:
+    # One write: those of several ranks share a pipe, and must not mix.
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _record(rank: int, status: int, process: int) -> None:
+    directory = Path(os.environ.get("MPIKV_RUN", ""))
+    # The directory is on the launcher's host only.
+    if os.getpid() == process and directory.is_absolute() and directory.is_dir():
+        (directory / str(rank)).write_text(str(status))
+
+
+def _may_abort() -> bool:
+    try:
+        return Config.read().abort
+    except ConfigError:
+        return True
+
+
+def _abort(status: int) -> None:
+    """End all ranks. Returns where nobody can be told but by this process's own exit status."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        if not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(status)
+    elif "MPIKV_RUN" in os.environ and "PMI_FD" in os.environ:
+        # Starting MPI only to abort would wait for all ranks to start it. MPICH's launcher ignores the exit status of a
+        # rank that never did, but takes the line of its protocol (PMI 1.1) that MPI_Abort sends. Open MPI's heeds the
+        # status.
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={status}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""``mpikv run``: start a script on several ranks, with the launcher and the settings that fit Python's MPI library."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from typing import NoReturn
+
+from ..errors import ConfigError, MPIKVError, TransportUnavailable
+from . import launchers
+from .job import run_job
+
+__all__ = ["main", "parse_hosts"]
+
+DESCRIPTION = """\
+Start a Python script, or a module, on several ranks, with the launcher that belongs to the MPI library that mpi4py
+loads. SCRIPT or -m MODULE ends the options: all that follows is its own."""
+
+EPILOG = """\
+examples:
+  mpikv run -n 4 train.py --epochs 10      four ranks on this host
+  mpikv run -n auto -m package.train       one rank per core, a module
+  mpikv run -n 4 --hosts a:2,b:2 train.py  two ranks on each of two hosts
+  mpikv run -n 4 --dry-run train.py        only show the command and the variables
+
+A rank runs the script as plain Python would, but an uncaught exception or a nonzero exit on one rank ends the whole job
+(MPIKV_ABORT=0: does not). Ctrl-C and SIGTERM are passed on; after 4 seconds, or when repeated, they become harder.
+
+exit status:
+  0        every rank reached the end of its script
+  2        nothing was started: misuse, no MPI library, or a launcher that does not fit it
+  128 + s  this command received the signal s
+  other    that of the rank that failed first (an uncaught exception is 1); 1 where a rank left early without saying so,
+           which is noticed on one host only; else the launcher's
+
+Inside a Slurm job, 'srun --mpi=pmix -n 4 python train.py' uses the cluster's own launcher; 'srun --mpi=list' shows what
+there is.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    program = _program(parser, options)
+    size = launchers.core_count() if options.ranks == "auto" else options.ranks
+    try:
+        return _run(options, program, size)
+    except MPIKVError as error:
+        _note(str(error))
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mpikv run",
+        usage="mpikv run -n N [options] (SCRIPT | -m MODULE) [ARGUMENT ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", dest="ranks", metavar="N", type=_ranks, required=True, help="number of ranks; 'auto': one per core")
+    add(
+        "--hosts",
+        metavar="A:2,B:2",
+        type=parse_hosts,
+        help="hosts, and how many ranks each may take (default: its share)",
+    )
+    add("--tag", action="store_true", help="begin each line of output with its rank")
+    add("--launcher", metavar="PATH", help="the mpiexec to use, instead of looking for it")
+    add("--dry-run", action="store_true", help="print the command and the variables, and start nothing")
+    add("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _ranks(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number or 'auto'")
+    return int(text)
+
+
+def parse_hosts(text: str) -> dict[str, int]:
+    """Return the ranks that each host may take, 0 where the text does not say.
+
+    >>> parse_hosts("a:2,b")
+    {'a': 2, 'b': 0}
+    """
+    hosts: dict[str, int] = {}
+    for part in text.split(","):
+        name, colon, count = part.strip().partition(":")
+        if not name or name in hosts or (colon and (not count.isdecimal() or int(count) < 1)):
+            raise argparse.ArgumentTypeError(f"{part!r} in {text!r} is not a new HOST or HOST:NUMBER")
+        hosts[name] = int(count or "0")
+    return hosts
+
+
+def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
+    """Return the arguments of the rank's entry; what cannot run is refused here, once, and not by every rank."""
+    if options.module is not None:
+        if not options.module:
+            parser.error("-m needs the name of a module")
+        top = options.module[0].partition(".")[0]
+        # The ranks look in the current directory first, as python -m does.
+        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            parser.error(f"no module named {top!r}")
+        return ["-m", *options.module]
+    script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if not script:
+        parser.error("give a script, or -m and a module")
+    if not os.path.exists(script[0]):
+        parser.error(f"no file {script[0]!r}")
+    if not os.access(script[0], os.R_OK):
+        parser.error(f"the file {script[0]!r} cannot be read")
+    return script
+
+
+def _run(options: argparse.Namespace, program: Sequence[str], size: int) -> int:
+    environ = launchers.environment()
+    command = [sys.executable, "-m", "mpikv.cli.rank", *program]
+    hosts = _fill(options.hosts, size) if options.hosts else None
+    cores = launchers.core_count()
+    try:
+        library = launchers.find_library(environ)
+        launcher = launchers.find_launcher(library, environ, options.launcher)
+    except TransportUnavailable as error:
+        if size > 1 or hosts:
+            raise
+        _note(f"one rank, started without a launcher: {error}")
+        plan = launchers.direct(command, cores, environ)
+    else:
+        plan = launchers.plan(
+            library,
+            launcher,
+            command,
+            size=size,
+            cores=cores,
+            uid=os.getuid(),
+            environ=environ,
+            hosts=hosts,
+            tag=options.tag,
+        )
+    if options.dry_run:
+        print(
+            "\n".join(
+                [*(f"{name}={shlex.quote(value)}" for name, value in plan.variables.items()), shlex.join(plan.command)]
+            )
+        )
+        return 0
+    _advise(plan, environ)
+    status, reason = run_job(
+        plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=hosts is None or len(hosts) == 1
+    )
+    if reason:
+        _note(reason)
+    return status
+
+
+def _fill(hosts: dict[str, int], size: int) -> dict[str, int]:
+    """Return how many ranks each host takes, each filled before the next."""
+    share = math.ceil(size / len(hosts))
+    filled: dict[str, int] = {}
+    for host, room in hosts.items():
+        taken = min(room or share, size - sum(filled.values()))
+        if taken:
+            filled[host] = taken
+    if sum(filled.values()) < size:
+        raise ConfigError(f"--hosts has room for {sum(filled.values())} ranks, not for {size}")
+    return filled
+
+
+def _advise(plan: launchers.Plan, environ: dict[str, str]) -> None:
+    if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
+        _note("running as root, which Open MPI allows only when told to; this sets the variables that tell it")
+    if "SLURM_JOB_ID" in environ:
+        _note("inside a Slurm job, 'srun --mpi=pmix' may fit better (see mpikv run --help)")
+
+
+def _note(text: str) -> None:
+    print(f"mpikv run: {text}", file=sys.stderr, flush=True)
