@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+from functools import cache
 from typing import Any
 
 from .board import Board
@@ -112,6 +113,7 @@ def create(
         group.close()
         raise
     _open_stores.append(store)
+    _prepare_endings()
     return store
 
 
@@ -171,5 +173,8 @@ def _end_in_child() -> None:
     _open_stores.clear()
 
 
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_end_in_child)
+@cache
+def _prepare_endings() -> None:
+    """Arrange for the ends of a process that has made a store. Called once MPI is loaded, so that MPI ends after it."""
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_end_in_child)
