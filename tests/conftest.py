@@ -1,0 +1,88 @@
+"""Marks tests that are true for several numbers of ranks, and runs each on all of them.
+
+``@pytest.mark.ranks(1, 2, 3, 4)`` on a function, a class or a module: ordinary SPMD code, which every rank runs. A
+plain ``pytest`` runs it on one rank here, without an MPI library, and launches a job for each other number;
+``mpiexec -n 4 python -m pytest`` runs what is marked for 4 ranks in place. A test that takes longer than 20 s, or than
+``@pytest.mark.deadline(seconds)``, fails.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from launching import Deadline, Here, Launched, Together, ranks_of
+
+from mpikv.config import launch_of
+
+# All ranks must draw the same examples; deadlines and a memory of failed examples would make them differ.
+# The fixtures here, comm above all, may be shared by the examples of a test.
+hypothesis.settings.register_profile(
+    "ranks",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("ranks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ranks", help="run marked tests on these numbers of ranks only, such as 2,4")
+    parser.addoption("--rank-records", metavar="DIR", help="set by the harness for the ranks that it launches")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
+    )
+    config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
+    launch = launch_of()
+    if config.option.rank_records:
+        # The launching session decides about deadlines; this one is for a job whose session was killed.
+        plugins = [Launched(config, Path(config.option.rank_records)), Deadline(margin=30, alarm=False)]
+    elif launch:
+        plugins = [Together(config, launch.size), Deadline(margin=5)]
+    else:
+        plugins = [Here(), Deadline(margin=5, all_items=False)]
+    for plugin in plugins:
+        config.pluginmanager.register(plugin)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker:
+        # Where none is wanted all are made, and deselected below.
+        numbers = [number for number in marker.args if is_wanted(number, metafunc.config)] or marker.args
+        metafunc.fixturenames.append("ranks")
+        metafunc.parametrize("ranks", numbers, ids=[f"ranks={number}" for number in numbers])
+
+
+def is_wanted(number: int, config: pytest.Config) -> bool:
+    return number == 0 or not config.option.ranks or str(number) in config.option.ranks.split(",")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unwanted = [item for item in items if not is_wanted(ranks_of(item), config)]
+    config.hook.pytest_deselected(items=unwanted)
+    items[:] = [item for item in items if is_wanted(ranks_of(item), config)]
+
+
+@pytest.fixture
+def ranks() -> int:
+    """Return the number of ranks that run the test, 1 for an ordinary test."""
+    return 1
+
+
+@pytest.fixture
+def comm(ranks: int) -> Any:
+    """Return COMM_WORLD, or None on one rank, where no MPI library is loaded."""
+    if ranks == 1:
+        return None
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
