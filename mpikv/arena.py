@@ -42,9 +42,14 @@ class Block:
         first = element // self.cell * self.cell
         return first, min(first + self.cell, self.values.size)
 
-    def reset_state(self, slots: Slots) -> None:
-        """Replace the state by zeros. Pages that this rank does not own are never written, so they take no memory."""
-        self.state = {name: np.zeros(self.values.size, dtype) for name, dtype in slots.items()}
+    def ensure_state(self, slots: Slots) -> None:
+        """Start the state that is not there yet with zeros.
+
+        Pages that this rank does not own are never written, so they take no memory.
+        """
+        for name, dtype in slots.items():
+            if name not in self.state:
+                self.state[name] = np.zeros(self.values.size, dtype)
 
 
 @dataclass(frozen=True)

@@ -78,16 +78,18 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
 
 def new_arrays(key: Any, table: KeyTable) -> Any:
     """Return new arrays for the values of known keys, in the form of the keys."""
-    entries = {name: table[name] for name in parse(key, None).keys}
+    names = parse(key, None).keys
+    table.check_kind(names)
+    entries = {name: table[name] for name in names}
     if not isinstance(key, (list, tuple)):
         (entry,) = entries.values()
         return _empty(entry)
     return [_empty(entries[parse(each, None).keys[0]]) for each in key]
 
 
-def like(key: Any, form: Form, arrays: Sequence[Array]) -> Any:
-    """Return new arrays of the shapes and dtypes of ``arrays``, in the form of the call."""
-    new = {name: np.empty(array.shape, array.dtype) for name, array in zip(form.keys, arrays, strict=True)}
+def like(key: Any, form: Form, stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> Any:
+    """Return new arrays of the shapes and dtypes that are stored, or will be, in the form of the call."""
+    new = {name: np.empty(shape, dtype) for name, (shape, dtype) in zip(form.keys, stored, strict=True)}
     if isinstance(key, Mapping):
         return new
     return list(new.values()) if isinstance(key, (list, tuple)) else new[form.keys[0]]

@@ -141,7 +141,7 @@ def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         return arrays[0]
     total = arrays[0].astype(accumulator(dtype))
     for array in arrays[1:]:
-        np.add(total, array, out=total, casting="same_kind")
+        np.add(total, array, out=total, dtype=total.dtype, casting="unsafe")
     return total
 
 

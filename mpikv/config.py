@@ -43,9 +43,11 @@ class Config:
     def __post_init__(self) -> None:
         _choose("transport", self.transport, TRANSPORTS)
         _choose("placement", self.placement, PLACEMENTS)
-        _bound("bucket_bytes", self.bucket_bytes, 4096, 1 << 30)
+        _bound("bucket_bytes", self.bucket_bytes, 4096, 1 << 30, whole=True)
         if self.bucket_bytes % 64:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")
+        _choose("check", self.check, (False, True))
+        _choose("abort", self.abort, (False, True))
         _bound("timeout", self.timeout, 1e-3, 1e9)
         _bound("warn_after", self.warn_after, 1e-3, 1e9)
 
@@ -83,14 +85,15 @@ class Config:
 LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN"})
 
 
-def _choose(field: str, name: object, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ConfigError(known_names(field, name, known))
+def _choose(field: str, value: object, known: tuple[object, ...]) -> None:
+    if type(value) is not type(known[0]) or value not in known:
+        raise ConfigError(known_names(field, value, map(str, known)))
 
 
-def _bound(field: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ConfigError(f"{field}={value!r} is not a number from {low} to {high}")
+def _bound(field: str, value: object, low: float, high: float, *, whole: bool = False) -> None:
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+        raise ConfigError(f"{field}={value!r} is not {'an integer' if whole else 'a number'} from {low} to {high}")
 
 
 def _switch(text: str) -> bool:

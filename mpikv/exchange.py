@@ -68,12 +68,12 @@ class Exchange:
 
     def _check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
-        for block in self._arena.blocks:
-            wanted = dict(self.updater.slots(block.values.dtype))
-            if wanted.keys() != block.state.keys():
+        for entry in self.table.entries():
+            wanted, state = self.updater.slots(entry.dtype), entry.place.block.state
+            if wanted.keys() != state.keys():
                 raise ConfigError(
                     f"the optimizer was changed to keep {sorted(wanted)} per element and the store has "
-                    f"{sorted(block.state)}; call set_optimizer again, which starts its state anew"
+                    f"{sorted(state)}; call set_optimizer again, which starts its state anew"
                 )
         self._revision = self.updater.revision
 
@@ -150,7 +150,7 @@ class Exchange:
         if len(bucket.pieces) == 1 and not self.transport.shared:
             piece = bucket.pieces[0]
             group = sources[piece.item]
-            if len(group) == 1 and group[0].dtype == bucket.dtype:
+            if len(group) == 1 and group[0].dtype == bucket.dtype and group[0].flags.c_contiguous:
                 return group[0][piece.begin : piece.end]
         packed = self.transport.outbox(bucket.nbytes).view(bucket.dtype)
         if not bucket.dense:
@@ -222,12 +222,10 @@ class Exchange:
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
         """
-        before = len(self._arena.blocks)
         places = self._arena.place([(array.dtype, array.size) for array in arrays])
         self.delete([key for key in keys if key in self.table])
-        for block in self._arena.blocks[before:]:
-            block.reset_state(self.updater.slots(block.values.dtype))
         for key, array, where in zip(keys, arrays, places, strict=True):
+            where.block.ensure_state(self.updater.slots(array.dtype))
             self.table.add(key, array.shape, array.dtype, where)
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
@@ -270,7 +268,9 @@ class Exchange:
         self._revision = updater.revision
         self._plans.clear()
         for block in self._arena.blocks:
-            block.reset_state(updater.slots(block.values.dtype))
+            block.state = {}
+        for entry in self.table.entries():
+            entry.place.block.ensure_state(updater.slots(entry.dtype))
         self.table.counts[:] = 0
         if len(self.table):
             self._start_masters(tuple(self.table))

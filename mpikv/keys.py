@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,6 @@ class KeyTable:
 
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
-        self._kind: type | None = None
         self._rows = 0
         self.versions = np.zeros(64, np.int64)
         """How many pushes each value has seen."""
@@ -95,14 +95,11 @@ class KeyTable:
         Raises:
             TypeError: int and str keys are mixed.
         """
-        kind = self._kind
+        kind = type(next(chain(self._entries, keys), None))
         for key in keys:
-            if kind is not None and type(key) is not kind:
-                raise TypeError(
-                    f"key {key!r} is of type {type(key).__name__}; the store's keys are all {kind.__name__}"
-                )
-            kind = type(key)
-        self._kind = kind
+            if type(key) is not kind:
+                given, known = type(key).__name__, kind.__name__
+                raise TypeError(f"key {key!r} is of type {given}; the store's keys are all {known}")
 
     def check_new(self, keys: Sequence[Key]) -> None:
         """Check that none of the keys is known.

@@ -112,7 +112,7 @@ def build(
             buckets.append(bucket)
         if sums is not None:
             for item in members:
-                totals[item] = sums.of(entries[item])
+                totals[item] = sums.of(entries[item]) if _owned(entries[item], placement) else None
     texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
     nbytes = sum(bucket.nbytes for bucket in buckets)
     rows = np.array([entry.index for entry in entries], np.intp)
@@ -144,10 +144,15 @@ class _BlockSums:
             self._memory = np.empty(self._last - self._first, self._dtype)
         return self._memory[start - self._first : stop - self._first]
 
-    def of(self, entry: Entry) -> Array | None:
-        if self._memory is None and entry.place.size:
-            return None
+    def of(self, entry: Entry) -> Array:
         return self.range(entry.place.start, entry.place.start + entry.place.size).reshape(entry.shape)
+
+
+def _owned(entry: Entry, placement: Placement) -> bool:
+    """Return whether this rank owns the value, kept whole; an empty one belongs to the owner of its place."""
+    place = entry.place
+    share = placement.share(place.start, place.start + 1, place.block.grid(place.start), place.block.owner)
+    return share.high > share.low
 
 
 def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:

@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -105,7 +106,9 @@ def create(
         problem = error
     group = connect(comm, settings)
     try:
-        _compare(group, f"store {name!r}, root {root!r}, {settings}", problem or _bad_root(root, group))
+        _compare(
+            group, f"store {name!r}, root {root!r}, {replace(settings, abort=True)}", problem or _bad_root(root, group)
+        )
         board = Board(group)
         mover = open_transport(group, settings, board.warn)
         store = KVStore(group, board, mover, settings, name=kind, root=root)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
+
 from . import optimizers
 from .agreement import JOINED, Agreement, Call
 from .arguments import like, new_arrays, outs_of, priorities, singles, sources, targets, updater_function, writable
@@ -474,7 +476,9 @@ class KVStore:
             except Exception as error:
                 self._agreement.refuse(Call(verb, 0, _shown(key)), error)
             self._agreement.begin(call)
-            return run(*arguments)
+            # A caller who has numpy raise at an overflow would have the call end halfway, on some ranks.
+            with np.errstate(all="ignore"):
+                return run(*arguments)
         except TransportError as error:
             self._end(verb, error)
             raise
@@ -586,11 +590,13 @@ class KVStore:
         self._exchange.table.check_kind(form.keys)
         arrays = singles(form, self._exchange.table)
         self._exchange.check_storable(arrays)
-        out = like(key, form, arrays) if out is None else out
+        table = self._exchange.table
+        stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
+        out = like(key, form, stored) if out is None else out
         outs = outs_of(key, out, form.keys).groups
-        for name, array, group in zip(form.keys, arrays, outs, strict=True):
+        for name, (shape, dtype), group in zip(form.keys, stored, outs, strict=True):
             for each in group:
-                writable(each, name, array.shape, array.dtype)
+                writable(each, name, shape, dtype)
         call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
         return call, (form.keys, arrays, outs, out)
 
@@ -626,7 +632,11 @@ class KVStore:
             settings = updater.settings()
             return Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings]), (updater,)
 
-        self._collective(verb, None, prepare, self._exchange.adopt)
+        self._collective(verb, None, prepare, self._adopt)
+
+    def _adopt(self, updater: Updater) -> None:
+        self._exchange.adopt(updater)
+        self._calls.clear()  # they hold plans, which hold the old state
 
     def _free(self) -> None:
         self._calls.clear()

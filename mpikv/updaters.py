@@ -42,6 +42,8 @@ class CallableUpdater:
 
     def __init__(self, function: Callable[[Any, Array, Array], Any]) -> None:
         self._function = function
+        # The function runs under the caller's rules for overflows, not under the store's.
+        self._rules = np.geterr()
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
         return {}
@@ -50,7 +52,8 @@ class CallableUpdater:
         return key
 
     def update(self, step: Key, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        result = self._function(step, total.astype(value.dtype, copy=False), value)
+        with np.errstate(**self._rules):
+            result = self._function(step, total.astype(value.dtype, copy=False), value)
         if result is None:
             return
         changed = np.asarray(result)

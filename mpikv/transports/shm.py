@@ -51,8 +51,8 @@ class ShmTransport:
         self._peers = [rank * _SLOT for rank in range(group.size) if rank != group.rank]
         self._arrivals = 0
         self._spins = _SPINS if group.size <= len(os.sched_getaffinity(0)) else 0
-        self._staging = group.share(2 * group.size * limit)
-        self._halves: Any = self._staging.reshape(2, group.size, limit)
+        staging = group.share(2 * group.size * limit)
+        self._halves: Any = staging.reshape(2, group.size, limit)
         self._exchanges = 0
 
     def allocate(self, nbytes: int) -> Array:
@@ -119,12 +119,12 @@ class ShmTransport:
         # Arrays over a window keep the interpreter from crashing on a later access only while they are gone with it.
         self._flags.release()
         self._flags = memoryview(b"").cast("q")
-        self._staging = self._halves = np.empty(0, np.uint8)
+        self._halves = np.empty(0, np.uint8)
 
     def _exchange(self, send: Array) -> Any:
         """Show ``send`` to all ranks and wait for theirs; return the memory (ranks x bytes) where they are."""
         half = self._halves[self._exchanges & 1]
-        if send.base is not self._staging:
+        if send.base is not self._halves.base:
             np.copyto(half[self.rank, : send.nbytes], send.view(np.uint8))
         self._exchanges += 1
         self._arrive()
