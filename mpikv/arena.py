@@ -75,7 +75,8 @@ class Arena:
 
     def place(self, requests: Sequence[tuple[np.dtype[Any], int]]) -> list[Place]:
         """Return a place for each (dtype, number of elements). Collective: it may allocate."""
-        self._reserve(sum(_rounded(size * dtype.itemsize) for dtype, size in requests if not self._small(dtype, size)))
+        large = [request for request in requests if not self._small(*request) and not self._free.get(request)]
+        self._reserve(sum(_rounded(size * dtype.itemsize) for dtype, size in large))
         return [self._one(dtype, size) for dtype, size in requests]
 
     def release(self, place: Place) -> None:

@@ -110,9 +110,14 @@ def _answer_questions() -> int:
         return -1
     answers = os.memfd_create("mpikv-answers")
     faulthandler.register(_QUESTION, file=answers, all_threads=False)
-    # The handler must not outlive the file.
-    atexit.register(faulthandler.unregister, _QUESTION)
+    atexit.register(_answer_no_more)
     return answers
+
+
+def _answer_no_more() -> None:
+    # Python takes its handler away at its end, and the signal's default action would then kill a process that is asked.
+    faulthandler.unregister(_QUESTION)
+    signal.signal(_QUESTION, signal.SIG_IGN)
 
 
 def _whereabouts(pid: int, answers: int) -> str:

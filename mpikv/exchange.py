@@ -52,7 +52,7 @@ class Exchange:
         if plan is None:
             self.table.check_kind(keys)
             entries = [self.table[key] for key in keys]
-            plan = build(entries, self.placement, self._total, whole=not self.updater.elementwise)
+            plan = build(entries, self.placement, self._total, whole=self._whole)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[keys] = plan
@@ -77,6 +77,11 @@ class Exchange:
                 )
         self._revision = self.updater.revision
 
+    @property
+    def _whole(self) -> bool:
+        """Whether values are updated key by key instead of bucket by bucket."""
+        return self.updater.fallible or not self.updater.elementwise
+
     # --- Push and pull
 
     def push(
@@ -88,7 +93,7 @@ class Exchange:
         anywhere.
         """
         self._reduce(plan, sources, steps, None)
-        if not self.updater.elementwise:
+        if self._whole:
             self._update_whole(plan, steps, confirm)
         self._count(plan)
 
@@ -109,7 +114,7 @@ class Exchange:
         confirm: Callable[[Exception | None], None],
     ) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
-        if not self.updater.elementwise or plan.nbytes < _STREAMED_BYTES:
+        if self._whole or plan.nbytes < _STREAMED_BYTES:
             self.push(plan, sources, steps, confirm)
             self.transport.fence()
             self.pull(plan, targets)
@@ -128,12 +133,11 @@ class Exchange:
 
         The delay lets the exchange of the next bucket be the fence that the delivery of this one needs.
         """
-        updates = self.updater.elementwise
         uniform = not steps or steps.count(steps[0]) == len(steps)
         previous: Bucket | None = None
         for bucket in plan.buckets:
             self.placement.reduce(bucket, self._pack(bucket, sources), bucket.total)
-            if updates:
+            if not self._whole:
                 for part in bucket.runs if uniform else bucket.parts:
                     self.updater.update(steps[part.item], part.total, part.value, part.state)
             if outs is not None and previous is not None:
@@ -208,6 +212,11 @@ class Exchange:
         for bucket in plan.buckets:
             self.placement.publish(bucket)
         self.table.stale[plan.rows] = False
+
+    def close(self) -> None:
+        """Let go of the values, whose memory the transport frees."""
+        self._plans.clear()
+        self.table, self._arena, self._scratch = KeyTable(), Arena(self.transport), zeros(0)
 
     # --- The table
 

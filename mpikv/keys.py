@@ -50,6 +50,7 @@ class KeyTable:
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._rows = 0
+        self._free_rows: list[int] = []
         self.versions = np.zeros(64, np.int64)
         """How many pushes each value has seen."""
         self.counts = np.zeros(64, np.int64)
@@ -78,16 +79,17 @@ class KeyTable:
     def add(self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place) -> Entry:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
-        entry = Entry(key, self._rows, shape, dtype, place, place.block.values[low:high].reshape(shape))
+        row = self._free_rows.pop() if self._free_rows else self._new_row()
+        self.versions[row] = self.counts[row] = self.stale[row] = 0
+        entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape))
         self._entries[key] = entry
-        self._rows += 1
-        if self._rows > self.versions.size:
-            self._grow()
         return entry
 
     def remove(self, key: Key) -> Place:
         """Forget a key; return the place that its value leaves free."""
-        return self._entries.pop(key).place
+        entry = self._entries.pop(key)
+        self._free_rows.append(entry.index)
+        return entry.place
 
     def check_kind(self, keys: Sequence[Key]) -> None:
         """Check that the keys are of the type of the keys before them.
@@ -120,8 +122,13 @@ class KeyTable:
         known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"
         return f"key {key!r} was never initialized ({known}); call init({key!r}, value) on every rank first"
 
-    def _grow(self) -> None:
-        rows = 2 * self.versions.size
+    def _new_row(self) -> int:
+        self._rows += 1
+        if self._rows > self.versions.size:
+            self._grow(2 * self.versions.size)
+        return self._rows - 1
+
+    def _grow(self, rows: int) -> None:
         for name in ("versions", "counts", "stale"):
             old = getattr(self, name)
             new = np.zeros(rows, old.dtype)

@@ -21,7 +21,7 @@ from .errors import (
     Unsupported,
     known_names,
 )
-from .store import KVStore
+from .store import OPEN, KVStore
 from .transports import open_transport
 from .world import Group, connect
 
@@ -41,10 +41,6 @@ _LATER = {
     "teststore": "a store for authors of plug-ins; 'local' with comm=MPI.COMM_SELF is one rank",
 }
 _NAMES = (*_HOST, *_DEVICE, *_NCCL, *_LATER)
-
-# In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
-# closed: the garbage collector would take it at another moment on each rank.
-_open_stores: list[KVStore] = []
 
 
 def create(
@@ -112,10 +108,9 @@ def create(
         board = Board(group)
         mover = open_transport(group, settings, board.warn)
         store = KVStore(group, board, mover, settings, name=kind, root=root)
-    except MPIKVError:
+    except (MPIKVError, MemoryError, TypeError):
         group.close()
         raise
-    _open_stores.append(store)
     _prepare_endings()
     return store
 
@@ -161,8 +156,8 @@ def _known(name: str) -> str:
 
 def _close_all() -> None:
     """Close what is still open at the end of the program, while MPI still runs."""
-    while _open_stores:
-        store = _open_stores.pop(0)
+    while OPEN:
+        store = OPEN[0]
         try:
             store.close()
         except MPIKVError as error:
@@ -171,9 +166,8 @@ def _close_all() -> None:
 
 def _end_in_child() -> None:
     """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
-    for store in _open_stores:
+    for store in OPEN.copy():
         store.abandon("the store was made before a fork, which MPI does not survive")
-    _open_stores.clear()
 
 
 @cache

@@ -21,11 +21,15 @@ from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .world import Group
 
-__all__ = ["KVStore"]
+__all__ = ["OPEN", "KVStore"]
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
+# closed: the garbage collector would take it at another moment on each rank.
+OPEN: list[KVStore] = []
+_MOST_CALLS = 4096
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
 
 
@@ -57,6 +61,7 @@ class KVStore:
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root)
+        OPEN.append(self)
         self._calls: dict[tuple[str, tuple[Key, ...]], Call] = {}
         self._settings: tuple[Updater, int, int] = (self._exchange.updater, -1, 0)
 
@@ -123,7 +128,7 @@ class KVStore:
         Raises:
             ConfigError: the word is unknown.
         """
-        if capability.lower() not in _CAPABILITIES:
+        if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
         return _CAPABILITIES[capability.lower()]
 
@@ -451,6 +456,7 @@ class KVStore:
         """
         if self._ended is None:
             self._ended = why
+            OPEN.remove(self)
 
     def __enter__(self) -> KVStore:
         return self
@@ -513,11 +519,13 @@ class KVStore:
         settings = self._updater_digest() if updates else 0
         call = self._calls.get((verb, keys))
         if call is None or call.token != plan.digest ^ digest(verb) ^ settings:
+            if len(self._calls) >= _MOST_CALLS:
+                self._calls.clear()
             token = plan.digest ^ digest(verb) ^ settings
             call = self._calls[verb, keys] = Call(verb, token, plan.label, keys, lambda: self._described(plan, updates))
-        if priority == 0:
+        if priority == 0 or not any(wishes := priorities(priority, keys)):
             return plan, call
-        wish = f"priority {priorities(priority, keys)}"
+        wish = f"priority {wishes}"
         token = call.token ^ digest(wish)
         return plan, Call(verb, token, plan.label, keys, lambda: [*self._described(plan, updates), wish])
 
@@ -640,8 +648,7 @@ class KVStore:
 
     def _free(self) -> None:
         self._calls.clear()
-        # The values lie in memory that the group frees.
-        self._exchange = Exchange(self._transport, self._config.placement, self._root)
+        self._exchange.close()
         self._board.close()
         self._transport.close()
         self._group.close()

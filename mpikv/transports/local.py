@@ -52,4 +52,4 @@ class LocalTransport:
         return True
 
     def close(self) -> None:
-        pass
+        self._outbox = zeros(0)

@@ -1,7 +1,8 @@
 """Ranks of any hosts: MPI's own collectives over host memory.
 
 Messages are at most a bucket: both widespread libraries slow down threefold on larger ones, for which they allocate
-temporary memory in every call. What has no MPI type (half precision) is summed in float32; bytes are moved as bytes.
+temporary memory in every call. What MPI cannot sum, or not by the rules of :mod:`mpikv.typing`, is summed in a wider
+type.
 
 Every call is MPI's nonblocking one and a wait of ours, which gives up the core and has a deadline. At the size of a
 bucket that costs nothing that could be measured; on small messages some microseconds.
@@ -9,7 +10,7 @@ bucket that costs nothing that could be measured; on small messages some microse
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +41,8 @@ class MpiTransport:
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._mpi, self._comm, self._waiting = MPI, group.comm, waiting
         self._outbox = zeros(limit)
-        # Half-precision messages become twice as large.
-        self._widened = zeros(2 * limit).view(np.float32)
+        # Messages of one byte per element become four times as large.
+        self._wide = zeros(4 * limit), zeros(4 * limit)
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
 
     def allocate(self, nbytes: int) -> Array:
@@ -57,17 +58,22 @@ class MpiTransport:
         return self._outbox[:nbytes]
 
     def reduce(self, send: Array, recv: Array, root: int) -> None:
-        received = recv if self.rank == root else None
-        with self._translated("reduce"):
-            self._complete(self._comm.Ireduce(self._wide(send), received, self._operation(send), root))
+        def start(send: Array, recv: Array | None) -> Any:
+            return self._comm.Ireduce(send, recv, self._operation(send), root)
+
+        self._sum("reduce", start, send, recv if self.rank == root else None)
 
     def allreduce(self, send: Array, recv: Array) -> None:
-        with self._translated("allreduce"):
-            self._complete(self._comm.Iallreduce(self._wide(send), recv, self._operation(send)))
+        def start(send: Array, recv: Array | None) -> Any:
+            return self._comm.Iallreduce(send, recv, self._operation(send))
+
+        self._sum("allreduce", start, send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        with self._translated("reduce_scatter"):
-            self._complete(self._comm.Ireduce_scatter(self._wide(send), recv, counts, self._operation(send)))
+        def start(send: Array, recv: Array | None) -> Any:
+            return self._comm.Ireduce_scatter(send, recv, counts, self._operation(send))
+
+        self._sum("reduce_scatter", start, send, recv)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         nbytes = [count * buffer.itemsize for count in counts]
@@ -97,14 +103,21 @@ class MpiTransport:
 
     def close(self) -> None:
         self._comm = None
+        self._outbox, self._wide = zeros(0), (zeros(0), zeros(0))
 
-    def _wide(self, send: Array) -> Array:
-        wider = accumulator(send.dtype)
-        if wider == send.dtype:
-            return send
-        widened = self._widened[: send.size]
-        np.copyto(widened, send)
-        return widened
+    def _sum(self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None) -> None:
+        """Run a summing collective in a type that MPI sums exactly, which may be wider than the arrays'."""
+        dtype = _summed_as(send.dtype)
+        wide_send, wide_recv = send, recv
+        if dtype != send.dtype:
+            wide_send = self._wide[0].view(dtype)[: send.size]
+            np.copyto(wide_send, send)
+        if recv is not None and recv.dtype != dtype:
+            wide_recv = self._wide[1].view(dtype)[: recv.size]
+        with self._translated(name):
+            self._complete(start(wide_send, wide_recv))
+        if recv is not None and wide_recv is not None and wide_recv is not recv:
+            np.copyto(recv, wide_recv, casting="unsafe")
 
     def _operation(self, send: Array) -> Any:
         return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM
@@ -124,3 +137,10 @@ class MpiTransport:
             yield
         except self._mpi.Exception as error:
             raise TransportError(f"MPI failed in {operation}: {error}") from error
+
+
+def _summed_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which MPI sums: Open MPI's sums of short integers saturate where they have to wrap."""
+    if dtype.kind in "iu" and dtype.itemsize < 4:
+        return np.dtype(f"{dtype.kind}4")
+    return accumulator(dtype)

@@ -1,0 +1,150 @@
+"""What every placement must do, as tests.
+
+Subclass :class:`PlacementContract` in a test module and give the factory, and the collectives that a push and a pull
+run::
+
+    @pytest.mark.ranks(1, 2, 4)
+    class TestSharded(PlacementContract):
+        collectives = ("reduce_scatter", "all_gather")
+
+        def make(self, transport):
+            return Sharded(transport)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ..arrays import accumulator
+from ..config import Config
+from ..transports import open_transport
+from ..typing import Array, Placement, Share, Transport
+from ..world import Group
+from .wrappers import Recording
+
+__all__ = ["PlacementContract"]
+
+CELLS = ((0, 1024), (1024, 2048), (2048, 2500), (0, 1), (64, 65), (2**40, 2**40 + 1000))
+"""Cells of a grid: [first, last) in elements, beyond 32 bits too."""
+
+
+class PlacementContract:
+    """The promises of :class:`mpikv.typing.Placement`."""
+
+    collectives: tuple[str, ...] = ()
+    """The collectives that one reduce and one publish of a span run."""
+    replicated = False
+    """Whether every rank owns everything."""
+    transport = "auto"
+    """The name of the transport with which data move."""
+
+    def make(self, transport: Transport) -> Placement:
+        """Return the placement."""
+        raise AssertionError("a subclass of PlacementContract defines make()")
+
+    @pytest.fixture
+    def recording(self, comm: Any) -> Iterator[Recording]:
+        """Return a transport over all ranks that writes down what is run."""
+        group = Group(comm)
+        recording = Recording(open_transport(group, Config(transport=self.transport, bucket_bytes=8192)))
+        yield recording
+        recording.close()
+        group.close()
+
+    def test_shares_fill_every_range_exactly(self) -> None:
+        for ranks, (grid, start, stop, owner) in cases():
+            shares = self.shares(ranks, start, stop, grid, owner)
+            counts = shares[0].counts
+            assert len(counts) == ranks
+            assert all(share.counts == counts for share in shares), "ranks differ on who owns what"
+            assert all(share.high - share.low == counts[rank] for rank, share in enumerate(shares))
+            if self.replicated:
+                assert all((share.low, share.high) == (0, stop - start) for share in shares)
+                continue
+            assert sum(counts) == stop - start
+            for rank, share in enumerate(shares):
+                assert not counts[rank] or share.low == sum(counts[:rank]), "parts are not in rank order"
+
+    def test_the_owner_depends_on_the_place_alone(self) -> None:
+        for ranks, (grid, start, stop, owner) in cases():
+            whole = self.owners(ranks, *grid, grid, owner)
+            part = self.owners(ranks, start, stop, grid, owner)
+            assert part == whole[start - grid[0] : stop - grid[0]]
+
+    def test_a_push_and_a_pull(self, recording: Recording) -> None:
+        placement = self.make(recording)
+        for name in ("int32", "float16", "float32", "float64", "bool"):
+            for first, last in ((0, 512), (512, 1024), (1024, 1100)):
+                for start, stop in ((first, last), (first + 5, last - 3), (last - 1, last)):
+                    self.round(placement, recording, np.dtype(name), (first, last), start, stop)
+
+    def round(
+        self,
+        placement: Placement,
+        recording: Recording,
+        dtype: np.dtype[Any],
+        grid: tuple[int, int],
+        start: int,
+        stop: int,
+    ) -> None:
+        """Sum one span, store the sum at its owners, publish it, and compare."""
+        span = Range(np.zeros(stop - start, dtype), placement.share(start, stop, grid, recording.size - 1))
+        sends = [
+            np.random.default_rng((start, rank)).integers(0, 9, stop - start).astype(dtype)
+            for rank in range(recording.size)
+        ]
+        expected = np.add.reduce([send.astype(accumulator(dtype)) for send in sends], axis=0, dtype=accumulator(dtype))
+        low, high = span.share.low, span.share.high
+        total = np.zeros(high - low, accumulator(dtype))
+        recording.take()
+        placement.reduce(span, sends[recording.rank], total)
+        np.testing.assert_array_equal(total, expected[low:high])
+        span.value[low:high] = total
+        placement.publish(span)
+        assert tuple(recording.take()) == self.collectives
+        np.testing.assert_array_equal(span.value, expected.astype(dtype))
+
+    def shares(self, ranks: int, start: int, stop: int, grid: tuple[int, int], owner: int) -> list[Share]:
+        """Return what each of so many ranks says of one range."""
+        seats = [cast(Transport, Seat(rank, ranks)) for rank in range(ranks)]
+        return [self.make(seat).share(start, stop, grid, owner) for seat in seats]
+
+    def owners(self, ranks: int, start: int, stop: int, grid: tuple[int, int], owner: int) -> list[set[int]]:
+        """Return the owners of each element."""
+        owners: list[set[int]] = [set() for _ in range(stop - start)]
+        for rank, share in enumerate(self.shares(ranks, start, stop, grid, owner)):
+            for element in range(share.low, share.high):
+                owners[element].add(rank)
+        return owners
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a placement knows of a transport when it divides."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """A :class:`mpikv.typing.Span`."""
+
+    value: Array
+    share: Share
+
+
+def cases() -> Iterator[tuple[int, tuple[tuple[int, int], int, int, int]]]:
+    """Yield numbers of ranks, and cells with ranges in them."""
+    random = np.random.default_rng(0)
+    for ranks in (1, 2, 3, 4, 7):
+        for grid in CELLS:
+            first, last = grid
+            cuts = sorted(int(cut) for cut in random.integers(first, last, 2))
+            for start, stop in ((first, last), (cuts[0], cuts[1] + 1), (first, first + 1), (last - 1, last)):
+                yield ranks, (grid, start, stop, ranks - 1)

@@ -1,0 +1,374 @@
+"""What every transport must do, as tests.
+
+Subclass :class:`TransportContract` in a test module and give the factory::
+
+    @pytest.mark.ranks(2, 3, 4)
+    class TestShm(TransportContract):
+        def make(self, group, limit, timeout):
+            return ShmTransport(group, limit, Waiting(timeout))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ..arrays import accumulator
+from ..errors import Stalled, TransportError
+from ..typing import Array, Transport
+from ..world import Group
+
+__all__ = ["TransportContract"]
+
+NAMES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+)
+GUARD = 8
+"""Elements before and after memory that a transport writes to, which it must leave alone."""
+LARGEST_TOKEN = (1 << 62) - 1
+
+
+class TransportContract:
+    """The promises of :class:`mpikv.typing.Transport`. Sums are compared exactly, with sums made by numpy from the
+    inputs of all ranks, which every rank can make again from a seed.
+    """
+
+    limit = 4096
+    """The limit of the transport under test, in bytes."""
+
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        """Return a new transport. Collective."""
+        raise AssertionError("a subclass of TransportContract defines make()")
+
+    @pytest.fixture
+    def transport(self, comm: Any) -> Iterator[Transport]:
+        """Return a transport that only this test uses."""
+        group = Group(comm)
+        transport = self.make(group, self.limit, 20.0)
+        yield transport
+        transport.close()
+        group.close()
+
+    def test_facts(self, transport: Transport, comm: Any) -> None:
+        assert (transport.rank, transport.size) == ((comm.rank, comm.size) if comm else (0, 1))
+        assert transport.limit == self.limit
+        assert isinstance(transport.name, str)
+        assert isinstance(transport.shared, bool)
+
+    def test_reduce(self, transport: Transport) -> None:
+        for dtype in dtypes():
+            for root in range(transport.size):
+                for size in sizes(transport.limit, dtype):
+                    with Exchange(transport, dtype, size, seed=root) as exchange:
+                        transport.reduce(exchange.send, exchange.recv, root)
+                        if transport.rank == root:
+                            exchange.expect(exchange.sum)
+
+    def test_reduce_ignores_recv_of_other_ranks(self, transport: Transport) -> None:
+        for root in range(transport.size):
+            with Exchange(transport, np.dtype(np.int32), 7, seed=root) as exchange:
+                none = np.empty(0, np.int32)
+                transport.reduce(exchange.send, exchange.recv if transport.rank == root else none, root)
+                if transport.rank == root:
+                    exchange.expect(exchange.sum)
+
+    def test_allreduce(self, transport: Transport) -> None:
+        for dtype in dtypes():
+            for size in sizes(transport.limit, dtype):
+                with Exchange(transport, dtype, size, seed=1) as exchange:
+                    transport.allreduce(exchange.send, exchange.recv)
+                    exchange.expect(exchange.sum)
+
+    def test_allreduce_has_the_same_bits_on_each_rank(self, comm: Any) -> None:
+        group = Group(comm)
+        transport = self.make(group, self.limit, 20.0)
+        for dtype in (np.float32, np.float64):
+            send = np.random.default_rng(transport.rank).standard_normal(401).astype(dtype)
+            recv = np.empty_like(send)
+            transport.allreduce(send, recv)
+            assert len(set(group.gather(hashlib.sha256(recv.tobytes()).hexdigest()))) == 1
+        transport.close()
+        group.close()
+
+    def test_reduce_scatter(self, transport: Transport) -> None:
+        for dtype in dtypes():
+            for size in sizes(transport.limit, dtype):
+                for counts in divisions(size, transport.size):
+                    low = sum(counts[: transport.rank])
+                    with Exchange(transport, dtype, size, seed=2, received=counts[transport.rank]) as exchange:
+                        transport.reduce_scatter(exchange.send, exchange.recv, counts)
+                        exchange.expect(exchange.sum[low : low + counts[transport.rank]])
+
+    def test_all_gather(self, transport: Transport) -> None:
+        for dtype in dtypes():
+            longest = 3 * transport.limit // dtype.itemsize + 5
+            for size in (*sizes(transport.limit, dtype), longest):
+                for counts in divisions(size, transport.size):
+                    whole = values(dtype, size, (3, size))
+                    low = sum(counts[: transport.rank])
+                    own = slice(low, low + counts[transport.rank])
+                    buffer, check = guarded(dtype, size)
+                    buffer[own] = whole[own]
+                    transport.all_gather(buffer, counts)
+                    assert_same(buffer, whole)
+                    check()
+
+    def test_broadcast(self, transport: Transport) -> None:
+        for dtype in dtypes():
+            longest = 3 * transport.limit // dtype.itemsize + 5
+            for root in range(transport.size):
+                for size in (*sizes(transport.limit, dtype), longest):
+                    whole = values(dtype, size, (4, size, root))
+                    buffer, check = guarded(dtype, size)
+                    if transport.rank == root:
+                        buffer[:] = whole
+                    transport.broadcast(buffer, root)
+                    assert_same(buffer, whole)
+                    check()
+
+    def test_sends_may_be_the_outbox_or_not(self, transport: Transport) -> None:
+        dtype = np.dtype(np.float32)
+        for number in range(12):
+            prepared = (number + transport.rank) % 2 == 0
+            with Exchange(transport, dtype, 1 + 37 * number, seed=number, prepared=prepared) as exchange:
+                transport.allreduce(exchange.send, exchange.recv)
+                exchange.expect(exchange.sum)
+
+    def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:
+        transport.outbox(self.limit)[:] = 255
+        with Exchange(transport, np.dtype(np.int64), 33, seed=5, prepared=False) as exchange:
+            transport.outbox(self.limit)[:] = 255
+            transport.allreduce(exchange.send, exchange.recv)
+            exchange.expect(exchange.sum)
+
+    def test_many_exchanges_while_one_rank_is_slow(self, transport: Transport) -> None:
+        """Without barriers: memory that is used again too early is overwritten while a slow rank still reads it."""
+        random = np.random.default_rng(6)
+        dtype, size = np.dtype(np.int64), self.limit // 8
+        for number in range(120):
+            slow, verb = random.integers(transport.size), random.integers(4)
+            naps, root = random.random(2) * 2e-3, int(random.integers(transport.size))
+            counts = divisions(size, transport.size)[number % 3]
+            own = counts[transport.rank]
+            part = own if verb == 2 else size
+            with Exchange(transport, dtype, size, number, received=part, prepared=number % 2 == 0) as exchange:
+                if transport.rank == slow:
+                    time.sleep(naps[0])
+                if verb == 0:
+                    transport.reduce(exchange.send, exchange.recv, root)
+                    if transport.rank == root:
+                        exchange.expect(exchange.sum)
+                elif verb == 1:
+                    transport.allreduce(exchange.send, exchange.recv)
+                    exchange.expect(exchange.sum)
+                elif verb == 2:
+                    transport.reduce_scatter(exchange.send, exchange.recv, counts)
+                    low = sum(counts[: transport.rank])
+                    exchange.expect(exchange.sum[low : low + own])
+                else:
+                    exchange.recv[:] = values(dtype, size, (number, transport.rank))
+                    transport.broadcast(exchange.recv, root)
+                    exchange.expect(values(dtype, size, (number, root)))
+                if transport.rank == slow:
+                    time.sleep(naps[1])
+
+    def test_allocated_memory(self, transport: Transport) -> None:
+        blocks: list[Array] = []
+        for nbytes in (1, 63, 64, 65, 4096, 1 << 20):
+            memory = transport.allocate(nbytes)
+            assert memory.dtype == np.uint8
+            assert memory.shape == (nbytes,)
+            assert memory.__array_interface__["data"][0] % 64 == 0
+            assert not memory.any()
+            transport.fence()
+            if transport.rank == 0 or not transport.shared:
+                memory[:] = len(blocks) + 1
+            blocks.append(memory)
+        transport.fence()
+        for number, memory in enumerate(blocks):
+            assert (memory == number + 1).all(), "allocations overlap, or are not shared"
+        transport.fence()
+
+    def test_who_sees_what_is_written_to_allocated_memory(self, transport: Transport) -> None:
+        memory = transport.allocate(8 * transport.size).view(np.int64)
+        for turn in range(1, 50):
+            memory[transport.rank] = turn * 100 + transport.rank
+            transport.fence()
+            for rank in range(transport.size):
+                seen = transport.shared or rank == transport.rank
+                assert memory[rank] == (turn * 100 + rank if seen else 0)
+            transport.fence()
+
+    def test_agree(self, transport: Transport) -> None:
+        for token in (0, 1, 12345678901234567, LARGEST_TOKEN):
+            assert transport.agree(token) is True
+
+    def test_agree_finds_every_difference(self, transport: Transport) -> None:
+        for odd in range(transport.size):
+            for token, other in ((0, 1), (LARGEST_TOKEN, 0), (7, LARGEST_TOKEN), (1 << 53, (1 << 53) + 1)):
+                equal = transport.agree(other if transport.rank == odd else token)
+                assert equal is (transport.size == 1)
+                assert transport.agree(token) is True
+
+    def test_agree_is_a_fence(self, transport: Transport) -> None:
+        if not transport.shared:
+            pytest.skip("memory is not shared")
+        memory = transport.allocate(8 * transport.size).view(np.int64)
+        for turn in range(1, 50):
+            memory[transport.rank] = turn
+            assert transport.agree(turn)
+            assert (memory == turn).all()
+            assert transport.agree(turn)
+
+    def test_a_late_rank_is_noticed(self, comm: Any) -> None:
+        group = Group(comm)
+        transport = self.make(group, self.limit, 0.3)
+        late = transport.size - 1
+        assert transport.agree(1)
+        if transport.size > 1 and transport.rank != late:
+            started = time.monotonic()
+            with pytest.raises(Stalled) as caught:
+                transport.agree(2)
+            assert 0.25 < time.monotonic() - started < 5
+            assert isinstance(caught.value, TransportError)
+        group.gather("all ranks but the late one have given up")
+        transport.close()
+        group.close()
+
+    def test_close_is_idempotent(self, comm: Any) -> None:
+        group = Group(comm)
+        transport = self.make(group, self.limit, 20.0)
+        transport.allocate(100)
+        assert transport.agree(3)
+        for _ in range(3):
+            transport.close()
+        group.close()
+
+    def test_sums_allocate_nothing(self, comm: Any) -> None:
+        limit = 1 << 20
+        group = Group(comm)
+        transport = self.make(group, limit, 20.0)
+        for dtype in (np.dtype(np.float32), np.dtype(np.float16)):
+            send = np.ones(limit // dtype.itemsize, dtype)
+            recv = np.empty(send.size, accumulator(dtype))
+            counts = divisions(send.size, transport.size)[0]
+            tracemalloc.start()
+            try:
+                transport.allreduce(send, recv)
+                transport.reduce(send, recv, 0)
+                transport.reduce_scatter(send, recv[: counts[transport.rank]], counts)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+            assert peak < limit // 8, f"{peak} bytes were allocated for sums of {limit}"
+        transport.close()
+        group.close()
+
+
+class Exchange:
+    """One sum: what this rank sends and what all ranks' sends add up to. At the end, the send must be as before."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        dtype: np.dtype[Any],
+        size: int,
+        seed: int,
+        received: int | None = None,
+        prepared: bool | None = None,
+    ) -> None:
+        sends = [values(dtype, size, (seed, size, rank)) for rank in range(transport.size)]
+        self.sum = total(sends)
+        self._original = sends[transport.rank]
+        self.recv, self._check = guarded(accumulator(dtype), size if received is None else received)
+        if prepared or (prepared is None and seed % 2):
+            self.send = transport.outbox(size * dtype.itemsize).view(dtype)
+            self.send[:] = self._original
+            self._private = False
+        else:
+            self.send = self._original.copy()
+            self.send.flags.writeable = False
+            self._private = True
+
+    def expect(self, result: Array) -> None:
+        """Compare what was received."""
+        assert_same(self.recv, result)
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
+            self._check()
+            if self._private:
+                assert_same(self.send, self._original)
+
+
+def dtypes() -> list[np.dtype[Any]]:
+    """Return the dtypes that can be stored; bfloat16 comes from the package ml_dtypes, if it is there."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        return [np.dtype(name) for name in NAMES if name != "bfloat16"]
+    return [np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in NAMES]
+
+
+def sizes(limit: int, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """Return sizes in elements: one, odd, around a cache line, and the largest message."""
+    return (1, 3, 65, 127, limit // dtype.itemsize)
+
+
+def divisions(size: int, ranks: int) -> list[list[int]]:
+    """Return ways to divide elements among ranks: evenly, all to one rank, and unevenly with parts of nothing."""
+    even = [size * (rank + 1) // ranks - size * rank // ranks for rank in range(ranks)]
+    last = [0] * (ranks - 1) + [size]
+    uneven = [0] * ranks
+    uneven[0], uneven[ranks // 2] = size // 3, uneven[ranks // 2] + size - size // 3
+    uneven[0] += size - sum(uneven)
+    return [even, last, uneven]
+
+
+def values(dtype: np.dtype[Any], size: int, seed: Sequence[int]) -> Array:
+    """Return numbers whose sums are exact: any integers, since these wrap, and small multiples of 1/2."""
+    random = np.random.default_rng(seed)
+    if dtype.kind == "b":
+        return np.asarray(random.integers(0, 4, size) == 0)
+    if dtype.kind in "iu":
+        return np.frombuffer(random.bytes(size * dtype.itemsize), dtype)
+    halves = random.integers(-20, 20, (2, size)) / 2
+    return np.asarray(halves[0] + 1j * halves[1] if dtype.kind == "c" else halves[0]).astype(dtype)
+
+
+def total(sends: Sequence[Array]) -> Array:
+    """Return the sum of the arrays in the dtype in which a transport adds."""
+    result = sends[0].astype(accumulator(sends[0].dtype))
+    for send in sends[1:]:
+        result = result + send
+    return result
+
+
+def guarded(dtype: np.dtype[Any], size: int) -> tuple[Array, Any]:
+    """Return memory to write to, and a function that checks that nothing was written beside it."""
+    memory = np.ones(size + 2 * GUARD, dtype)
+
+    def check() -> None:
+        beside = np.concatenate([memory[:GUARD], memory[GUARD + size :]])
+        assert (beside == np.ones(1, dtype)).all(), "memory beside the array was written"
+
+    memory[GUARD : GUARD + size] = 0
+    return memory[GUARD : GUARD + size], check
+
+
+def assert_same(result: Array, expected: Array) -> None:
+    """Compare dtypes, shapes and elements."""
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    if result.tobytes() != expected.tobytes():
+        np.testing.assert_array_equal(result, expected)

@@ -1,0 +1,71 @@
+"""Transports around a transport, by which a test sees what goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..typing import Array, Transport
+
+__all__ = ["Recording"]
+
+
+class Recording:
+    """Passes everything on and writes down which collectives moved data.
+
+    Example:
+        >>> import numpy as np
+        >>> from mpikv.transports.local import LocalTransport
+        >>> transport = Recording(LocalTransport(4096))
+        >>> transport.allreduce(np.ones(2), np.zeros(2))
+        >>> transport.take()
+        ['allreduce']
+        >>> transport.take()
+        []
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.name, self.rank, self.size = transport.name, transport.rank, transport.size
+        self.shared, self.limit = transport.shared, transport.limit
+        self.calls: list[str] = []
+        """The names of the collectives that moved data, in order."""
+
+    def take(self) -> list[str]:
+        """Return the calls since the last time."""
+        taken, self.calls = self.calls, []
+        return taken
+
+    def allocate(self, nbytes: int) -> Array:
+        return self._transport.allocate(nbytes)
+
+    def outbox(self, nbytes: int) -> Array:
+        return self._transport.outbox(nbytes)
+
+    def reduce(self, send: Array, recv: Array, root: int) -> None:
+        self.calls.append("reduce")
+        self._transport.reduce(send, recv, root)
+
+    def allreduce(self, send: Array, recv: Array) -> None:
+        self.calls.append("allreduce")
+        self._transport.allreduce(send, recv)
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        self.calls.append("reduce_scatter")
+        self._transport.reduce_scatter(send, recv, counts)
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        self.calls.append("all_gather")
+        self._transport.all_gather(buffer, counts)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        self.calls.append("broadcast")
+        self._transport.broadcast(buffer, root)
+
+    def fence(self) -> None:
+        self._transport.fence()
+
+    def agree(self, token: int) -> bool:
+        return self._transport.agree(token)
+
+    def close(self) -> None:
+        self._transport.close()

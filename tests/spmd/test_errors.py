@@ -1,0 +1,614 @@
+"""Whatever one rank does wrong, every rank raises, says what to do, changes nothing, and goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import (
+    Closed,
+    ConfigError,
+    KeyAlreadyInitialized,
+    KeyNotInitialized,
+    PeerFailed,
+    RankMismatch,
+    Stalled,
+    TransportError,
+    TransportUnavailable,
+    Unsupported,
+    ValueMismatch,
+    optimizers,
+)
+from mpikv.cli.launchers import clean
+
+ALL = pytest.mark.ranks(1, 2, 4)
+SEVERAL = pytest.mark.ranks(2, 4)
+
+
+class Watched:
+    """A store, and what it held before an error, which it must still hold afterwards."""
+
+    def __init__(self, kv, updates):
+        self.kv, self.size, self.rank = kv, kv.size, kv.rank
+        self.last = kv.size - 1
+        self.odd = kv.rank == self.last
+        self.updates = updates
+        kv.init(["weight", "bias"], [np.arange(6.0).reshape(2, 3), np.ones(3, np.float32)])
+        if updates:
+            kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+        kv.push("weight", np.ones((2, 3)))
+        self.keys, self.before, self.inside = kv.keys(), kv.pull(["weight", "bias"]), self.internals()
+
+    def internals(self):
+        """Versions, counts and this rank's optimizer state, which pulls do not show."""
+        table = self.kv._exchange.table
+        return [
+            [entry.key, table.versions[entry.index], table.counts[entry.index]]
+            + [(name, array.tobytes()) for name, array in entry.state.items()]
+            for entry in table.entries()
+        ]
+
+    def fails(self, kind, pattern, call, *, odd=None):
+        """Check that the call raises on this rank; ``odd`` is what the last rank does instead, and raises."""
+        if self.odd and odd is not None:
+            kind, pattern, call = odd
+        with pytest.raises(kind) as caught:
+            call()
+        assert type(caught.value) is kind
+        text = str(caught.value)
+        assert re.search(pattern, text), text
+        assert not text.startswith(("'", '"')), "KeyError quotes its message"
+        if self.size > 1:
+            assert text.count(f"[rank {self.rank}/{self.size}]") == 1
+        self.check_unchanged()
+        return caught.value
+
+    def check_unchanged(self):
+        assert self.kv.keys() == self.keys
+        assert self.internals() == self.inside
+        for value, before in zip(self.kv.pull(["weight", "bias"]), self.before, strict=True):
+            np.testing.assert_array_equal(value, before)
+
+    def check_working(self):
+        """Push once more. Without an updater the sum is stored; the velocity remembers the push at the beginning."""
+        self.kv.push("weight", np.full((2, 3), 2.0))
+        velocity = 0.5 * -0.5 * self.size - 0.5 * 2 * self.size
+        expected = self.before[0] + velocity if self.updates else np.full((2, 3), 2.0 * self.size)
+        np.testing.assert_array_equal(self.kv.pull("weight"), expected)
+
+
+@pytest.fixture(params=["shm", "mpi"])
+def transport(request, ranks):
+    if ranks == 1 and request.param == "mpi":
+        pytest.skip("one rank has one transport")
+    return request.param
+
+
+@pytest.fixture(params=["assign", "sgd"])
+def watched(request, transport):
+    with mpikv.create(transport=transport, timeout=10) as kv:
+        watched = Watched(kv, request.param == "sgd")
+        yield watched
+        watched.check_working()
+
+
+# --- The same mistake on every rank
+
+
+@ALL
+def test_unknown_keys(watched):
+    kv = watched.kv
+    text = r"key 'weigth' was never initialized \(nearest known keys: 'weight'.*init\('weigth', value\) on every rank"
+    watched.fails(KeyNotInitialized, f"^push: {text}", lambda: kv.push("weigth", np.ones((2, 3))))
+    watched.fails(KeyNotInitialized, f"^pull: {text}", lambda: kv.pull("weigth"))
+    watched.fails(KeyNotInitialized, f"^pushpull: {text}", lambda: kv.pushpull("weigth", np.ones((2, 3))))
+    watched.fails(KeyNotInitialized, f"^set: {text}", lambda: kv.set("weigth", np.ones((2, 3))))
+    watched.fails(KeyNotInitialized, f"^delete: {text}", lambda: kv.delete(["bias", "weigth"]))
+
+
+@ALL
+def test_known_keys(watched):
+    kv = watched.kv
+    text = r"^init: key 'bias' was initialized before, with shape \(3,\); use set\(\).*overwrite=True"
+    watched.fails(KeyAlreadyInitialized, text, lambda: kv.init("bias", np.ones(3)))
+    watched.fails(KeyAlreadyInitialized, text, lambda: kv.init(["new", "bias"], [np.ones(3), np.ones(3)]))
+
+
+@ALL
+def test_shapes(watched):
+    kv, wrong = watched.kv, np.ones((3, 2))
+    text = r"key 'weight' has shape \(3, 2\) and the stored value \(2, 3\)"
+    watched.fails(ValueMismatch, f"^push: value of {text}", lambda: kv.push("weight", wrong))
+    watched.fails(ValueMismatch, f"^set: value of {text}", lambda: kv.set("weight", wrong))
+    watched.fails(ValueMismatch, f"^pull: out of {text}", lambda: kv.pull("weight", wrong))
+    watched.fails(ValueMismatch, f"^pushpull: out of {text}", lambda: kv.pushpull("weight", np.ones((2, 3)), wrong))
+    watched.fails(ValueMismatch, f"^broadcast: value of {text}", lambda: kv.broadcast("weight", wrong))
+
+
+@ALL
+def test_dtypes(watched):
+    kv = watched.kv
+    text = "has dtype int64 and the stored value float32; only one kind is cast, use astype"
+    watched.fails(ValueMismatch, f"^push: value of key 'bias' {text}", lambda: kv.push("bias", np.arange(3)))
+    watched.fails(ValueMismatch, f"^pull: out of key 'bias' {text}", lambda: kv.pull("bias", np.arange(3)))
+    text = "^init: dtype object cannot be stored .*float32"
+    watched.fails(ValueMismatch, text, lambda: kv.init("new", np.array([None])))
+    watched.fails(ValueMismatch, "cannot be stored", lambda: kv.broadcast("new", np.array(["text"])))
+
+
+@ALL
+def test_numbers_of_arrays(watched):
+    kv, value = watched.kv, np.ones((2, 3))
+    text = "2 keys and 1 values; give one value, or one list of them, per key"
+    watched.fails(ValueMismatch, f"^push: {text}", lambda: kv.push(["weight", "bias"], [value]))
+    watched.fails(ValueMismatch, "2 keys need a list of as many values", lambda: kv.push(["weight", "bias"], value))
+    watched.fails(ValueMismatch, "2 keys and 3 outs", lambda: kv.pull(["weight", "bias"], [value] * 3))
+    watched.fails(ValueMismatch, "empty list of values for key 'weight'", lambda: kv.push("weight", []))
+    watched.fails(ValueMismatch, "no value for key 'weight'", lambda: kv.push("weight"))
+    watched.fails(ValueMismatch, "2 values for key 'new'", lambda: kv.init("new", [value, value]))
+    watched.fails(ValueMismatch, "priority is an int", lambda: kv.push("weight", value, priority=[1, 2]))
+
+
+@ALL
+def test_types(watched):
+    kv, value = watched.kv, np.ones((2, 3))
+    watched.fails(TypeError, "a key is an int or a str, not a float: 1.5", lambda: kv.pull(1.5))
+    watched.fails(TypeError, "not a bool: True", lambda: kv.push(True, value))
+    watched.fails(TypeError, "not a bytes", lambda: kv.init(b"weight", value))
+    watched.fails(TypeError, "key 3 is of type int; the store's keys are all str", lambda: kv.init(3, value))
+    watched.fails(TypeError, "key 3 is of type int; the store's keys are all str", lambda: kv.push(3, value))
+    watched.fails(TypeError, "key 3 is of type int; the store's keys are all str", lambda: kv.pull(["weight", 3]))
+    watched.fails(TypeError, r"is a float, not an array; numpy.asarray", lambda: kv.push("bias", [1.0, 1.0, 1.0]))
+    watched.fails(TypeError, r"is a list, not an array", lambda: kv.push("bias", [[1.0, 1.0, 1.0]]))
+    watched.fails(TypeError, r"is a str, not an array", lambda: kv.push("bias", "text"))
+    masked = np.ma.masked_array(np.ones(3), [0, 1, 0])
+    watched.fails(TypeError, r"masked array .*filled", lambda: kv.push("bias", masked))
+    constant = np.ones((2, 3))
+    constant.flags.writeable = False
+    watched.fails(TypeError, r"^pull: out is a read-only .*out=None", lambda: kv.pull("weight", constant))
+    watched.fails(TypeError, r"^pushpull: out is a read-only", lambda: kv.pushpull("weight", constant))
+    watched.fails(TypeError, "float64, not an array that can be filled", lambda: kv.pull("weight", np.float64(1)))
+    watched.fails(TypeError, r"f\(key, input, stored\), not a int", lambda: kv.set_updater(3))
+    watched.fails(TypeError, "expected an optimizer or its name", lambda: kv.set_optimizer(print))
+
+
+@ALL
+def test_names_and_options(watched):
+    kv = watched.kv
+    text = "unknown optimizer 'addam' .*did you mean 'adam'"
+    watched.fails(ConfigError, f"^set_optimizer: {text}", lambda: kv.set_optimizer("addam"))
+    text = "unknown option of SGD 'momentun' .*did you mean 'momentum'"
+    watched.fails(ConfigError, text, lambda: kv.set_optimizer("sgd", momentun=0.9))
+    text = r"SGD: momentum=1.5 is not a number in \[0, 1\)"
+    watched.fails(ConfigError, text, lambda: kv.set_optimizer("sgd", momentum=1.5))
+    watched.fails(ConfigError, "go with an optimizer's name", lambda: kv.set_optimizer(optimizers.SGD(), wd=1.0))
+
+
+@ALL
+@pytest.mark.parametrize("placement", ["sharded", "replicated"])
+def test_updaters_that_need_whole_values(placement, transport):
+    with mpikv.create(placement=placement, transport=transport) as kv:
+        watched = Watched(kv, False)
+        text = f"^set_updater: placement '{placement}' cannot run a Python updater.*placement='root'"
+        watched.fails(Unsupported, text, lambda: kv.set_updater(lambda key, given, stored: None))
+        watched.check_working()
+
+
+@ALL
+def test_optimizers_of_integers(watched):
+    kv = watched.kv
+    if watched.updates:
+        watched.fails(Unsupported, "^init: SGD cannot update values of int32", lambda: kv.init("i", np.int32([1])))
+        text = "^broadcast: SGD cannot update values of bool"
+        watched.fails(Unsupported, text, lambda: kv.broadcast("i", np.array([True])))
+    else:
+        kv.init("i", np.ones(3, np.int32))
+        watched.keys, watched.inside = kv.keys(), watched.internals()
+        watched.fails(Unsupported, "^set_optimizer: Adam cannot update .*int32", lambda: kv.set_optimizer("adam"))
+
+
+# --- A mistake of one rank
+
+
+@SEVERAL
+@pytest.mark.parametrize("bad", ["key", "shape", "array", "form"])
+def test_a_bad_argument_on_one_rank(watched, bad):
+    kv, last, good = watched.kv, watched.last, np.ones((2, 3))
+    kind, pattern, call = {
+        "key": (KeyNotInitialized, "key 'other'", lambda: kv.push("other", good)),
+        "shape": (ValueMismatch, r"shape \(9,\)", lambda: kv.push("weight", np.ones(9))),
+        "array": (TypeError, "is a str", lambda: kv.push("weight", "text")),
+        "form": (ValueMismatch, "1 keys and 2 values", lambda: kv.push(["weight"], [good, good])),
+    }[bad]
+    text = rf"^push\('weight'\): rank {last} raised {kind.__name__}: .*nothing was changed"
+    error = watched.fails(PeerFailed, text, lambda: kv.push("weight", good), odd=(kind, pattern, call))
+    if not watched.odd:
+        assert error.rank == last
+        assert re.search(pattern, str(error))
+
+
+@SEVERAL
+def test_an_out_of_one_rank(watched):
+    kv, last = watched.kv, watched.last
+    odd = (ValueMismatch, "out of key 'weight'", lambda: kv.pushpull("weight", np.ones((2, 3)), np.ones(6)))
+    text = f"rank {last} raised ValueMismatch: out of key 'weight'"
+    watched.fails(PeerFailed, text, lambda: kv.pushpull("weight", np.ones((2, 3))), odd=odd)
+    odd = (KeyAlreadyInitialized, "'bias'", lambda: kv.init("bias", np.ones(3)))
+    watched.fails(PeerFailed, "KeyAlreadyInitialized", lambda: kv.init("new", np.ones(3)), odd=odd)
+    odd = (ConfigError, "'addam'", lambda: kv.set_optimizer("addam"))
+    watched.fails(PeerFailed, "ConfigError.*'addam'", lambda: kv.set_optimizer("adam"), odd=odd)
+
+
+@SEVERAL
+def test_other_calls(watched):
+    kv, good, last = watched.kv, np.ones((2, 3)), watched.last
+    ranks = f"rank {last} calls"
+
+    def differ(pattern, call, other):
+        pattern = f"ranks disagree at call #\\d+: rank 0 calls {pattern}.*; nothing was changed"
+        watched.fails(RankMismatch, pattern, call, odd=(RankMismatch, pattern, other))
+
+    differ(rf"push\('weight'\); {ranks} pull\('weight'\)", lambda: kv.push("weight", good), lambda: kv.pull("weight"))
+    differ(rf"barrier\(\); {ranks} delete\('bias'\)", kv.barrier, lambda: kv.delete("bias"))
+    differ(rf"pull\('weight'\); {ranks} pull\('bias'\)", lambda: kv.pull("weight"), lambda: kv.pull("bias"))
+    both = lambda first, second: lambda: kv.pull([first, second])  # noqa: E731
+    pattern = rf"pull\(\['weight', 'bias'\]\); {ranks} pull\(\['bias', 'weight'\]\)"
+    differ(pattern, both("weight", "bias"), both("bias", "weight"))
+    pattern = r".*item 0: 'new' float64\[3\], 'new' float64\[4\]"
+    differ(pattern, lambda: kv.init("new", np.ones(3)), lambda: kv.init("new", np.ones(4)))
+    pattern = r".*item 0: 'new' float64\[3\], 'new' float32\[3\]"
+    differ(pattern, lambda: kv.init("new", np.ones(3)), lambda: kv.init("new", np.ones(3, np.float32)))
+    differ(r"init.*'new'.*'other'", lambda: kv.init("new", np.ones(3)), lambda: kv.init("other", np.ones(3)))
+    pattern = r".*priority \[0\].*priority \[1\]|.*nothing, priority \[1\]"
+    differ(pattern, lambda: kv.push("weight", good), lambda: kv.push("weight", good, priority=1))
+    sgd, adam = (lambda: kv.set_optimizer("sgd")), (lambda: kv.set_optimizer("adam"))
+    differ(r"set_optimizer\(SGD\(.*set_optimizer\(Adam\(", sgd, adam)
+    differ(r".*wd=0.0.*wd=0.5", sgd, lambda: kv.set_optimizer("sgd", wd=0.5))
+    none = lambda: kv.set_updater(None)  # noqa: E731
+    differ(r"set_updater\(assign\).*set_updater\(callable .*\)", none, lambda: kv.set_updater(lambda k, i, s: None))
+
+
+@SEVERAL
+def test_long_lists_in_another_order(watched):
+    kv = watched.kv
+    keys = [f"k{number}" for number in range(8)]
+    kv.init(keys, [np.zeros(2)] * 8)
+    watched.keys, watched.inside = kv.keys(), watched.internals()
+    swapped = [*keys[:3], keys[4], keys[3], *keys[5:]]
+    pattern = r"item \d: 'k3' float64\[2\], 'k4' float64\[2\]"
+    watched.fails(RankMismatch, pattern, lambda: kv.pull(swapped if watched.odd else keys))
+
+
+@SEVERAL
+def test_a_learning_rate_of_one_rank(watched):
+    kv = watched.kv
+    if not watched.updates:
+        pytest.skip("needs an optimizer")
+    kv.set_learning_rate(0.25 if watched.odd else 0.5)
+    for call in (lambda: kv.push("weight", np.ones((2, 3))), lambda: kv.pushpull("weight", np.ones((2, 3)))):
+        watched.fails(RankMismatch, r"learning_rate=0.5.*learning_rate=0.25", call)
+    kv.set_learning_rate(0.5)
+
+
+@SEVERAL
+def test_keys_of_other_types_on_an_empty_store(transport):
+    """A call that failed must not leave the ranks with different ideas of the keys' type."""
+    with mpikv.create(transport=transport, timeout=10) as kv:
+        with pytest.raises(RankMismatch):
+            kv.init("a" if kv.rank else 5, np.ones(2))
+        kv.init("a", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("a"), np.ones(2))
+
+
+@ALL
+def test_a_failed_call_does_not_decide_the_type_of_keys(transport):
+    with mpikv.create(transport=transport, timeout=10) as kv:
+        with pytest.raises(KeyNotInitialized):
+            kv.pull(3)
+        with pytest.raises(TypeError):
+            kv.init(3, "text")
+        kv.init("a", np.ones(2))
+
+
+# --- Updaters that raise
+
+
+def raising(condition):
+    def update(key, given, stored):
+        stored += given
+        if condition(key):
+            raise ZeroDivisionError("a mistake in the updater")
+        return stored
+
+    return update
+
+
+@ALL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+@pytest.mark.parametrize("root", ["first", "last"])
+def test_an_updater_raises(transport, verb, root, ranks):
+    with mpikv.create(transport=transport, timeout=10, root=0 if root == "first" else ranks - 1) as kv:
+        watched = Watched(kv, False)
+        bad = ["bias"]
+        kv.set_updater(raising(lambda key: key in bad))
+        watched.inside = watched.internals()
+        values = [np.ones((2, 3)), np.ones(3, np.float32)]
+        with pytest.raises(ZeroDivisionError if kv.is_root else PeerFailed, match="a mistake in the updater") as caught:
+            getattr(kv, verb)(["weight", "bias"], values)
+        if not kv.is_root:
+            assert f"rank {kv.root} raised ZeroDivisionError" in str(caught.value)
+            assert caught.value.rank == kv.root
+            assert "test_errors.py" in str(caught.value), "the place in the updater is not named"
+        watched.check_unchanged()
+        np.testing.assert_array_equal(values[0], np.ones((2, 3)))
+        bad.clear()
+        kv.push("weight", np.full((2, 3), 2.0))
+        np.testing.assert_array_equal(kv.pull("weight"), watched.before[0] + 2 * kv.size)
+
+
+@ALL
+def test_an_updater_returns_another_shape(transport):
+    with mpikv.create(transport=transport, timeout=10) as kv:
+        watched = Watched(kv, False)
+        kv.set_updater(lambda key, given, stored: given[:1])
+        watched.inside = watched.internals()
+        kind = ValueMismatch if kv.is_root else PeerFailed
+        pattern = r"the updater returned shape \(1, 3\) for key 'weight' of shape \(2, 3\)"
+        watched.fails(kind, pattern, lambda: kv.push("weight", np.ones((2, 3))))
+        kv.set_updater(None)
+        watched.check_working()
+
+
+@ALL
+def test_a_schedule_raises_on_one_rank(transport):
+    with mpikv.create(transport=transport, timeout=10) as kv:
+        last = kv.size - 1
+
+        def schedule(count):
+            if count == 2 and kv.rank == last and broken:
+                raise LookupError("no rate for 2")
+            return 0.5
+
+        broken = [True]
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer("sgd", lr_scheduler=schedule)
+        kv.push("w", np.ones(2))
+        for verb in (kv.push, kv.pushpull):
+            with pytest.raises(LookupError if kv.rank == last else PeerFailed, match="no rate for 2"):
+                verb("w", np.ones(2))
+        broken.clear()
+        kv.push("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, -1.0 * kv.size))
+
+
+# --- A rank that does not come
+
+
+@SEVERAL
+@pytest.mark.parametrize("verb", ["push", "barrier"])
+def test_a_late_rank(transport, comm, verb):
+    kv = mpikv.create(transport=transport, timeout=0.4, warn_after=100)
+    last = kv.size - 1
+    kv.init("weight", np.zeros(2))
+    calls = {"push": lambda: kv.push("weight", np.ones(2)), "barrier": kv.barrier}
+    if kv.rank == last:
+        comm.Barrier()
+        with pytest.raises(Stalled, match="given up"):
+            calls[verb]()
+    else:
+        started = time.monotonic()
+        with pytest.raises(Stalled, match=rf"^{verb}.*rank {last} began call #1 init\('weight'\) last") as caught:
+            calls[verb]()
+        assert 0.3 < time.monotonic() - started < 5
+        assert caught.value.missing == (last,)
+        assert f"[rank {kv.rank}/{kv.size}]" in str(caught.value)
+        assert isinstance(caught.value, TransportError)
+        assert isinstance(caught.value, TimeoutError)
+        comm.Barrier()
+    with pytest.raises(Closed, match="the store ended in an earlier call"):
+        kv.pull("weight")
+    kv.close()
+    with mpikv.create(transport=transport) as again:
+        again.init("weight", np.ones(2))
+        np.testing.assert_array_equal(again.pull("weight"), np.ones(2))
+
+
+@SEVERAL
+def test_a_rank_that_is_slow_in_its_updater(transport, comm):
+    kv = mpikv.create(transport=transport, timeout=0.4, warn_after=100)
+    kv.init("weight", np.zeros(2))
+    kv.set_updater(lambda key, given, stored: time.sleep(1.5))
+    with pytest.raises(Stalled) as caught:
+        kv.push("weight", np.ones(2))
+    if kv.rank:
+        assert "push('weight')" in str(caught.value)
+        assert caught.value.missing in ((0,), ()) if transport == "mpi" else caught.value.missing == (0,)
+    comm.Barrier()
+
+
+# --- create
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("arguments", "kind", "pattern"),
+    [
+        ({"name": "locla"}, ConfigError, "unknown store 'locla' .*did you mean 'local'"),
+        ({"name": 3}, TypeError, "name must be a string"),
+        ({"placement": "shard"}, ConfigError, "unknown placement 'shard' .*did you mean 'sharded'"),
+        ({"transport": "smh"}, ConfigError, "unknown transport 'smh' .*did you mean 'shm'"),
+        ({"bucket_bytes": 100}, ConfigError, "bucket_bytes=100 is not an integer from 4096"),
+        ({"bucket_bytes": 4100}, ConfigError, "bucket_bytes=4100 is not a.* multiple of 64"),
+        ({"bucket_bytes": 8192.0}, ConfigError, "bucket_bytes=8192.0"),
+        ({"timeout": 0}, ConfigError, "timeout=0 is not a number"),
+        ({"timeout": "5"}, ConfigError, "timeout='5' is not a number"),
+        ({"check": "no"}, ConfigError, "unknown check 'no'"),
+        ({"root": 99}, ConfigError, "root=99 is not a rank"),
+        ({"root": -1}, ConfigError, "root=-1 is not a rank"),
+        ({"name": "dist_async"}, Unsupported, "'dist_async' is not in this version .*'dist_sync'"),
+        ({"name": "P3"}, Unsupported, "'P3' is not in this version"),
+        ({"name": "horovod"}, Unsupported, "'horovod' is not in this version .*pushpull"),
+        ({"name": "nccl"}, TransportUnavailable, "'nccl' sums on GPUs.*use 'dist_sync'"),
+    ],
+)
+def test_stores_that_cannot_be_made(arguments, kind, pattern, ranks):
+    with pytest.raises(kind, match=f"^create: .*{pattern}") as caught:
+        mpikv.create(**arguments)
+    assert type(caught.value) is kind
+    if ranks > 1:
+        assert str(caught.value).count(f"/{ranks}]") == 1
+    mpikv.create().close()
+
+
+@SEVERAL
+def test_the_transport_of_one_rank(ranks):
+    with pytest.raises(Unsupported, match=f"transport 'local' is for one rank and there are {ranks}"):
+        mpikv.create(transport="local")
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"root": 0}, {"root": 1}),
+        ({"placement": "root"}, {"placement": "sharded"}),
+        ({"name": "local"}, {"name": "dist"}),
+        ({"timeout": 5.0}, {"timeout": 6.0}),
+        ({"bucket_bytes": 4096}, {"bucket_bytes": 8192}),
+        ({"transport": "shm"}, {"transport": "mpi"}),
+    ],
+)
+def test_ranks_that_want_different_stores(comm, first, other):
+    last = comm.size - 1
+    with pytest.raises(RankMismatch, match=rf"^create: rank 0 asks for .*; rank {last} for ") as caught:
+        mpikv.create(**(other if comm.rank == last else first))
+    for value in (*first.values(), *other.values()):
+        assert str(value) in str(caught.value)
+    mpikv.create().close()
+
+
+@SEVERAL
+def test_one_rank_cannot_make_its_store(comm):
+    last = comm.size - 1
+    if comm.rank == last:
+        with pytest.raises(ConfigError, match="unknown store 'locla'"):
+            mpikv.create("locla")
+    else:
+        with pytest.raises(PeerFailed, match=f"^create: rank {last} raised ConfigError: .*'locla'") as caught:
+            mpikv.create()
+        assert caught.value.rank == last
+    mpikv.create().close()
+
+
+@SEVERAL
+def test_abort_may_differ_per_rank(comm, monkeypatch):
+    monkeypatch.setenv("MPIKV_ABORT", "0" if comm.rank == 0 else "1")
+    mpikv.create().close()
+
+
+# --- The end
+
+
+@ALL
+def test_closed(transport):
+    kv = mpikv.create(transport=transport)
+    kv.init("w", np.ones(2))
+    kv.close()
+    value = np.ones(2)
+    calls = {
+        "init": lambda: kv.init("v", value),
+        "push": lambda: kv.push("w", value),
+        "pull": lambda: kv.pull("w"),
+        "pushpull": lambda: kv.pushpull("w", value),
+        "broadcast": lambda: kv.broadcast("w", value),
+        "set": lambda: kv.set("w", value),
+        "delete": lambda: kv.delete("w"),
+        "barrier": kv.barrier,
+        "set_updater": lambda: kv.set_updater(None),
+        "set_optimizer": lambda: kv.set_optimizer("sgd"),
+    }
+    for verb, call in calls.items():
+        with pytest.raises(Closed, match=f"^{verb}: the store was closed; create a new store"):
+            call()
+    assert "closed" in repr(kv)
+
+
+@ALL
+def test_an_error_inside_with_ends_the_store_without_waiting(transport):
+    kv = mpikv.create(transport=transport)
+    with pytest.raises(RuntimeError, match="a mistake in the script"), kv:
+        raise RuntimeError("a mistake in the script")
+    with pytest.raises(Closed, match="a mistake in the script"):
+        kv.barrier()
+
+
+@SEVERAL
+def test_closing_while_others_push(transport, comm):
+    kv = mpikv.create(transport=transport, timeout=0.5, warn_after=100)
+    kv.init("w", np.ones(2))
+    last = kv.size - 1
+    with pytest.raises(RankMismatch, match=rf"push\('w'\).*rank {last} calls close"):
+        kv.close() if kv.rank == last else kv.push("w", np.ones(2))
+    comm.Barrier()
+
+
+@pytest.mark.ranks(1)
+def test_a_forked_child():
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(2))
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            text = "nothing was raised"
+            try:
+                kv.push("w", np.ones(2))
+            except Closed as error:
+                text = str(error)
+            finally:
+                os.write(writer, text.encode())
+                os._exit(0)
+        os.waitpid(child, 0)
+        text = os.read(reader, 1000).decode()
+        assert re.match(r"push: .*fork.*create a new store", text), text
+        kv.push("w", np.ones(2))
+
+
+def alone(code, **environment):
+    """Run Python code in a process with these variables and no launcher's."""
+    environ = {**clean(os.environ), **environment}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_a_launched_process_without_an_mpi_library():
+    code = "import mpikv\ntry: mpikv.create()\nexcept mpikv.TransportUnavailable as error: print(error)"
+    result = alone(code, MPI4PY_LIBMPI="/nonexistent", PMI_SIZE="2", PMI_RANK="0")
+    assert result.returncode == 0, result.stderr
+    assert "pip install mpich" in result.stdout
+    assert "apt install openmpi-bin" in result.stdout
+    assert "dlopen" not in result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_one_rank_needs_no_mpi_library():
+    code = "import mpikv, sys\nmpikv.create().close()\nassert 'mpi4py.MPI' not in sys.modules"
+    result = alone(code, MPI4PY_LIBMPI="/nonexistent")
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_launcher_of_another_library():
+    """Each process believes it is alone, and would train alone."""
+    code = "import mpikv\ntry: mpikv.create()\nexcept mpikv.ConfigError as error: print(error)"
+    foreign = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    if "Open MPI" in alone("from mpi4py import MPI; print(MPI.Get_library_version())").stdout:
+        foreign = {"PMI_SIZE": "2", "PMI_RANK": "0"}
+    result = alone(code, **foreign)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"says 2 ranks but MPI \(.*\) sees only this process.*mpikv run -n 2", result.stdout)

@@ -1,0 +1,161 @@
+"""Every placement keeps the promises of the seam, alone and under a store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv import KVStore, Unsupported, optimizers
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.errors import ConfigError
+from mpikv.placement import Owners, Replicated, Root, Sharded, place
+from mpikv.testing import PlacementContract, Recording
+from mpikv.transports import open_transport
+from mpikv.transports.local import LocalTransport
+from mpikv.typing import Placement, Transport
+from mpikv.updaters import Assign, CallableUpdater
+from mpikv.world import Group
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+class TestRoot(PlacementContract):
+    collectives = ("reduce", "broadcast")
+
+    def make(self, transport: Transport) -> Placement:
+        return Root(transport, 0)
+
+
+class TestRootOverMpi(TestRoot):
+    transport = "mpi"
+
+    def make(self, transport: Transport) -> Placement:
+        return Root(transport, transport.size - 1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+class TestOwners(PlacementContract):
+    collectives = ("reduce", "broadcast")
+
+    def make(self, transport: Transport) -> Placement:
+        return Owners(transport)
+
+
+class TestOwnersOverMpi(TestOwners):
+    transport = "mpi"
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+class TestSharded(PlacementContract):
+    collectives = ("reduce_scatter", "all_gather")
+
+    def make(self, transport: Transport) -> Placement:
+        return Sharded(transport)
+
+
+class TestShardedOverMpi(TestSharded):
+    transport = "mpi"
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+class TestReplicated(PlacementContract):
+    collectives = ("allreduce",)
+    replicated = True
+
+    def make(self, transport: Transport) -> Placement:
+        return Replicated(transport)
+
+
+class TestReplicatedOverMpi(TestReplicated):
+    transport = "mpi"
+
+
+class Shared(LocalTransport):
+    shared = True
+
+
+CALLABLE = CallableUpdater(lambda key, total, stored: None)
+
+
+@pytest.mark.parametrize(
+    ("name", "updater", "transport", "kind"),
+    [
+        ("auto", Assign(), LocalTransport, Replicated),
+        ("auto", CALLABLE, LocalTransport, Root),
+        ("auto", optimizers.SGD(), LocalTransport, Sharded),
+        ("auto", optimizers.LAMB(), LocalTransport, Owners),
+        ("root", Assign(), LocalTransport, Root),
+        ("root", CALLABLE, LocalTransport, Root),
+        ("root", optimizers.LAMB(), LocalTransport, Root),
+        ("sharded", Assign(), LocalTransport, Sharded),
+        ("sharded", optimizers.LAMB(), LocalTransport, Owners),
+        ("replicated", optimizers.Adam(), LocalTransport, Replicated),
+        ("replicated", optimizers.LAMB(), LocalTransport, Replicated),
+        ("replicated", optimizers.Adam(), Shared, Sharded),
+        ("replicated", optimizers.LAMB(), Shared, Owners),
+        ("auto", Assign(), Shared, Sharded),
+    ],
+)
+def test_the_placement_is_chosen_by_the_updater(name, updater, transport, kind):
+    assert type(place(name, transport(4096), updater, 0)) is kind
+
+
+@pytest.mark.parametrize("name", ["sharded", "replicated"])
+def test_a_callable_needs_whole_values_at_one_place(name):
+    with pytest.raises(Unsupported, match=f"placement '{name}' cannot run a Python updater"):
+        place(name, LocalTransport(4096), CALLABLE, 0)
+
+
+def test_an_unknown_placement():
+    with pytest.raises(ConfigError, match=r"unknown placement 'shard' .*did you mean 'sharded'"):
+        place("shard", LocalTransport(4096), Assign(), 0)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("placement", "updater", "push", "pull"),
+    [
+        ("root", None, "reduce", "broadcast"),
+        ("root", optimizers.SGD(), "reduce", "broadcast"),
+        ("auto", print, "reduce", "broadcast"),
+        ("sharded", None, "reduce_scatter", "all_gather"),
+        ("auto", optimizers.SGD(), "reduce_scatter", "all_gather"),
+        ("sharded", optimizers.LAMB(), "reduce", "broadcast"),
+        ("replicated", optimizers.SGD(), "allreduce", None),
+        ("replicated", optimizers.LAMB(), "allreduce", None),
+        ("auto", None, "allreduce", None),
+    ],
+)
+def test_collectives_of_a_store(comm, placement, updater, push, pull):
+    group, config = Group(comm), Config(transport="mpi", placement=placement, bucket_bytes=4096)
+    recording = Recording(open_transport(group, config))
+    store = KVStore(group, Board(group), recording, config)
+    if updater is print:
+        store.set_updater(lambda key, total, stored: None)
+    elif updater:
+        store.set_optimizer(updater)
+    store.init("w", np.zeros(1000))  # two buckets of 4096 bytes
+    recording.take()
+    store.push("w", np.ones(1000))
+    assert recording.take() == [push] * 2
+    store.pull("w")
+    assert recording.take() == [pull] * 2 * bool(pull)
+    store.pull("w")
+    assert recording.take() == [], "every rank has this version"
+    store.pushpull("w", np.ones(1000))
+    assert sorted(recording.take()) == sorted([push, pull] * 2 if pull else [push] * 2)
+    store.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_pull_moves_nothing_in_shared_memory(comm):
+    group, config = Group(comm), Config(transport="shm")
+    recording = Recording(open_transport(group, config))
+    store = KVStore(group, Board(group), recording, config)
+    store.init(["a", "b"], [np.zeros(10), np.zeros((2, 2))])
+    assert recording.take() == []
+    store.push(["a", "b"], [np.ones(10), np.ones((2, 2))])
+    assert recording.take() == ["reduce_scatter"], "small neighbours are one message"
+    store.pull(["a", "b"])
+    assert recording.take() == []
+    store.close()

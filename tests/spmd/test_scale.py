@@ -1,0 +1,220 @@
+"""Many keys, large values, many stores, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpikv
+
+ALL = pytest.mark.ranks(1, 2, 4)
+
+
+def memory_in_use():
+    """Return this process's resident memory in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_available():
+    text = Path("/proc/meminfo").read_text()
+    return int(text.partition("MemAvailable:")[2].split()[0]) * 1024
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(params=["shm", "mpi"])
+def transport(request, ranks):
+    if ranks == 1 and request.param == "mpi":
+        pytest.skip("one rank has one transport")
+    return request.param
+
+
+@ALL
+@pytest.mark.deadline(60)
+def test_ten_thousand_keys(transport):
+    random = np.random.default_rng(0)
+    keys = [f"layer{number}" for number in range(10_000)]
+    values = [
+        np.full(int(size), number % 100, np.float32) for number, size in enumerate(random.integers(0, 40, 10_000))
+    ]
+    started = time.monotonic()
+    with mpikv.create(transport=transport) as kv:
+        kv.init(keys, values)
+        for _ in range(2):
+            kv.push(keys, values)
+            results = kv.pull(keys)
+        for value, result in zip(values, results, strict=True):
+            np.testing.assert_array_equal(result, value * kv.size)
+        chosen = keys[::-7]
+        kv.pushpull(chosen, outs := [value.copy() for value in values[::-7]])
+        for value, result in zip(values[::-7], outs, strict=True):
+            np.testing.assert_array_equal(result, value * kv.size)
+        untouched = kv.pull(keys[0])
+        np.testing.assert_array_equal(untouched, values[0] * kv.size)
+        with pytest.raises(mpikv.KeyNotInitialized, match="'layer9998'"):
+            kv.pull("layer99988")
+        kv.delete(keys)
+        assert len(kv) == 0
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.deadline(120)
+def test_more_elements_than_fit_into_32_bits(ranks):
+    size = 2**31 + 5
+    needed = (ranks + 2) * size
+    if memory_available() < 1.5 * needed:
+        pytest.skip(f"needs {1.5 * needed / 2**30:.0f} GiB of memory, {memory_available() / 2**30:.0f} are there")
+    if ranks > 1 and os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize < 1.2 * size:
+        pytest.skip("/dev/shm is too small")
+    places = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, size - 1]
+    with mpikv.create() as kv:
+        array = np.zeros(size, np.int8)
+        kv.init("w", array)
+        array[places] = np.arange(1, 7)
+        kv.push("w", array)
+        assert kv.pull("w", out=array) is array
+        np.testing.assert_array_equal(array[places], kv.size * np.arange(1, 7))
+        assert np.count_nonzero(array) == len(places)
+
+
+@ALL
+def test_values_of_one_and_of_no_elements(transport):
+    shapes = [(), (0,), (3, 0, 2), (1,), (1, 1, 1), (0, 5)]
+    with mpikv.create(transport=transport) as kv:
+        kv.init(list(range(6)), [np.ones(shape) for shape in shapes])
+        for turn in (1, 2):
+            kv.push(list(range(6)), [np.full(shape, float(turn)) for shape in shapes])
+            for value, shape in zip(kv.pull(list(range(6))), shapes, strict=True):
+                np.testing.assert_array_equal(value, np.full(shape, float(turn * kv.size)))
+        for key, shape in enumerate(shapes):
+            out = np.zeros(shape)
+            kv.pushpull(key, np.ones(shape), out)
+            np.testing.assert_array_equal(out, np.full(shape, float(kv.size)))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_store_per_group_of_ranks(comm, transport):
+    parity = comm.rank % 2
+    group = comm.Split(parity, comm.rank)
+    members = list(range(parity, comm.size, 2))
+    with mpikv.create(transport=transport, comm=comm) as everyone, mpikv.create(comm=group) as half:
+        assert (half.rank, half.size) == (group.rank, len(members))
+        everyone.init("w", np.zeros(3))
+        half.init("w", np.full(3, 7.0 + parity))
+        np.testing.assert_array_equal(half.pull("w"), np.full(3, 7.0 + parity))
+        half.push("w", np.full(3, float(comm.rank)))
+        everyone.push("w", np.full(3, float(comm.rank)))
+        np.testing.assert_array_equal(half.pull("w"), np.full(3, float(sum(members))))
+        np.testing.assert_array_equal(everyone.pull("w"), np.full(3, float(sum(range(comm.size)))))
+    group.Free()
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_private_store():
+    from mpi4py import MPI
+
+    with mpikv.create(comm=MPI.COMM_SELF) as kv:
+        assert (kv.rank, kv.size, kv.comm, kv.transport) == (0, 1, None, "local")
+        # The ranks do different things; nobody waits.
+        for turn in range(MPI.COMM_WORLD.rank + 1):
+            kv.init(turn, np.ones(2))
+            kv.push(turn, np.full(2, 5.0))
+            np.testing.assert_array_equal(kv.pull(turn), np.full(2, 5.0))
+
+
+@ALL
+def test_several_stores_at_once(transport):
+    stores = [mpikv.create(transport=transport, bucket_bytes=4096, root=0) for _ in range(4)]
+    for number, kv in enumerate(stores):
+        kv.init("w", np.full(2000, float(number)))
+    stores[1].set_optimizer("sgd", learning_rate=1.0)
+    for number, kv in reversed(list(enumerate(stores))):
+        kv.push("w", np.full(2000, number + 1.0))
+    for number, kv in enumerate(stores):
+        expected = 1.0 - 2 * kv.size if number == 1 else (number + 1.0) * kv.size
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2000, expected))
+    for kv in stores[::-1]:
+        kv.close()
+
+
+@ALL
+@pytest.mark.parametrize("verb", ["delete", "overwrite"])
+def test_keys_that_come_and_go_need_no_more_memory(transport, verb):
+    with mpikv.create(transport=transport) as kv:
+        values = [np.ones(1 << 20, np.float32), np.ones(100), np.ones(())]
+        for turn in range(40):
+            kv.init(["large", "small", "scalar"], values, overwrite=verb == "overwrite")
+            kv.push(["large", "small", "scalar"], values)
+            if verb == "delete":
+                kv.delete(["large", "small", "scalar"])
+            if turn == 5:
+                gc.collect()
+                before = memory_in_use()
+        gc.collect()
+        assert memory_in_use() - before < 8 << 20
+
+
+@ALL
+def test_optimizers_that_come_and_go_need_no_more_memory(transport):
+    with mpikv.create(transport=transport) as kv:
+        kv.init("w", np.ones(1 << 20, np.float32))
+        for turn in range(30):
+            kv.set_optimizer("adam", learning_rate=0.1)
+            kv.push("w", np.ones(1 << 20, np.float32))
+            kv.pull("w")
+            if turn == 5:
+                gc.collect()
+                before = memory_in_use()
+        gc.collect()
+        assert memory_in_use() - before < 16 << 20
+
+
+@ALL
+@pytest.mark.deadline(60)
+def test_stores_that_come_and_go_leave_nothing_behind(transport, comm):
+    def files():
+        if comm:
+            comm.Barrier()
+        return {path.name for path in Path("/dev/shm").iterdir() if path.stat().st_uid == os.getuid()}
+
+    def use():
+        with mpikv.create(transport=transport) as kv:
+            kv.init("w", np.ones(1 << 18))
+            kv.push("w", np.ones(1 << 18))
+            kv.pull("w")
+
+    for _ in range(5):
+        use()
+    gc.collect()
+    before = memory_in_use(), descriptors()
+    for _ in range(30):
+        use()
+    gc.collect()
+    assert memory_in_use() - before[0] < 24 << 20, "memory of closed stores is kept"
+    assert descriptors() <= before[1] + 2
+    if comm:
+        # Jobs beside this one have files there too; what this one makes has no name once all ranks have it.
+        opened = files()
+        use()
+        assert len(files() - opened) <= 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_closed_store_can_be_collected():
+    import weakref
+
+    kv = mpikv.create()
+    kv.init("w", np.ones(10))
+    seen = weakref.ref(kv)
+    kv.close()
+    del kv
+    gc.collect()
+    assert seen() is None

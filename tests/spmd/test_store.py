@@ -1,0 +1,157 @@
+"""Every combination of transport, placement and bucket keeps the contract of the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.testing import StoreContract
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+class TestDefault(StoreContract):
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create(**options)
+
+
+@pytest.mark.ranks(1, 2, 4)
+class TestRoot(StoreContract):
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create("dist_sync", placement="root", bucket_bytes=4096, **options)
+
+
+@pytest.mark.ranks(1, 2, 4)
+class TestSharded(StoreContract):
+    callables = False
+
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create("local", placement="sharded", **options)
+
+
+@pytest.mark.ranks(2, 4)
+class TestReplicated(StoreContract):
+    callables = False
+
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create("dist", placement="replicated", **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestMpi(StoreContract):
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create("device", transport="mpi", **options)
+
+
+@pytest.mark.ranks(2, 4)
+class TestMpiRoot(StoreContract):
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create(transport="mpi", placement="root", **options)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestMpiSharded(StoreContract):
+    callables = False
+
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create(transport="mpi", placement="sharded", bucket_bytes=4096, **options)
+
+
+@pytest.mark.ranks(2, 4)
+class TestMpiReplicated(StoreContract):
+    callables = False
+
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create(transport="mpi", placement="replicated", bucket_bytes=4096, **options)
+
+
+@pytest.mark.ranks(1, 2)
+class TestUnchecked(StoreContract):
+    """Without comparison of calls, right programs do the same."""
+
+    def create(self, **options: Any) -> mpikv.KVStore:
+        return mpikv.create(check=False, **options)
+
+    def test_an_optimizer_refuses_integers(self, kv: mpikv.KVStore) -> None:
+        pytest.skip("errors need the comparison")
+
+    test_init_twice = test_an_optimizer_refuses_integers
+    test_keys_of_one_type = test_an_optimizer_refuses_integers
+    test_an_unknown_key = test_an_optimizer_refuses_integers
+    test_what_does_not_fit = test_an_optimizer_refuses_integers
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("name", ["LOCAL", "local_update_cpu", "local_allreduce_cpu", "dist", "Dist_Sync", "device"])
+def test_names_of_stores(name):
+    with mpikv.create(name) as kv:
+        assert kv.type == name.lower()
+        kv.init("w", np.zeros(2))
+        kv.push("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+@pytest.mark.deadline(10)
+def test_ranks_may_pull_into_other_layouts(placement, monkeypatch):
+    """What one rank's arrays look like must not decide which collectives it runs."""
+    monkeypatch.setattr("mpikv.exchange._STREAMED_BYTES", 0)
+    with mpikv.create(transport="mpi", placement=placement, bucket_bytes=4096, timeout=5) as kv:
+        value = np.arange(512.0 * 5)
+        kv.init("w", np.zeros(value.size))
+        out = np.zeros(value.size) if kv.is_root else np.zeros(2 * value.size)[::2]
+        kv.pushpull("w", value, out)
+        np.testing.assert_array_equal(out, value * kv.size)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_integers_of_both_signs_in_one_list(transport):
+    with mpikv.create(transport=transport, timeout=5) as kv:
+        kv.init("w", np.zeros(3, np.int64))
+        kv.push("w", [np.ones(3, np.int64), np.full(3, 2, np.uint64), np.full(3, 3, np.uint32)])
+        np.testing.assert_array_equal(kv.pull("w"), np.full(3, 6 * kv.size))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_training_that_diverges_raises_nothing_halfway(transport):
+    """A warning that is an error must not stop one rank in the middle of an exchange, where others wait for it."""
+    with mpikv.create(transport=transport, timeout=5) as kv, np.errstate(all="raise"):
+        kv.init(["w", "half", "small"], [np.zeros(2), np.zeros(2, np.float16), np.zeros(2, np.float32)])
+        kv.push("w", [np.array([np.inf, 1e308]), np.array([-np.inf, 1e308])])
+        np.testing.assert_array_equal(kv.pull("w"), [np.nan, np.inf])
+        kv.push("w", np.array([np.inf if kv.is_root else -np.inf, 1e308]))
+        kv.push("half", np.array([6e4, 1e9]))
+        np.testing.assert_array_equal(kv.pull("half")[1], np.inf)
+        kv.push("small", np.array([1.0, 1e300]))
+        np.testing.assert_array_equal(kv.pushpull("small", np.array([1.0, 1e300], np.float64))[1], np.inf)
+        kv.pull("w", out=np.zeros(2, np.float16))
+
+
+@pytest.mark.ranks(1, 2)
+def test_broadcast_of_a_known_key_casts_as_set_does():
+    with mpikv.create() as kv:
+        kv.init("w", np.zeros(3, np.int32))
+        np.testing.assert_array_equal(kv.broadcast("w", np.ones(3, np.uint8)), np.ones(3))
+        assert kv.pull("w").dtype == np.int32
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_state_of_an_earlier_optimizer_is_freed():
+    import gc
+    import weakref
+
+    with mpikv.create() as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer("sgd", momentum=0.9)
+        kv.pushpull("w", np.ones(2))
+        kv.pull("w")
+        (block,) = kv._exchange._arena.blocks
+        state = weakref.ref(block.state["momentum"])
+        kv.set_optimizer("sgd")
+        gc.collect()
+        assert state() is None

@@ -1,0 +1,71 @@
+"""Every transport keeps the promises of the seam."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.config import Config
+from mpikv.errors import Unsupported
+from mpikv.testing import TransportContract
+from mpikv.transports import choose, open_transport
+from mpikv.transports.local import LocalTransport
+from mpikv.transports.mpi import MpiTransport
+from mpikv.transports.shm import ShmTransport
+from mpikv.typing import Transport
+from mpikv.waiting import Waiting
+from mpikv.world import Group
+
+
+@pytest.mark.ranks(1)
+class TestLocal(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return LocalTransport(limit)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestMpi(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return MpiTransport(group, limit, Waiting(timeout))
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestShm(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return ShmTransport(group, limit, Waiting(timeout))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_transport_is_chosen_by_where_the_ranks_are(comm):
+    group = Group(comm)
+    expected = {"local"} if comm is None else {"shm"}
+    transport = open_transport(group, Config(bucket_bytes=4096))
+    assert {transport.name} == expected == {choose(group, Config())[0]}
+    transport.close()
+    group.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_transport_of_one_rank_is_refused_for_more(comm):
+    group = Group(comm)
+    with pytest.raises(Unsupported, match="'local' is for one rank"):
+        choose(group, Config(transport="local"))
+    group.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
+    """Preparing a sum in the outbox is there to save a copy."""
+    group = Group(comm)
+    transport = ShmTransport(group, 1 << 20, Waiting(20.0))
+    send = transport.outbox(1 << 20).view(np.float32)
+    copied = []
+    original = np.copyto
+    np.copyto = lambda *arguments, **options: (copied.append(1), original(*arguments, **options))
+    try:
+        transport.allreduce(send, np.empty(send.size, np.float32))
+    finally:
+        np.copyto = original
+    assert not copied
+    transport.close()
+    group.close()

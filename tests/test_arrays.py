@@ -1,0 +1,234 @@
+"""Arrays of any library as numpy arrays, and the rules of dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.arrays import accumulator, castable, disjoint, is_array, local_sum, source, storable, target, zeros
+from mpikv.errors import Unsupported, ValueMismatch
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Foreign:
+    """An array of a library that mpikv does not know, over numpy's memory."""
+
+    def __init__(self, array, device=(1, 0)):
+        self.array, self.device = array, device
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def test_numpy_passes_untouched():
+    array = np.arange(6.0).reshape(2, 3)
+    assert source(array) is array
+    assert target(array) is array
+    view = array[::-1, ::2]
+    assert source(view) is view
+
+
+@pytest.mark.parametrize("value", [np.float32(3), np.ones(2).view(Subclass), np.ones((2, 2)).view(np.matrix)])
+def test_other_arrays_of_numpy(value):
+    assert is_array(value)
+    result = source(value)
+    assert type(result) is np.ndarray
+    np.testing.assert_array_equal(result, np.asarray(value))
+
+
+def test_dlpack_shares_memory():
+    array = np.zeros((2, 3), np.float32)
+    foreign = Foreign(array)
+    assert is_array(foreign)
+    array[0, 0] = 5
+    assert source(foreign)[0, 0] == 5
+    target(foreign)[1, 1] = 7
+    assert array[1, 1] == 7
+    assert np.shares_memory(source(foreign), array)
+
+
+def test_dlpack_of_pinned_memory_and_of_a_gpu():
+    assert is_array(Foreign(np.ones(2), (3, 0)))
+    for call in (source, target):
+        with pytest.raises(Unsupported, match=r"on a GPU \(DLPack device type 2\)"):
+            call(Foreign(np.ones(2), (2, 0)))
+
+
+def test_read_only_targets():
+    array = np.ones(2)
+    array.flags.writeable = False
+    assert source(array) is array
+    for out in (array, np.broadcast_to(np.ones(1), 3), Foreign(array)):
+        with pytest.raises((TypeError, BufferError), match=r"read-only|readonly"):
+            target(out)
+
+
+@pytest.mark.parametrize("value", [[1, 2], 3, "text", None, (np.ones(2),)])
+def test_what_is_not_an_array(value):
+    assert not is_array(value)
+    with pytest.raises(TypeError, match="expected an array"):
+        source(value)
+    with pytest.raises(TypeError, match="not an array that can be filled"):
+        target(value)
+
+
+def test_scalars_cannot_be_filled():
+    with pytest.raises(TypeError, match="float64, not an array that can be filled"):
+        target(np.float64(1))
+
+
+def test_masked_arrays():
+    with pytest.raises(TypeError, match=r"masked array .*filled\(0\)"):
+        source(np.ma.masked_array(np.ones(2), [0, 1]))
+
+
+def test_foreign_byte_order():
+    array = np.arange(3, dtype=">i4")
+    assert source(array).dtype == np.dtype(np.int32)
+    np.testing.assert_array_equal(source(array), [0, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", ["O", "U3", "S3", "M8[s]", "i4,f4", "V2"])
+def test_dtypes_that_cannot_be_stored(dtype):
+    with pytest.raises(ValueMismatch, match=r"cannot be stored \(known: bool, int8"):
+        storable(np.dtype(dtype))
+
+
+def test_long_double_is_not_stored():
+    if np.dtype(np.longdouble) != np.dtype(np.float64):
+        with pytest.raises(ValueMismatch):
+            storable(np.dtype(np.longdouble))
+
+
+def test_dtypes_that_can_be_stored():
+    names = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128"
+    for dtype in [*map(np.dtype, names.split()), BF16]:
+        assert storable(dtype) == dtype
+        assert accumulator(dtype) == (np.float32 if dtype.name in ("float16", "bfloat16") else dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "expected"),
+    [
+        ("f8", "f4", True),
+        ("f4", "f8", True),
+        ("f8", BF16, True),
+        (BF16, "f2", True),
+        ("i8", "i1", True),
+        ("u8", "i4", True),
+        ("i4", "u4", False),
+        ("i8", "f8", False),
+        ("f4", "i4", False),
+        ("?", "i4", False),
+        ("i4", "?", False),
+        ("c16", "c8", True),
+        ("f8", "c16", False),
+        ("c8", "f4", False),
+        ("V2", BF16, False),
+        ("O", "f8", False),
+        ("O", "O", True),
+        (">f4", "f4", True),
+    ],
+)
+def test_castable(given, wanted, expected):
+    assert castable(np.dtype(given), np.dtype(wanted)) is expected
+
+
+def test_a_sum_of_one_is_itself():
+    array = np.ones(3, np.float16)
+    assert local_sum([array], array.dtype) is array
+
+
+@pytest.mark.parametrize("name", ["bool", "int8", "uint64", "float16", "float32", "complex64", BF16])
+def test_local_sums(name):
+    dtype = np.dtype(name)
+    arrays = [np.array([0, 1, 1]).astype(dtype) for _ in range(3)]
+    before = [array.copy() for array in arrays]
+    total = local_sum(arrays, dtype)
+    assert total.dtype == accumulator(dtype)
+    np.testing.assert_array_equal(total, np.array([0, 1, 1]).astype(dtype) * (1 if dtype.kind == "b" else 3))
+    for array, copy in zip(arrays, before, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+@pytest.mark.parametrize(
+    ("stored", "given"),
+    [
+        ("int64", ["int64", "uint64"]),
+        ("int64", ["uint64", "int8", "uint64"]),
+        ("int32", ["int32", "uint32", "int64"]),
+        ("int8", ["uint64", "int64"]),
+        ("uint8", ["uint64", "uint8"]),
+        ("float16", ["float64", "float16", "bfloat16"]),
+        ("float32", ["float64", "float32"]),
+        ("complex64", ["complex128", "complex64"]),
+    ],
+)
+def test_local_sums_of_several_dtypes(stored, given):
+    """Whatever may be pushed alone may be pushed in a list."""
+    dtypes = [BF16 if name == "bfloat16" else np.dtype(name) for name in given]
+    assert all(castable(dtype, np.dtype(stored)) for dtype in dtypes)
+    total = local_sum([np.full(2, 2).astype(dtype) for dtype in dtypes], np.dtype(stored))
+    np.testing.assert_array_equal(total, np.full(2, 2 * len(given)))
+
+
+def test_sums_of_half_precision_are_single():
+    total = local_sum([np.array([2048], np.float16), *[np.array([1], np.float16)] * 3], np.dtype(np.float16))
+    assert total[0] == 2051
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 64, 1000])
+def test_zeros(nbytes):
+    memory = zeros(nbytes)
+    assert (memory.size, memory.dtype) == (nbytes, np.uint8)
+    assert not memory.any()
+    assert not nbytes or memory.__array_interface__["data"][0] % 64 == 0
+
+
+MEMORY = np.zeros(100)
+A, B = MEMORY[:50], MEMORY[50:]
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "expected"),
+    [
+        ([[A], [B]], [[np.zeros(50)], [np.zeros(50)]], True),
+        ([[A], [B]], [[A], [B]], True),
+        ([[A], [B]], [[B], [A]], False),
+        ([[A], [A]], [[A], [B]], False),
+        ([[A], [A]], [[B], [A]], False),
+        ([[A], [A]], [[np.zeros(50)], [np.zeros(50)]], True),
+        ([[A]], [[MEMORY[1:51]]], False),
+        ([[MEMORY[1:51]]], [[A]], False),
+        ([[A, B]], [[A, B]], True),
+        ([[A], [B]], [[np.zeros(50)], [A]], False),
+        ([[np.zeros(50)], [np.zeros(50)]], [[A], [A]], False),
+        ([[np.zeros(50)], [np.zeros(50)]], [[A], [MEMORY[49:99]]], False),
+        ([[MEMORY]], [[MEMORY[40:60]]], False),
+        ([[A[:0]], [B]], [[A[:0]], [B]], True),
+        ([], [], True),
+    ],
+)
+def test_disjoint(sources, targets, expected):
+    assert disjoint(sources, targets) is expected
+
+
+def test_disjoint_does_not_take_long_to_tell():
+    """Arrays with gaps may interleave without meeting; nobody looks."""
+    assert disjoint([[MEMORY[::2]]], [[MEMORY[1::2]]]) is False
+
+
+def test_disjoint_of_arrays_that_own_their_memory():
+    first, second = np.zeros(5), np.zeros(5)
+    assert disjoint([[first], [second]], [[first], [second]])
+    assert not disjoint([[first], [first]], [[second], [first]])
+    assert not disjoint([[first], [second]], [[second], [first]])

@@ -1,0 +1,81 @@
+"""The tree of errors, and how they read."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+from mpikv import errors
+
+# As the docstring of the module draws it, and the built-in error that old code may expect.
+TREE = {
+    "ConfigError": ("MPIKVError", ValueError),
+    "KeyNotInitialized": ("MPIKVError", KeyError),
+    "KeyAlreadyInitialized": ("MPIKVError", ValueError),
+    "ValueMismatch": ("MPIKVError", ValueError),
+    "Unsupported": ("MPIKVError", NotImplementedError),
+    "TransportUnavailable": ("MPIKVError", ImportError),
+    "TransportError": ("MPIKVError", RuntimeError),
+    "Stalled": ("TransportError", TimeoutError),
+    "RankMismatch": ("MPIKVError", RuntimeError),
+    "PeerFailed": ("MPIKVError", RuntimeError),
+    "Closed": ("MPIKVError", ValueError),
+}
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_the_tree(name):
+    parent, builtin = TREE[name]
+    kind = getattr(errors, name)
+    assert issubclass(kind, getattr(errors, parent))
+    assert issubclass(kind, builtin)
+    assert issubclass(kind, errors.MPIKVError)
+    assert kind.__doc__
+
+
+def test_nothing_is_missing():
+    assert {*TREE, "MPIKVError"} == set(errors.__all__)
+    assert issubclass(errors.MPIKVError, RuntimeError)
+    drawn = re.findall(r"[├└]── (\w+)", errors.__doc__)
+    assert sorted(drawn) == sorted(TREE)
+    for name, (_, builtin) in TREE.items():
+        if builtin is not RuntimeError:
+            assert f"{name}({builtin.__name__})" in errors.__doc__
+
+
+@pytest.mark.parametrize("name", [*TREE, "MPIKVError"])
+def test_messages_are_plain(name):
+    error = getattr(errors, name)("push: key 'w' was never initialized")
+    assert str(error) == "push: key 'w' was never initialized"
+
+
+@pytest.mark.parametrize("name", [*TREE, "MPIKVError"])
+def test_errors_can_be_sent_to_another_process(name):
+    error = pickle.loads(pickle.dumps(getattr(errors, name)("text")))
+    assert type(error) is getattr(errors, name)
+    assert str(error) == "text"
+
+
+def test_what_errors_carry():
+    stalled = errors.Stalled("late", [2, 3])
+    assert stalled.missing == (2, 3)
+    assert errors.Stalled("late").missing == ()
+    assert pickle.loads(pickle.dumps(stalled)).missing == (2, 3)
+    failed = errors.PeerFailed("raised", 1)
+    assert failed.rank == 1
+    assert pickle.loads(pickle.dumps(failed)).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "text"),
+    [
+        ("adm", ["sgd", "adam"], "unknown optimizer 'adm' (known: adam, sgd); did you mean 'adam'?"),
+        ("ADAM", ["sgd", "adam"], "unknown optimizer 'ADAM' (known: adam, sgd); did you mean 'adam'?"),
+        ("zzz", ["sgd", "adam"], "unknown optimizer 'zzz' (known: adam, sgd)"),
+        (3, ["sgd"], "unknown optimizer 3 (known: sgd)"),
+    ],
+)
+def test_unknown_names(name, known, text):
+    assert errors.known_names("optimizer", name, known) == text

@@ -1,0 +1,193 @@
+"""How lists of keys are cut into messages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from mpikv.arena import Arena, Block, Place
+from mpikv.arrays import accumulator
+from mpikv.keys import Entry, KeyTable
+from mpikv.placement import Owners, Replicated, Root, Sharded
+from mpikv.plan import build, describe, digest, label
+from mpikv.transports.local import LocalTransport
+
+LIMIT = 4096
+FLOAT, HALF, INT = np.dtype(np.float64), np.dtype(np.float16), np.dtype(np.int32)
+
+
+class Seat(LocalTransport):
+    """One of several ranks, for what is decided without moving data."""
+
+    def __init__(self, rank, size):
+        super().__init__(LIMIT)
+        self.rank, self.size = rank, size
+
+
+PLACEMENTS = {
+    "root": lambda seat: Root(seat, seat.size - 1),
+    "sharded": Sharded,
+    "owners": Owners,
+    "replicated": Replicated,
+}
+
+
+def entries(requests, seat=None, slots=None):
+    """Return entries for (key, shape, dtype)."""
+    arena, table = Arena(seat or Seat(0, 1)), KeyTable()
+    places = arena.place([(dtype, int(np.prod(shape))) for _, shape, dtype in requests])
+    for block in arena.blocks:
+        block.state = {name: np.zeros(block.values.size, dtype) for name, dtype in (slots or {}).items()}
+    made = zip(requests, places, strict=True)
+    return [table.add(key, shape, dtype, place) for (key, shape, dtype), place in made]
+
+
+def scratch(dtype, count):
+    return np.zeros(count, dtype)
+
+
+def plan_of(chosen, seat=None, placement=Replicated, whole=False):
+    return build(chosen, placement(seat or Seat(0, 1)), scratch, whole)
+
+
+REQUESTS = [
+    ("a", (3,), FLOAT),
+    ("b", (1500,), FLOAT),
+    ("c", (), FLOAT),
+    ("d", (0, 4), FLOAT),
+    ("e", (7, 9), INT),
+    ("f", (5000,), HALF),
+    ("g", (64,), FLOAT),
+]
+
+
+@pytest.mark.parametrize("order", [range(7), (6, 5, 4, 3, 2, 1, 0), (6, 0, 2), (1,), (3,), ()], ids=str)
+def test_every_element_is_carried_once(order):
+    made = entries(REQUESTS)
+    chosen = [made[index] for index in order]
+    plan = plan_of(chosen)
+    seen = [np.zeros(entry.place.size, int) for entry in chosen]
+    for bucket in plan.buckets:
+        assert 0 < bucket.nbytes <= LIMIT
+        assert bucket.nbytes == bucket.value.nbytes
+        carried = 0
+        for piece in bucket.pieces:
+            entry = chosen[piece.item]
+            seen[piece.item][piece.begin : piece.end] += 1
+            carried += piece.end - piece.begin
+            assert piece.until <= bucket.value.size
+            expected = entry.value.reshape(-1)[piece.begin : piece.end]
+            assert np.shares_memory(bucket.value[piece.at : piece.until], expected)
+            entry.value.reshape(-1)[piece.begin : piece.end] = 1 + piece.item
+            assert (bucket.value[piece.at : piece.until] == 1 + piece.item).all()
+        assert bucket.dense is (carried == bucket.value.size)
+    assert all((counts == 1).all() for counts in seen)
+    assert plan.keys == tuple(entry.key for entry in chosen)
+
+
+def test_neighbours_are_one_message():
+    made = entries([(f"k{number}", (10,), FLOAT) for number in range(20)])
+    plan = plan_of(made)
+    assert len(plan.buckets) == 1
+    assert len(plan.buckets[0].pieces) == 20
+    assert plan.buckets[0].dense
+    assert len(plan.buckets[0].parts) == 20
+    assert len(plan.buckets[0].runs) == 1
+
+
+def test_gaps_belong_to_other_keys():
+    made = entries([(f"k{number}", (10,), FLOAT) for number in range(5)])
+    (bucket,) = plan_of([made[0], made[2], made[3]]).buckets
+    assert not bucket.dense
+    assert [(piece.at, piece.until) for piece in bucket.pieces] == [(0, 10), (20, 30), (30, 40)]
+    assert [part.value.size for part in bucket.parts] == [10, 10, 10]
+    assert [part.value.size for part in bucket.runs] == [10, 20]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_parts_are_what_a_rank_owns(name, size):
+    owners = {key: np.zeros(int(np.prod(shape)), int) for key, shape, _ in REQUESTS}
+    for rank in range(size):
+        seat = Seat(rank, size)
+        made = entries(REQUESTS, seat, {"momentum": FLOAT})
+        for bucket in plan_of(made, seat, PLACEMENTS[name]).buckets:
+            assert bucket.total.dtype == accumulator(bucket.dtype)
+            assert bucket.total.size == bucket.share.high - bucket.share.low
+            for part in bucket.parts:
+                assert part.total.size == part.value.size == part.state["momentum"].size
+                part.value[:] = 1
+                part.state["momentum"][:] = 2
+        for entry in made:
+            owned = entry.value.reshape(-1).astype(int)
+            owners[entry.key] += owned
+            np.testing.assert_array_equal(entry.state["momentum"].reshape(-1), 2 * owned)
+    for key, counts in owners.items():
+        assert (counts == (size if name == "replicated" else 1)).all(), key
+
+
+@pytest.mark.parametrize("name", ["root", "owners", "replicated"])
+def test_whole_sums(name):
+    """A key's owner has its sum in one piece; no other rank has a sum, not even of memory that nobody wrote."""
+    for size in (1, 3):
+        owners = {key: 0 for key, _, _ in REQUESTS}
+        for rank in range(size):
+            seat = Seat(rank, size)
+            made = entries(REQUESTS, seat)
+            plan = plan_of(made, seat, PLACEMENTS[name], whole=True)
+            for bucket in plan.buckets:
+                bucket.total[:] = 5
+            for entry, total in zip(made, plan.totals, strict=True):
+                if total is not None:
+                    owners[entry.key] += 1
+                    assert total.shape == entry.shape
+                    assert total.dtype == accumulator(entry.dtype)
+                    assert (total == 5).all(), f"rank {rank} has a sum of {entry.key!r} that nobody made"
+        assert set(owners.values()) == {size if name == "replicated" else 1}
+
+
+@pytest.mark.parametrize("low", [0, 2**31 - 700, 2**33 + 5, 2**40])
+def test_offsets_beyond_32_bits(low):
+    """Memory that is never touched: offsets, buckets and shares far into a block."""
+    huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (2**41,), (0,), writeable=False)
+    block = Block(0, huge, LIMIT, 1)
+    entry = Entry("w", 0, (10000,), np.dtype(np.int8), Place(block, low, 10000), huge[low : low + 10000])
+    plan = plan_of([entry], Seat(1, 3), Sharded)
+    assert sum(bucket.value.size for bucket in plan.buckets) == 10000
+    for bucket in plan.buckets:
+        assert sum(bucket.share.counts) == bucket.value.size
+    positions = [(piece.begin, piece.end) for bucket in plan.buckets for piece in bucket.pieces]
+    assert positions[0][0] == 0
+    assert positions[-1][1] == 10000
+    assert all(end == begin for (_, end), (begin, _) in pairwise(positions))
+    edges = {low + begin for begin, _ in positions[1:]}
+    assert all(edge % LIMIT == 0 for edge in edges)
+
+
+def test_digests():
+    assert digest("a") == digest("a") != digest("b")
+    assert min(digest(str(number)) for number in range(1000)) >= 0
+    assert max(digest(str(number)) for number in range(1000)) < (1 << 62) - 1
+
+
+def test_plans_of_equal_calls_have_equal_digests():
+    first, second = entries(REQUESTS), entries(REQUESTS)
+    assert plan_of(first).digest == plan_of(second).digest
+    assert plan_of(first).digest != plan_of(first[::-1]).digest
+    assert plan_of(first).digest != plan_of(first[:-1]).digest
+    other = entries([("a", (3, 1), FLOAT), *REQUESTS[1:]])
+    assert plan_of(first).digest != plan_of(other).digest
+
+
+def test_descriptions_tell_keys_apart():
+    assert describe([3], [(2, 3)], [FLOAT]) == ["3 float64[2, 3]"]
+    assert describe([3], [()], [FLOAT]) != describe(["3"], [()], [FLOAT])
+
+
+def test_labels():
+    assert label(["w"]) == "'w'"
+    assert label([1, 2]) == "[1, 2]"
+    assert label(list(range(10))) == "[0, … 10 keys … 9]"
+    assert label([]) == "[]"
