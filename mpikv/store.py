@@ -427,9 +427,11 @@ class KVStore:
             ...     for batch in range(3 + kv.rank):
             ...         kv.push("w", np.ones(2))
         """
+        self._check_open("join")
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         yield
+        self._check_open("join")
         try:
             self._shadow()
         except TransportError as error:
@@ -474,8 +476,7 @@ class KVStore:
         self, verb: str, key: Any, prepare: Callable[[], tuple[Call, tuple[Any, ...]]], run: Callable[..., Result]
     ) -> Result:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
-        if self._ended is not None:
-            raise Closed(f"{verb}: {self._ended}; create a new store")
+        self._check_open(verb)
         try:
             try:
                 call, arguments = prepare()
@@ -488,6 +489,10 @@ class KVStore:
         except TransportError as error:
             self._end(verb, error)
             raise
+
+    def _check_open(self, verb: str) -> None:
+        if self._ended is not None:
+            raise Closed(f"{verb}: {self._ended}; create a new store")
 
     def _end(self, verb: str, error: TransportError) -> None:
         """Make the store unusable after a failure that other ranks may not know of, and complete its message."""

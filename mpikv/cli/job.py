@@ -19,10 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from .watch import Death, Watch
+
 __all__ = ["Job", "run_job"]
 
 GRACE = 4.0
 """Seconds between a signal that asks the job to end and the next, harder one."""
+
+_MOMENT = 20_000_000  # nanoseconds
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,27 +41,67 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
     launcher reports success; 128 + s where this process received the signal s; else the launcher's own.
     """
     with tempfile.TemporaryDirectory(prefix="mpikv-run-") as directory:
+        watch = Watch(Path(directory))
         job = Job(command, {**environ, "MPIKV_RUN": directory})
-        status = job.wait()
-        if job.received is not None:
-            return 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
-        return _verdict(status, Path(directory), size, one_host)
+        status = watch.wait(job.process)
+        if job.received is None:
+            code, reason = _verdict(status, Path(directory), watch.deaths, size, one_host)
+        else:
+            code, reason = 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
+        job.finish(failed=code != 0)
+        if not _descendants():
+            watch.remove_files()
+        return code, reason
 
 
-def _verdict(status: int, directory: Path, size: int, one_host: bool) -> tuple[int, str]:
-    records = sorted(directory.iterdir(), key=lambda record: record.stat().st_mtime_ns)
-    ended = {int(record.name): int(record.read_text() or "1") for record in records}
-    for rank, code in ended.items():
-        if code:
-            return code, f"rank {rank} ended with status {code}" + (", so the job was stopped" if size > 1 else "")
+def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int, one_host: bool) -> tuple[int, str]:
+    ended = {int(path.name): path for path in directory.iterdir() if path.name.isdigit()}
+    codes = {rank: int(path.read_text() or "1") for rank, path in ended.items()}
+    failures = [Death(rank, ended[rank].stat().st_mtime_ns, code) for rank, code in codes.items() if code]
+    # After its record of success a rank still has to end MPI, during which it may be killed.
+    failures += [death for death in deaths if death.status or death.rank not in codes]
+    if failures:
+        return _blame(_first(failures), status, size)
     if status:
         code = 128 - status if status < 0 else status
         return code, f"the launcher ended with status {code}"
-    missing = sorted(set(range(size)) - set(ended)) if one_host else []
+    missing = sorted(set(range(size)) - set(codes)) if one_host else []
     if missing:
         ranks = ", ".join(map(str, missing))
         return 1, f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"
     return 0, ""
+
+
+def _first(failures: Sequence[Death]) -> list[Death]:
+    """Return what ended the job: several if they were seen at once.
+
+    MPICH's launcher may learn of a death, and kill the other ranks, before the dying process is seen to have ended. So
+    of those within a moment, what it does not do to ranks came first.
+    """
+    begin = min(failure.time_ns for failure in failures)
+    near = [failure for failure in failures if failure.time_ns - begin < _MOMENT]
+    near = [failure for failure in near if failure.status != -signal.SIGKILL] or near
+    earliest = min(failure.time_ns for failure in near)
+    return [failure for failure in near if failure.time_ns == earliest]
+
+
+def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
+    """Return the exit status of a job, and the reason, by the ranks that ended it."""
+    ranks = ", ".join(str(one.rank) for one in sorted(first))
+    who = f"rank {ranks}" if len(first) == 1 else f"one of the ranks {ranks}"
+    so = ", so the job was stopped" if size > 1 else ""
+    code = first[0].status
+    if code is None:
+        return abs(status) or 1, f"{who} was the first to end, without a word{so} (status {status})"
+    if code == 0:
+        return 1, f"{who} left before the end of its script, as by os._exit(0){so}"
+    if code > 0:
+        return code, f"{who} ended with status {code}{so}"
+    killer = signal.Signals(-code)
+    hint = (
+        "; if nobody sent it, the kernel may have, for want of memory (see dmesg)" if killer == signal.SIGKILL else ""
+    )
+    return 128 + killer, f"{who} was killed by {killer.name}{so}{hint}"
 
 
 class Job:
@@ -77,7 +121,7 @@ class Job:
         signal.signal(signal.SIGALRM, self._harder)
         _process_control(_PR_SET_CHILD_SUBREAPER, 1)()
         # In a session of its own, it gets what is passed on and not the terminal's Ctrl-C besides.
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             command,
             env=environ,
             stdin=_stdin(),
@@ -85,21 +129,19 @@ class Job:
             start_new_session=True,
             preexec_fn=_process_control(_PR_SET_PDEATHSIG, signal.SIGTERM),
         )
-        if self._process.stdin is not None:
-            threading.Thread(target=_copy_terminal, args=(self._process.stdin,), daemon=True).start()
+        if self.process.stdin is not None:
+            threading.Thread(target=_copy_terminal, args=(self.process.stdin,), daemon=True).start()
         self._started = True
         for early in self._early:
             self._pass_on(early, None)
 
-    def wait(self) -> int:
-        """Wait for the launcher, end what it left behind if the job failed, and return its exit status."""
-        status = self._process.wait()
+    def finish(self, failed: bool) -> None:
+        """Once the launcher has ended: end what it left behind, if the job failed, and handle signals as before."""
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if status or self.received is not None:
+        if failed:
             _end_descendants()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        return status
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if not self._started:
@@ -119,9 +161,9 @@ class Job:
             self._send(self._harder_signals.pop(0))
 
     def _send(self, number: int) -> None:
-        if self._process.returncode is None:
+        if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                os.killpg(self._process.pid, number)
+                os.killpg(self.process.pid, number)
 
 
 def _stdin() -> int | None:

@@ -12,6 +12,7 @@ import atexit
 import builtins
 import io
 import os
+import platform
 import runpy
 import sys
 import traceback
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from ..config import Config, launch_of
 from ..errors import ConfigError
+from .watch import PREFIX
 
 INTERRUPTED = 130
 
@@ -37,6 +39,7 @@ def main() -> None:
         # sends each argument of a print by itself. And a rank that is killed loses none.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     process = os.getpid()
+    _announce(rank, process)
     # Not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, rank, 0, process)
     status = _run(sys.argv[1:], prefix)
@@ -109,8 +112,10 @@ def _show(error: BaseException, prefix: str) -> None:
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame):
         trace = trace.tb_next
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)
+    hook = sys.excepthook
+    # The store's own hook would end the job before this rank's status is recorded.
+    if hook is not sys.__excepthook__ and not getattr(hook, "ends_the_job", False):
+        hook(type(error), error, trace)
         return
     lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines(keepends=True)
     _complain("".join(prefix + line for line in lines))
@@ -132,11 +137,20 @@ def _complain(text: str) -> None:
     sys.stderr.flush()
 
 
+def _announce(rank: int, process: int) -> None:
+    if directory := _directory():
+        (directory / f"{PREFIX}{rank}").write_text(f"{process} {platform.node()}")
+
+
 def _record(rank: int, status: int, process: int) -> None:
-    directory = Path(os.environ.get("MPIKV_RUN", ""))
-    # The directory is on the launcher's host only.
-    if os.getpid() == process and directory.is_absolute() and directory.is_dir():
+    if os.getpid() == process and (directory := _directory()):
         (directory / str(rank)).write_text(str(status))
+
+
+def _directory() -> Path | None:
+    """Return where the launcher's side wants to be told about this rank; it is on the launcher's host only."""
+    directory = Path(os.environ.get("MPIKV_RUN", ""))
+    return directory if directory.is_absolute() and directory.is_dir() else None
 
 
 def _may_abort() -> bool:
