@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
 from .board import Board
-from .errors import MPIKVError, PeerFailed, RankMismatch
+from .errors import MPIKVError, PeerFailed, RankMismatch, settled
 from .typing import Key, Transport
 from .world import Group
 
@@ -83,53 +83,57 @@ class Agreement:
         if not self._check:
             self._transport.fence()
         elif not self._transport.agree(call.token):
-            self._settle(call)
+            _, some_have_left = self._settle(call)
+            if some_have_left:
+                self.confirm(call, None)  # that they can do their part
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
-        raise self._failed(call, error)
+        if self._check and not self._transport.agree(_FAILED):
+            self._tell(call, error)
+        raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: Exception | None) -> None:
-        """Learn whether the owners' work, which some ranks did not do, went well; raise on all ranks if not."""
-        if error is not None:
-            raise self._failed(call, error)
-        if not self._transport.agree(_WELL):
-            self._settle(call)
-
-    def _failed(self, call: Call, error: Exception) -> Exception:
-        if self._check and not self._transport.agree(_FAILED):
-            self._settle(call, error)
-        return self.at_rank(call.verb, error)
+        """Learn whether what only some ranks did, as the owners' updates, went well; raise on all ranks if not."""
+        if error is None:
+            if not self._transport.agree(_WELL):
+                self._settle(call)
+            return
+        if not self._transport.agree(_FAILED):
+            self._tell(call, error)
+        # An error of the caller's own code is raised as it is.
+        raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else settled(error)
 
     def shadow(self, call: Call) -> Said | None:
-        """Take part in the next call for a rank that has run out of work.
+        """Take part in the next call for a rank that has run out of work. A call of :meth:`confirm` has to follow.
 
         Returns:
             What the working ranks call, or None once no rank has work.
         """
         self.calls += 1
         self._board.write(self.calls, call.note)
-        return None if self._transport.agree(JOINED) else self._settle(call)
+        return None if self._transport.agree(JOINED) else self._settle(call)[0]
 
-    def _settle(self, call: Call, error: Exception | None = None) -> Said:
-        """Exchange what each rank has to say; raise unless all that have work make the same call, which is returned."""
+    def _tell(self, call: Call, error: Exception | None) -> list[Said]:
+        """Exchange what each rank has to say."""
         mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), _told(error) if error else "")
-        said = [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
-        if error is not None:
-            return mine
+        return [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
+
+    def _settle(self, call: Call) -> tuple[Said, bool]:
+        """Raise unless all ranks that have work make the same call; return it, and whether some have none."""
+        said = self._tell(call, None)
         for rank, other in enumerate(said):
             if other.error:
-                text = f"{call}: rank {rank} raised {other.error}; nothing was changed"
-                raise self.at_rank(call.verb, PeerFailed(text, rank))
+                raise self.at_rank(call.verb, _of_peer(call, rank, other.error))
         working = {rank: other for rank, other in enumerate(said) if other.token != JOINED}
         if len(working) < len(said):
             self._check_joinable(call, working)
         if len({other.token for other in working.values()}) > 1:
             text = f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed"
             raise self.at_rank(call.verb, RankMismatch(text))
-        return next(iter(working.values()))
+        return next(iter(working.values())), len(working) < len(said)
 
     def _check_joinable(self, call: Call, working: Mapping[int, Said]) -> None:
         for rank, other in working.items():
@@ -142,12 +146,18 @@ class Agreement:
     def at_rank(self, verb: str, error: Exception) -> Exception:
         """Add the verb and this rank to the error's message."""
         text = str(error)
-        text = text if text.startswith(verb) else f"{verb}: {text}"
+        text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{verb}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
-        text = text if text.endswith(where) else text + where
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
-            error.args = (text,)
-        return error
+            error.args = (text if text.endswith(where) else text + where,)
+        return settled(error)
+
+
+def _of_peer(call: Call, rank: int, told: str) -> Exception:
+    kind, _, text = told.partition(": ")
+    if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
+        return RankMismatch(text)
+    return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed", rank)
 
 
 def _told(error: Exception) -> str:

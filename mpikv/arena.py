@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from .arrays import accumulator
 from .typing import Array, Slots, Transport
 
 __all__ = ["Arena", "Block", "Place"]
@@ -41,6 +43,11 @@ class Block:
         """Return the first and the last element (exclusive) of the cell that holds this element."""
         first = element // self.cell * self.cell
         return first, min(first + self.cell, self.values.size)
+
+    @cached_property
+    def sums(self) -> Array:
+        """Memory for sums parallel to ``values``, for updaters of whole values. Pages are taken where it is written."""
+        return np.empty(self.values.size, accumulator(self.values.dtype))
 
     def ensure_state(self, slots: Slots) -> None:
         """Start the state that is not there yet with zeros.
@@ -77,7 +84,15 @@ class Arena:
         """Return a place for each (dtype, number of elements). Collective: it may allocate."""
         large = [request for request in requests if not self._small(*request) and not self._free.get(request)]
         self._reserve(sum(_rounded(size * dtype.itemsize) for dtype, size in large))
-        return [self._one(dtype, size) for dtype, size in requests]
+        places: list[Place] = []
+        try:
+            for dtype, size in requests:
+                places.append(self._one(dtype, size))
+        except MemoryError:
+            for place in places:
+                self.release(place)
+            raise
+        return places
 
     def release(self, place: Place) -> None:
         """Take a place back, for a later value of the same dtype and size."""

@@ -34,13 +34,14 @@ def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[t
     ]
 
 
-def singles(form: Form, table: KeyTable) -> list[Array]:
-    """Return the one array of each key; it fits the stored value of a key that is known."""
+def singles(form: Form, table: KeyTable | None) -> list[Array]:
+    """Return the one array of each key; it fits the value of a key that the table has."""
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_some(group, key)) > 1:
             raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
-        arrays.append(_readable(group[0], table[key]) if key in table else source(group[0]))
+        entry = table[key] if table is not None and key in table else None
+        arrays.append(_readable(group[0], entry) if entry else source(group[0]))
     return arrays
 
 

@@ -141,7 +141,10 @@ def _state(pid: int) -> str:
 
 def _ask(pid: int, answers: int) -> str:
     try:
-        with open(f"/proc/{pid}/fd/{answers}", errors="replace") as file:
+        path = f"/proc/{pid}/fd/{answers}"
+        if "mpikv-answers" not in os.readlink(path):
+            return ""  # another process has that number now, and the signal could kill it
+        with open(path, errors="replace") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, _QUESTION)
             deadline = time.monotonic() + _PATIENCE

@@ -136,5 +136,5 @@ def launch_of(environ: Mapping[str, str] | None = None) -> Launch | None:
             return Launch(launcher, int(environ[size]), int(environ[rank]))
     # srun --mpi=pmix tells the rank but not the size.
     if "PMIX_RANK" in environ:
-        return Launch("PMIx", int(environ.get("SLURM_NTASKS", "0")), int(environ["PMIX_RANK"]))
+        return Launch("PMIx", int(environ.get("SLURM_STEP_NUM_TASKS", "0")), int(environ["PMIX_RANK"]))
     return None

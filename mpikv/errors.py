@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import TypeVar
 
 __all__ = [
     "Closed",
@@ -37,6 +38,9 @@ __all__ = [
     "Unsupported",
     "ValueMismatch",
 ]
+
+
+Raised = TypeVar("Raised", bound=Exception)
 
 
 class MPIKVError(RuntimeError):
@@ -96,6 +100,12 @@ class PeerFailed(MPIKVError):
 
 class Closed(MPIKVError, ValueError):
     """The store was used after ``close()`` or in a forked child."""
+
+
+def settled(error: Raised) -> Raised:
+    """Mark an error that every rank knows of, each at the same step, so that the store can be used again."""
+    error.settled = True  # type: ignore[attr-defined]
+    return error
 
 
 def known_names(what: str, name: object, known: Iterable[str]) -> str:

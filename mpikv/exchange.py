@@ -14,8 +14,8 @@ import numpy as np
 from .arena import Arena
 from .arrays import disjoint, local_sum, storable, zeros
 from .errors import ConfigError
-from .keys import Entry, KeyTable
-from .placement import Replicated, place
+from .keys import KeyTable
+from .placement import place
 from .plan import Bucket, Plan, build
 from .typing import Array, Key, Placement, Transport, Updater
 from .updaters import Assign
@@ -182,30 +182,30 @@ class Exchange:
         if not self.updater.fallible:
             self._update_owned(plan, steps, [])
             return
-        changed: list[tuple[Entry, Array]] = []
+        changed: list[tuple[Array, Array]] = []
         failure: Exception | None = None
         try:
             self._update_owned(plan, steps, changed)
         except Exception as error:
             failure = error
         confirm(failure)
-        for entry, value in changed:
-            np.copyto(entry.value, value)
+        for stored, value in changed:
+            np.copyto(stored, value)
 
-    def _update_owned(self, plan: Plan, steps: Sequence[Any], changed: list[tuple[Entry, Array]]) -> None:
+    def _update_owned(self, plan: Plan, steps: Sequence[Any], changed: list[tuple[Array, Array]]) -> None:
         for entry, total, step in zip(plan.entries, plan.totals, steps, strict=True):
             if total is not None:
-                value = entry.value
+                value, state = entry.value, entry.state
                 if self.updater.fallible:
-                    value = value.copy()
-                    changed.append((entry, value))
-                self.updater.update(step, total, value, entry.state)
+                    value, state = value.copy(), {name: array.copy() for name, array in state.items()}
+                    changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
+                self.updater.update(step, total, value, state)
 
     def _count(self, plan: Plan) -> None:
         rows = plan.rows
         self.table.versions[rows] += 1
         self.table.counts[rows] += 1
-        self.table.stale[rows] = not (self.transport.shared or isinstance(self.placement, Replicated))
+        self.table.stale[rows] = not (self.transport.shared or self.placement.everywhere)
 
     def _publish(self, plan: Plan) -> None:
         """Give every rank the newest values of the keys."""

@@ -158,7 +158,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
         key, value = flatten(key, value, what)
     if not isinstance(key, (list, tuple)):
         single = _key(key)
-        return Form((single,), (_group(single, value, what),))
+        return Form((single,), ((),) if value is None else (_group(single, value, what),))
     names = _keys(key)
     unique = tuple(dict.fromkeys(names))
     if value is None:
@@ -220,8 +220,6 @@ def _key(key: Any) -> Key:
 
 
 def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
-    if value is None:
-        return ()
     group = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not group:
         raise ValueMismatch(f"an empty list of {what}s for key {key!r}")

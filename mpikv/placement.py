@@ -34,6 +34,7 @@ class Root:
     """The root owns everything."""
 
     name = "root"
+    everywhere = False
 
     def __init__(self, transport: Transport, root: int) -> None:
         self._transport, self._root = transport, root
@@ -52,6 +53,7 @@ class Owners:
     """Each block of values has one owner; the ranks own about equally much."""
 
     name = "sharded"
+    everywhere = False
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -70,6 +72,7 @@ class Sharded:
     """Every cell of a block's grid is cut into one shard per rank."""
 
     name = "sharded"
+    everywhere = False
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -93,6 +96,7 @@ class Replicated:
     """Every rank owns everything and makes every update."""
 
     name = "replicated"
+    everywhere = True
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

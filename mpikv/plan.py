@@ -82,6 +82,8 @@ class Plan:
     nbytes: int
     digest: int
     label: str
+    calls: dict[str, Any]
+    """What the store compares with other ranks before it runs the plan, per verb."""
 
 
 def digest(text: str) -> int:
@@ -106,18 +108,16 @@ def build(
     buckets: list[Bucket] = []
     totals: list[Array | None] = [None] * len(entries)
     for block, members in _by_block(entries).items():
-        sums = _BlockSums(block, members, entries) if whole else None
-        for pieces in _cells(block, members, entries):
-            bucket = _bucket(block, pieces, placement, scratch, sums)
-            buckets.append(bucket)
-        if sums is not None:
-            for item in members:
-                totals[item] = sums.of(entries[item]) if _owned(entries[item], placement) else None
+        buckets += [_bucket(block, ranges, placement, scratch, whole) for ranges in _cells(block, members, entries)]
+        for item in members if whole else ():
+            if _owned(entries[item], placement):
+                low, high = entries[item].place.start, entries[item].place.start + entries[item].place.size
+                totals[item] = block.sums[low:high].reshape(entries[item].shape)
     texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
     nbytes = sum(bucket.nbytes for bucket in buckets)
     rows = np.array([entry.index for entry in entries], np.intp)
     return Plan(
-        keys, tuple(entries), rows, tuple(buckets), tuple(totals), nbytes, digest("\n".join(texts)), label(keys)
+        keys, tuple(entries), rows, tuple(buckets), tuple(totals), nbytes, digest("\n".join(texts)), label(keys), {}
     )
 
 
@@ -128,24 +128,6 @@ def label(keys: Sequence[Key]) -> str:
     if len(keys) <= 3:
         return repr(list(keys))
     return f"[{keys[0]!r}, … {len(keys)} keys … {keys[-1]!r}]"
-
-
-class _BlockSums:
-    """Memory for the sums of a call's keys in one block, kept whole; allocated at the first bucket this rank owns."""
-
-    def __init__(self, block: Block, members: Sequence[int], entries: Sequence[Entry]) -> None:
-        self._first = min(entries[item].place.start for item in members)
-        self._last = max(entries[item].place.start + entries[item].place.size for item in members)
-        self._memory: Array | None = None
-        self._dtype = accumulator(block.values.dtype)
-
-    def range(self, start: int, stop: int) -> Array:
-        if self._memory is None:
-            self._memory = np.empty(self._last - self._first, self._dtype)
-        return self._memory[start - self._first : stop - self._first]
-
-    def of(self, entry: Entry) -> Array:
-        return self.range(entry.place.start, entry.place.start + entry.place.size).reshape(entry.shape)
 
 
 def _owned(entry: Entry, placement: Placement) -> bool:
@@ -183,17 +165,15 @@ def _bucket(
     ranges: Sequence[tuple[int, int, int, int]],
     placement: Placement,
     scratch: Callable[[np.dtype[Any], int], Array],
-    sums: _BlockSums | None,
+    whole: bool,
 ) -> Bucket:
     start, stop = ranges[0][2], ranges[-1][3]
     dtype = block.values.dtype
     pieces = tuple(Piece(item, begin, begin + high - low, low - start) for item, begin, low, high in ranges)
     share = placement.share(start, stop, block.grid(start), block.owner)
     owned = share.high - share.low
-    if sums is None:
-        total = scratch(accumulator(dtype), owned)
-    else:
-        total = sums.range(start + share.low, start + share.high) if owned else np.empty(0, accumulator(dtype))
+    in_whole = whole and owned > 0
+    total = block.sums[start + share.low : start + share.high] if in_whole else scratch(accumulator(dtype), owned)
     parts = tuple(_parts(block, start, share, [(p.item, p.at, p.until) for p in pieces], total))
     runs = tuple(_parts(block, start, share, _merged(pieces), total))
     dense = sum(p.end - p.begin for p in pieces) == stop - start

@@ -87,7 +87,8 @@ def create(
         >>> mpikv.create("dist_sync").type
         'dist_sync'
     """
-    settings, problem = Config(), None
+    settings = Config()
+    problem: Exception | None = None
     try:
         kind = _known(name)
         settings = Config.read(
@@ -98,21 +99,23 @@ def create(
             transport=transport,
             bucket_bytes=bucket_bytes,
         )
-    except (MPIKVError, TypeError) as error:
+    except Exception as error:
         problem = error
     group = connect(comm, settings)
     try:
-        _compare(
-            group, f"store {name!r}, root {root!r}, {replace(settings, abort=True)}", problem or _bad_root(root, group)
-        )
-        board = Board(group)
-        mover = open_transport(group, settings, board.warn)
-        store = KVStore(group, board, mover, settings, name=kind, root=root)
-    except (MPIKVError, MemoryError, TypeError):
+        problem = problem or _bad_root(root, group)
+        _compare(group, f"store {name!r}, root {root!r}, {replace(settings, abort=True)}", problem)
+        try:
+            board = Board(group)
+            mover = open_transport(group, settings, board.warn)
+        except Exception as error:
+            problem = error
+        _compare(group, "the store's parts", problem)  # one host may have less memory than another
+    except Exception:
         group.close()
         raise
     _prepare_endings()
-    return store
+    return KVStore(group, board, mover, settings, name=kind, root=root)
 
 
 def _compare(group: Group, wanted: str, problem: Exception | None) -> None:
@@ -162,6 +165,7 @@ def _close_all() -> None:
             store.close()
         except MPIKVError as error:
             logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
+            store.abandon("the program has ended")
 
 
 def _end_in_child() -> None:

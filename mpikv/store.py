@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from . import optimizers
-from .agreement import JOINED, Agreement, Call
+from .agreement import JOINED, Agreement, Call, Said
 from .arguments import like, new_arrays, outs_of, priorities, singles, sources, targets, updater_function, writable
 from .board import Board
 from .config import Config
-from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
+from .errors import Closed, ConfigError, RankMismatch, Stalled, TransportError, Unsupported, known_names
 from .exchange import Exchange
-from .keys import Form, KeyTable, parse
+from .keys import Form, parse
 from .plan import Plan, describe, digest, label
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
@@ -29,7 +29,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
 # closed: the garbage collector would take it at another moment on each rank.
 OPEN: list[KVStore] = []
-_MOST_CALLS = 4096
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
 
 
@@ -62,7 +61,7 @@ class KVStore:
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root)
         OPEN.append(self)
-        self._calls: dict[tuple[str, tuple[Key, ...]], Call] = {}
+        self._running = ""
         self._settings: tuple[Updater, int, int] = (self._exchange.updater, -1, 0)
 
     # --- Facts
@@ -135,6 +134,15 @@ class KVStore:
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
         return tuple(self._exchange.table)
+
+    def version(self, key: Key) -> int:
+        """Return how many pushes the value of a key has seen. Local.
+
+        Raises:
+            KeyNotInitialized: the key is unknown.
+        """
+        table = self._exchange.table
+        return int(table.versions[table[key].index])
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.keys())
@@ -324,7 +332,7 @@ class KVStore:
             >>> "w" in kv
             False
         """
-        self._collective("delete", key, lambda: self._prepare_delete(key), self._delete)
+        self._collective("delete", key, lambda: self._prepare_delete(key), self._exchange.delete)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Collective.
@@ -332,8 +340,9 @@ class KVStore:
         Raises:
             Stalled: a rank did not come within the store's timeout.
         """
-        self._collective("barrier", None, lambda: (Call("barrier", digest("barrier")), ()), lambda: None)
+        self._collective("barrier", None, lambda: (Call("barrier", digest("barrier")), ()), self._meet)
 
+    # MXNet's scripts call it so, and set_updater below.
     _barrier = barrier
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> None:
@@ -433,9 +442,10 @@ class KVStore:
         yield
         self._check_open("join")
         try:
-            self._shadow()
-        except TransportError as error:
-            self._end("join", error)
+            with np.errstate(all="ignore"):
+                self._shadow()
+        except BaseException as error:
+            self._end_unless_settled("join", error)
             raise
 
     def close(self) -> None:
@@ -447,10 +457,8 @@ class KVStore:
         """
         if self._ended is not None:
             return
-        try:
-            self._collective("close", None, lambda: (Call("close", digest("close")), ()), self._free)
-        finally:
-            self.abandon("the store was closed")
+        self._collective("close", None, lambda: (Call("close", digest("close")), ()), self._free)
+        self.abandon("the store was closed")
 
     def abandon(self, why: str) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
@@ -477,6 +485,9 @@ class KVStore:
     ) -> Result:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
         self._check_open(verb)
+        if self._running:
+            raise Unsupported(f"{verb}: the store is in {self._running}; an updater, or another thread, cannot call it")
+        self._running = verb
         try:
             try:
                 call, arguments = prepare()
@@ -486,48 +497,68 @@ class KVStore:
             # A caller who has numpy raise at an overflow would have the call end halfway, on some ranks.
             with np.errstate(all="ignore"):
                 return run(*arguments)
-        except TransportError as error:
-            self._end(verb, error)
+        except BaseException as error:
+            self._end_unless_settled(verb, error)
             raise
+        finally:
+            self._running = ""
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:
             raise Closed(f"{verb}: {self._ended}; create a new store")
 
-    def _end(self, verb: str, error: TransportError) -> None:
-        """Make the store unusable after a failure that other ranks may not know of, and complete its message."""
+    def _end_unless_settled(self, verb: str, error: BaseException) -> None:
+        """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
+        if getattr(error, "settled", False):
+            return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
             error.args = (f"{error}, in {self._board.call}" + (f": {about}" if about else ""),)
-        self._agreement.at_rank(verb, error)
-        self.abandon(f"the store ended in an earlier call ({error})")
+        if isinstance(error, TransportError):
+            self._agreement.at_rank(verb, error)
+        self.abandon(f"the store ended in an earlier call ({error!r})")
 
     def _shadow(self) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them."""
         call = Call("join", JOINED)
         while said := self._agreement.shadow(call):
-            if said.verb == "barrier":
-                continue
-            plan = self._exchange.plan(tuple(said.keys))
-            nothing: list[tuple[Array, ...]] = [()] * len(said.keys)
-            if said.verb == "push":
-                self._exchange.push(plan, nothing, self._exchange.steps(plan), self._confirmation(call))
-            elif said.verb == "pull":
-                self._exchange.pull(plan, nothing)
-            else:
-                steps = self._exchange.steps(plan)
-                self._exchange.pushpull(plan, nothing, steps, nothing, self._confirmation(call))
+            work, failure = None, None
+            try:
+                work = self._shadowed(said, call)
+            except Exception as error:
+                failure = error
+            self._agreement.confirm(call, failure)
+            if work:
+                work()
+
+    def _shadowed(self, said: Said, call: Call) -> Callable[[], None] | None:
+        """Return what a rank without work does in a call of the others."""
+        if said.verb == "barrier":
+            return None
+        plan = self._exchange.plan(tuple(said.keys))
+        mine = self._described(plan, updates=said.verb != "pull")
+        if mine != list(said.parts[: len(mine)]):
+            text = (
+                f"others call {said.text} with {said.parts[0]}; rank {self.rank}, which has left join(), has {mine[0]}"
+            )
+            raise RankMismatch(f"ranks disagree: {text}; nothing was changed")
+        nothing: list[tuple[Array, ...]] = [()] * len(said.keys)
+        if said.verb == "pull":
+            return lambda: self._exchange.pull(plan, nothing)
+        steps, confirm = self._exchange.steps(plan), self._confirmation(call)
+        if said.verb == "push":
+            return lambda: self._exchange.push(plan, nothing, steps, confirm)
+        return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
 
     def _planned(self, verb: str, keys: tuple[Key, ...], priority: Any = 0, updates: bool = False) -> tuple[Plan, Call]:
         """Return the plan for known keys, and what to compare with the other ranks before it is run."""
         plan = self._exchange.plan(keys)
         settings = self._updater_digest() if updates else 0
-        call = self._calls.get((verb, keys))
-        if call is None or call.token != plan.digest ^ digest(verb) ^ settings:
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
+        known, call = plan.calls.get(verb, (None, None))
+        if call is None or known != settings:
             token = plan.digest ^ digest(verb) ^ settings
-            call = self._calls[verb, keys] = Call(verb, token, plan.label, keys, lambda: self._described(plan, updates))
+            call = Call(verb, token, plan.label, keys, lambda: self._described(plan, updates))
+            plan.calls[verb] = (settings, call)
         if priority == 0 or not any(wishes := priorities(priority, keys)):
             return plan, call
         wish = f"priority {wishes}"
@@ -557,7 +588,7 @@ class KVStore:
         table.check_kind(form.keys)
         if not overwrite:
             table.check_new(form.keys)
-        arrays = singles(form, KeyTable())
+        arrays = singles(form, None)
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
         return self._valued("init", form, arrays, f"overwrite {known}"), (form.keys, arrays)
@@ -606,22 +637,21 @@ class KVStore:
         table = self._exchange.table
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
         out = like(key, form, stored) if out is None else out
-        outs = outs_of(key, out, form.keys).groups
-        for name, (shape, dtype), group in zip(form.keys, stored, outs, strict=True):
-            for each in group:
-                writable(each, name, shape, dtype)
+        outs = [
+            tuple(writable(array, name, shape, dtype) for array in group)
+            for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
+        ]
         call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
         return call, (form.keys, arrays, outs, out)
 
     def _broadcast(
-        self, keys: tuple[Key, ...], arrays: Sequence[Array], outs: Sequence[Sequence[Any]], result: Any
+        self, keys: tuple[Key, ...], arrays: Sequence[Array], outs: Sequence[Sequence[Array]], result: Any
     ) -> Any:
         new = [(key, array) for key, array in zip(keys, arrays, strict=True) if key not in self._exchange.table]
         self._exchange.enter([key for key, _ in new], [array for _, array in new])
         self._exchange.write(keys, arrays)
         self._transport.fence()
-        plan = self._exchange.plan(keys)
-        self._exchange.pull(plan, targets(plan.entries, outs))
+        self._exchange.pull(self._exchange.plan(keys), outs)
         return result
 
     def _prepare_set(self, key: Any, value: Any) -> tuple[Call, tuple[Any, ...]]:
@@ -634,10 +664,6 @@ class KVStore:
         _, call = self._planned("delete", keys)
         return call, (keys,)
 
-    def _delete(self, keys: Sequence[Key]) -> None:
-        self._exchange.delete(keys)
-        self._calls.clear()
-
     def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
         def prepare() -> tuple[Call, tuple[Any, ...]]:
             updater = make()
@@ -645,14 +671,13 @@ class KVStore:
             settings = updater.settings()
             return Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings]), (updater,)
 
-        self._collective(verb, None, prepare, self._adopt)
+        self._collective(verb, None, prepare, self._exchange.adopt)
 
-    def _adopt(self, updater: Updater) -> None:
-        self._exchange.adopt(updater)
-        self._calls.clear()  # they hold plans, which hold the old state
+    def _meet(self) -> None:
+        if not self._config.check:  # with it, comparing the calls was the barrier
+            self._agreement.confirm(Call("barrier", 0), None)
 
     def _free(self) -> None:
-        self._calls.clear()
         self._exchange.close()
         self._board.close()
         self._transport.close()

@@ -124,6 +124,8 @@ class Placement(Protocol):
     """Decides which rank owns which element, hence which collectives a push and a pull run. Stateless."""
 
     name: str
+    everywhere: bool
+    """Whether a push leaves every rank with the newest value, so that :meth:`publish` has nothing to do."""
 
     def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
         """Return who owns the elements ``[start, stop)`` of a block, which lie in the cell ``grid`` of its bucket grid.

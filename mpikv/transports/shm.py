@@ -13,7 +13,6 @@ until they are as far. So a wait has a deadline, knows who is missing, and gives
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,15 +49,13 @@ class ShmTransport:
         self._mine = group.rank * _SLOT
         self._peers = [rank * _SLOT for rank in range(group.size) if rank != group.rank]
         self._arrivals = 0
-        self._spins = _SPINS if group.size <= len(os.sched_getaffinity(0)) else 0
+        self._spins = _SPINS if group.size <= group.host_cores else 0
         staging = group.share(2 * group.size * limit)
         self._halves: Any = staging.reshape(2, group.size, limit)
         self._exchanges = 0
 
     def allocate(self, nbytes: int) -> Array:
-        memory = self._group.share(nbytes + 64)
-        start = -memory.__array_interface__["data"][0] % 64
-        return memory[start : start + nbytes]
+        return self._group.share(nbytes)
 
     def outbox(self, nbytes: int) -> Array:
         outbox: Array = self._halves[self._exchanges & 1, self.rank, :nbytes]
