@@ -195,9 +195,9 @@ class KVStore:
         Args:
             key: an int or a str, a list of them, or a dict of arrays. Repeated keys in a list mean a list of arrays.
             value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
-                left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is
-                cast. Half precision is summed in float32. The arrays are never changed or kept and may be reused
-                when push returns.
+                left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast.
+                Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
+                never changed or kept and may be reused when push returns.
             priority: an int, or one per key; the same on every rank. Calls run at once and in order, so it changes
                 nothing yet.
 

@@ -26,7 +26,9 @@ __all__ = ["Job", "run_job"]
 GRACE = 4.0
 """Seconds between a signal that asks the job to end and the next, harder one."""
 
-_MOMENT = 20_000_000  # nanoseconds
+# In nanoseconds: how much later the first death may be seen than those that followed from it, and how far apart two
+# that look alike must be for their order to be believed.
+_MOMENT, _DOUBT = 20_000_000, 4_000_000
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -73,16 +75,17 @@ def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int, o
 
 
 def _first(failures: Sequence[Death]) -> list[Death]:
-    """Return what ended the job: several if they were seen at once.
+    """Return what ended the job: several where it cannot be told which was first.
 
     MPICH's launcher may learn of a death, and kill the other ranks, before the dying process is seen to have ended. So
     of those within a moment, what it does not do to ranks came first.
     """
     begin = min(failure.time_ns for failure in failures)
     near = [failure for failure in failures if failure.time_ns - begin < _MOMENT]
-    near = [failure for failure in near if failure.status != -signal.SIGKILL] or near
-    earliest = min(failure.time_ns for failure in near)
-    return [failure for failure in near if failure.time_ns == earliest]
+    others = [failure for failure in near if failure.status != -signal.SIGKILL]
+    if others:
+        return [min(others, key=lambda failure: failure.time_ns)]
+    return [failure for failure in near if failure.time_ns - begin < _DOUBT]
 
 
 def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
