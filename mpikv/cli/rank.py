@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ..config import Config, launch_of
 from ..errors import ConfigError
-from .watch import PREFIX
+from .watch import FILES, PREFIX, shared_files
 
 INTERRUPTED = 130
 
@@ -144,6 +144,8 @@ def _announce(rank: int, process: int) -> None:
 
 def _record(rank: int, status: int, process: int) -> None:
     if os.getpid() == process and (directory := _directory()):
+        if status:
+            (directory / f"{FILES}{rank}").write_text("\n".join(shared_files(process)))
         (directory / str(rank)).write_text(str(status))
 
 

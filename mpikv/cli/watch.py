@@ -1,0 +1,165 @@
+"""The ranks of a running job as the launcher's side sees them: which died first, of what, and the files they share.
+
+A rank that is killed leaves no word, and a launcher then ends the other ranks without telling which was the first. A
+job that was killed also leaves its files in shared memory, which no other job ever takes away.
+
+All of this needs Linux (5.3 to see who died). Elsewhere nothing is seen, and nothing is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import re
+import select
+import struct
+import subprocess
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["FILES", "PREFIX", "Death", "Watch", "shared_files"]
+
+PREFIX = "rank."
+"""Begins the name of the file in which a rank writes its process id and its host when it starts."""
+
+FILES = "files."
+"""Begins the name of the file in which a rank that fails writes which files it shares."""
+
+_TICK = 0.05
+# Who makes a file in shared memory maps it soon after; others of the job a little later.
+_FRESH = 0.5
+_SHARED = Path("/dev/shm")
+# What MPI libraries call their files. A rank may map others, which are no business of ours.
+_FILES = re.compile(rf"{_SHARED}/(?:mpich_|sm_segment\.|vader_segment\.|osc_(?:sm|rdma)\.)\S*(?!.*\(deleted\))")
+
+# Of <linux/pidfd.h>: PIDFD_GET_INFO with the structure's first version, and the bit of its mask for the exit status.
+_INFO_BYTES, _INFO_EXIT = 64, 8
+_GET_INFO = (3 << 30) | (_INFO_BYTES << 16) | (0xFF << 8) | 11
+
+
+class Death(NamedTuple):
+    """The end of a rank's process."""
+
+    rank: int
+    time_ns: int
+    """The same for several that were seen at once."""
+    status: int | None
+    """As :func:`os.waitstatus_to_exitcode` has it: negative after a signal. None: it could not be learned."""
+
+
+class Watch:
+    """Waits for a launcher and meanwhile looks at its ranks, which write their process ids to a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.deaths: list[Death] = []
+        self._directory = directory
+        self._met: set[int] = set()
+        self._alive: dict[int, tuple[int, int]] = {}
+        self._poll = select.poll()
+        self._files: set[str] = set()
+        self._before = set(map(str, _SHARED.glob("*")))
+
+    def wait(self, launcher: subprocess.Popen[bytes]) -> int:
+        """Return the launcher's exit status."""
+        try:
+            own = _open(launcher.pid)
+        except OSError:
+            return launcher.wait()
+        self._poll.register(own, select.POLLIN)
+        while launcher.poll() is None:
+            self._look(_TICK)
+        # It may end before the ranks that it has ended.
+        self._poll.unregister(own)
+        self._look(_TICK if launcher.returncode and self._alive else 0)
+        for handle in (own, *self._alive):
+            os.close(handle)
+        return launcher.returncode
+
+    def remove_files(self) -> None:
+        """Remove what the ranks shared. Only after the last of them ended."""
+        told = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
+        for file in {*self._files, *told.split()}:
+            # A job that ends in peace removes its files itself.
+            with contextlib.suppress(OSError):
+                os.unlink(file)
+
+    def _look(self, seconds: float) -> None:
+        self._see_deaths(seconds)
+        self._meet_ranks()
+        for pid in self._to_ask():
+            self._files |= shared_files(pid)
+            # That took a millisecond, in which another death may follow the first.
+            self._see_deaths(0)
+
+    def _see_deaths(self, seconds: float) -> None:
+        ready, now = self._poll.poll(1000 * seconds), time.time_ns()
+        for handle, _ in ready:
+            if handle in self._alive:
+                rank, pid = self._alive.pop(handle)
+                self.deaths.append(Death(rank, now, _exit_status(handle, pid)))
+                self._poll.unregister(handle)
+                os.close(handle)
+
+    def _meet_ranks(self) -> None:
+        for path in self._directory.glob(PREFIX + "*"):
+            rank, (pid, _, host) = int(path.suffix[1:]), path.read_text().partition(" ")
+            # Not yet written, or, in a directory that several hosts share, of another host.
+            if rank in self._met or host != platform.node():
+                continue
+            self._met.add(rank)
+            try:
+                handle = _open(int(pid))
+            except ProcessLookupError:
+                self.deaths.append(Death(rank, time.time_ns(), None))
+                continue
+            self._alive[handle] = rank, int(pid)
+            self._poll.register(handle, select.POLLIN)
+
+    def _to_ask(self) -> list[int]:
+        """Return the ranks that may have made the newest shared files, which can be seen only while they live."""
+        try:
+            fresh = time.time() - _SHARED.stat().st_mtime < _FRESH
+            unknown = fresh and any(_FILES.match(str(file)) for file in _SHARED.iterdir() if not self._knows(file))
+        except OSError:
+            return []
+        return [pid for _, pid in self._alive.values()] if unknown else []
+
+    def _knows(self, file: Path) -> bool:
+        return str(file) in self._before or str(file) in self._files
+
+
+def shared_files(pid: int) -> set[str]:
+    """Return the shared files of an MPI library that a process has; none if it has ended."""
+    try:
+        return set(_FILES.findall(Path(f"/proc/{pid}/maps").read_text()))
+    except OSError:
+        return set()
+
+
+def _open(pid: int) -> int:
+    """Return a handle on a process.
+
+    Raises:
+        ProcessLookupError: it has ended.
+        OSError: this system has no such handles.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError("no pidfd_open")
+    return os.pidfd_open(pid)
+
+
+def _exit_status(handle: int, pid: int) -> int | None:
+    """Return the status of a process that has ended and may be somebody else's child."""
+    with contextlib.suppress(OSError, IndexError):  # its parent was faster
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        if fields[0] == "Z":
+            return os.waitstatus_to_exitcode(int(fields[-1]))
+    info = bytearray(struct.pack("Q", _INFO_EXIT).ljust(_INFO_BYTES, b"\0"))
+    with contextlib.suppress(OSError):  # Linux before 6.15
+        fcntl.ioctl(handle, _GET_INFO, info)
+        if struct.unpack_from("Q", info)[0] & _INFO_EXIT:
+            return os.waitstatus_to_exitcode(int(struct.unpack_from("i", info, _INFO_BYTES - 4)[0]))
+    return None

@@ -1,0 +1,448 @@
+"""In kv.join() ranks do unequal amounts of work: the sums are those of the ranks that still have some."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import Closed, PeerFailed, RankMismatch, Stalled, Unsupported, optimizers
+
+ALL = pytest.mark.ranks(1, 2, 3, 4)
+SEVERAL = pytest.mark.ranks(2, 3, 4)
+
+# Float64 of several buckets, half precision, and a single number.
+SHAPES = {"large": (40, 60), "half": (7,), "one": ()}
+DTYPES = {"large": np.dtype(np.float64), "half": np.dtype(np.float16), "one": np.dtype(np.float32)}
+
+
+@pytest.fixture(params=["shm", "mpi"])
+def transport(request, ranks):
+    if ranks == 1 and request.param == "mpi":
+        pytest.skip("one rank has one transport")
+    return "auto" if ranks == 1 else request.param
+
+
+@pytest.fixture
+def kv(comm, transport):
+    with mpikv.create(comm=comm, transport=transport, timeout=10, bucket_bytes=4096) as store:
+        yield store
+
+
+def amounts(pattern, size):
+    """Return how many steps each rank makes."""
+    return {
+        "root leaves first": list(range(size)),
+        "root leaves last": [size - rank for rank in range(size)],
+        "equal": [2] * size,
+        "no work at all": [0] * size,
+    }[pattern]
+
+
+def swap(key, given, stored):
+    """Depend on the key, the sum and the stored value, without growing."""
+    stored[...] = np.where(stored == 0, given + len(key), 0)
+
+
+UPDATERS = {
+    "assign": lambda: None,
+    "callable": lambda: swap,
+    "sgd": lambda: optimizers.SGD(learning_rate=0.25, momentum=0.5),
+    "adam": lambda: optimizers.Adam(multi_precision=True),
+    "lamb": lambda: optimizers.LAMB(learning_rate=0.125),
+}
+
+
+class Oracle:
+    """The values in one process."""
+
+    def __init__(self, updater):
+        self.updater = updater
+        self.values = {key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()}
+        self.counts = dict.fromkeys(SHAPES, 0)
+        self.state = {}
+        if isinstance(updater, optimizers.Optimizer):
+            for key, value in self.values.items():
+                slots = updater.slots(value.dtype).items()
+                self.state[key] = {name: np.zeros(value.shape, dtype) for name, dtype in slots}
+
+    def push(self, key, arrays):
+        value = self.values[key]
+        wide = np.dtype(np.float32) if value.dtype == np.float16 else value.dtype
+        total = np.zeros(value.shape, wide)
+        for array in arrays:
+            total += array.astype(wide)
+        self.counts[key] += 1
+        if self.updater is None:
+            value[...] = total
+        elif self.updater is swap:
+            swap(key, total.astype(value.dtype), value)
+        else:
+            self.updater.update(self.updater.step(key, self.counts[key]), total, value, self.state[key])
+
+
+def brought(step, rank, key):
+    """Return what a rank pushes: small integers, whose sums are exact in every dtype and order."""
+    random = np.random.default_rng([step, rank, len(key)])
+    return random.integers(-4, 5, SHAPES[key]).astype(DTYPES[key])
+
+
+def adopt(kv, updater):
+    if isinstance(updater, optimizers.Optimizer):
+        kv.set_optimizer(updater)
+    elif updater:
+        kv.set_updater(updater)
+
+
+def check_values(kv, oracle):
+    for key, value in zip(SHAPES, kv.pull(list(SHAPES)), strict=True):
+        np.testing.assert_array_equal(value, oracle.values[key], err_msg=key)
+
+
+def in_block(kv, work=lambda: None):
+    with kv.join():
+        work()
+
+
+def is_last(kv):
+    return kv.rank == kv.size - 1
+
+
+def placements(name):
+    return ["root"] if name == "callable" else ["root", "sharded", "replicated"]
+
+
+@ALL
+@pytest.mark.parametrize("pattern", ["root leaves first", "root leaves last"])
+@pytest.mark.parametrize(
+    ("name", "placement"), [(name, placement) for name in UPDATERS for placement in placements(name)]
+)
+def test_values(comm, transport, name, placement, pattern):
+    with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
+        kv.init({key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()})
+        adopt(kv, UPDATERS[name]())
+        oracle = Oracle(UPDATERS[name]())
+        steps = amounts(pattern, kv.size)
+        with kv.join():
+            for step in range(max(steps)):
+                workers = [rank for rank in range(kv.size) if steps[rank] > step]
+                for key in SHAPES:
+                    oracle.push(key, [brought(step, rank, key) for rank in workers])
+                if kv.rank in workers:
+                    work(kv, step, oracle)
+        check_values(kv, oracle)
+        # State and counts of updates are alike, too, so that what follows is right.
+        for key in SHAPES:
+            oracle.push(key, [brought(99, rank, key) for rank in range(kv.size)])
+        kv.push({key: brought(99, kv.rank, key) for key in SHAPES})
+        check_values(kv, oracle)
+
+
+def work(kv, step, oracle):
+    """Make one step, each in another way, and look at its result."""
+    values = {key: brought(step, kv.rank, key) for key in SHAPES}
+    if step % 3 == 0:
+        for key, value in values.items():
+            kv.push(key, value)
+        kv.barrier()
+        results = [kv.pull(key) for key in SHAPES]
+    elif step % 3 == 1:
+        results = [np.empty_like(value) for value in values.values()]
+        kv.pushpull(list(values), list(values.values()), out=results, priority=[3, 2, 1])
+    else:
+        kv.push(values, priority=-step)
+        results = kv.pull(list(SHAPES), priority=-step)
+    for key, result in zip(SHAPES, results, strict=True):
+        np.testing.assert_array_equal(result, oracle.values[key], err_msg=key)
+
+
+@ALL
+@pytest.mark.parametrize("pattern", ["equal", "no work at all"])
+def test_equal_work(kv, pattern):
+    kv.init("w", np.zeros(5))
+    with kv.join():
+        for _ in range(amounts(pattern, kv.size)[kv.rank]):
+            kv.push("w", np.ones(5))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(5, kv.size if pattern == "equal" else 0))
+
+
+@SEVERAL
+def test_calls_of_several_verbs(kv):
+    """A rank that has left takes part in each, whatever its number."""
+    kv.init([1, 2], [np.zeros(3), np.zeros(600)])
+    with kv.join():
+        for turn in range(kv.rank * 3):
+            kv.barrier()
+            kv.push([2, 1], [[np.ones(600), np.ones(600)], np.ones(3)])
+            alive = sum(turn < rank * 3 for rank in range(kv.size))
+            first, second = kv.pull([1, 2])
+            assert (first == alive).all()
+            assert (second == 2 * alive).all()
+            kv.pull(1, out=[np.empty(3), np.empty(3)])
+            gradient = np.ones(3)
+            assert kv.pushpull(1, gradient) is gradient
+            assert (gradient == alive).all()
+    assert (kv.pull(1) == 1).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_large_values(comm, transport):
+    """From 8 MiB on a pushpull delivers early."""
+    size = (8 << 20) // 4 + 1000
+    with mpikv.create(comm=comm, transport=transport) as kv:
+        kv.init("w", np.zeros(size, np.float32))
+        with kv.join():
+            for turn in range(1 + kv.rank):
+                value = np.ones(size, np.float32)
+                kv.pushpull("w", value)
+                assert (value == kv.size - turn).all()
+        assert (kv.pull("w") == 1).all()
+
+
+@SEVERAL
+def test_again_and_again(kv):
+    kv.init("w", np.zeros(2))
+    for turn in range(3):
+        with kv.join():
+            for _ in range(1 + (kv.rank + turn) % kv.size):
+                kv.push("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.ones(2))
+    kv.push("w", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
+
+
+@SEVERAL
+def test_blocks_in_a_block(kv):
+    """The inner one waits for all; those who have no work left are in neither."""
+    kv.init("w", np.zeros(2))
+    with kv.join():
+        with kv.join():
+            for _ in range(kv.rank):
+                kv.push("w", np.ones(2))
+        assert (kv.pull("w") == 1).all()
+        for _ in range(kv.size - kv.rank):
+            kv.push("w", np.full(2, 2.0))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 2.0))
+
+
+@SEVERAL
+def test_other_stores_in_the_block(kv, comm):
+    """A private store is nobody else's concern; one of all ranks has a block of its own."""
+    from mpi4py import MPI
+
+    kv.init("w", np.zeros(2))
+    with mpikv.create(comm=comm, timeout=10) as other:
+        other.init("v", np.zeros(2))
+        with mpikv.create(comm=MPI.COMM_SELF) as own, kv.join():
+            own.init("mine", np.zeros(2))
+            for turn in range(kv.rank):
+                own.push("mine", np.full(2, float(turn)))
+                kv.push("w", own.pull("mine"))
+        with other.join():
+            for _ in range(kv.size - kv.rank):
+                other.push("v", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size - 2.0))
+        np.testing.assert_array_equal(other.pull("v"), np.ones(2))
+
+
+@SEVERAL
+def test_two_stores_cannot_be_left_at_once(comm, transport):
+    """A rank waits in the inner block and cannot take part in calls of the outer store; a deadline ends that."""
+    outer, inner = (mpikv.create(comm=comm, transport=transport, timeout=0.4, warn_after=100) for _ in range(2))
+    outer.init("w", np.zeros(2))
+
+    def work():
+        for _ in range(1 + is_last(outer)):
+            outer.push("w", np.ones(2))
+
+    with pytest.raises(Stalled), outer.join():
+        in_block(inner, work)
+    comm.Barrier()
+    for store in (outer, inner):
+        store.abandon("its ranks are not in step")
+
+
+# --- Errors
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    "verb", ["init", "set", "broadcast", "delete", "set_updater", "set_optimizer", "overwrite", "updater"]
+)
+def test_calls_that_cannot_be_joined(kv, verb):
+    kv.init("w", np.full(2, 5.0))
+    calls = {
+        "init": lambda: kv.init("v", np.ones(2)),
+        "overwrite": lambda: kv.init("w", np.ones(3), overwrite=True),
+        "set": lambda: kv.set("w", np.ones(2)),
+        "broadcast": lambda: kv.broadcast("w", np.ones(2)),
+        "delete": lambda: kv.delete("w"),
+        "set_updater": lambda: kv.set_updater(swap),
+        "set_optimizer": lambda: kv.set_optimizer("sgd"),
+        "updater": lambda: kv.updater(swap),
+    }
+    last = kv.size - 1
+    with pytest.raises(RankMismatch, match=rf"rank {last} calls .*left join\(\).*nothing was changed"):
+        in_block(kv, calls[verb] if kv.rank == last else lambda: None)
+    assert kv.keys() == ("w",)
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
+    kv.push("w", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
+
+
+@pytest.mark.ranks(3, 4)
+def test_working_ranks_that_differ(kv):
+    kv.init(["w", "v"], [np.full(2, 5.0), np.full(2, 6.0)])
+    last = kv.size - 1
+    text = rf"rank 1 calls push\('w'\); rank {last} calls pull\('v'\); nothing was changed"
+    work = {0: lambda: None, last: lambda: kv.pull("v")}.get(kv.rank, lambda: kv.push("w", np.ones(2)))
+    with pytest.raises(RankMismatch, match=text):
+        in_block(kv, work)
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
+
+
+@SEVERAL
+def test_a_bad_argument_while_others_have_left(kv):
+    kv.init("w", np.full(2, 5.0))
+    last = kv.size - 1
+    work = {0: lambda: None, last: lambda: kv.push("unknown", np.ones(2))}
+    with pytest.raises(mpikv.MPIKVError) as caught:
+        in_block(kv, work.get(kv.rank, lambda: kv.push("w", np.ones(2))))
+    if kv.rank == last:
+        assert isinstance(caught.value, mpikv.KeyNotInitialized)
+    else:
+        assert isinstance(caught.value, PeerFailed)
+        assert caught.value.rank == last
+        assert "'unknown'" in str(caught.value)
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
+    kv.push("w", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
+
+
+@SEVERAL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_an_updater_raises_at_a_root_that_has_left(kv, verb):
+    def update(key, given, stored):
+        stored += given
+        if key == "v" and broken:
+            raise ZeroDivisionError("a mistake in the updater")
+
+    broken = [True]
+    kv.init(["w", "v"], [np.full(2, 5.0), np.full(2, 6.0)])
+    kv.set_updater(update)
+    work = lambda: kv.is_root or getattr(kv, verb)(["w", "v"], [np.ones(2), np.ones(2)])  # noqa: E731
+    with pytest.raises((ZeroDivisionError, PeerFailed), match="a mistake in the updater") as caught:
+        in_block(kv, work)
+    assert isinstance(caught.value, ZeroDivisionError if kv.is_root else PeerFailed)
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, 5.0))
+    broken.clear()
+    kv.push("v", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("v"), np.full(2, 6.0 + kv.size))
+
+
+@SEVERAL
+def test_an_error_of_the_script_while_others_have_left(comm, transport):
+    """They wait for the rank in vain, and are told where it is. Uncaught, the error would have ended the job."""
+    kv = mpikv.create(comm=comm, transport=transport, timeout=0.4, warn_after=100)
+    kv.init("w", np.zeros(2))
+    last, started = kv.size - 1, time.monotonic()
+    if kv.rank == last:
+        with pytest.raises(ArithmeticError, match="mine"), kv.join():
+            raise ArithmeticError("mine")
+        comm.Barrier()
+        with pytest.raises(Stalled, match="given up"):
+            kv.pull("w")
+    else:
+        with pytest.raises(Stalled, match=rf"^join: waited .*rank {last} began call #1 init\('w'\) last") as caught:
+            in_block(kv)
+        assert caught.value.missing == (last,)
+        assert time.monotonic() - started < 5
+        comm.Barrier()
+    with pytest.raises(Closed, match="the store ended in an earlier call"):
+        kv.pull("w")
+
+
+@SEVERAL
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_a_learning_rate_that_changes_after_others_have_left(comm, transport, placement, verb):
+    """Those who have left would update their part with the old rate."""
+    with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10) as kv:
+        kv.init("w", np.zeros(40000))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+
+        def work():
+            getattr(kv, verb)("w", np.ones(40000))
+            if is_last(kv):
+                kv.set_learning_rate(0.5)
+                getattr(kv, verb)("w", np.ones(40000))
+
+        with pytest.raises((RankMismatch, PeerFailed), match=r"learning_rate=0\.5.*nothing was changed"):
+            in_block(kv, work)
+        kv.set_learning_rate(1.0)
+        np.testing.assert_array_equal(kv.pull("w"), np.full(40000, -float(kv.size)))
+        with kv.join():
+            for _ in range(1 + is_last(kv)):
+                kv.push("w", np.ones(40000))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(40000, -2.0 * kv.size - 1))
+
+
+@SEVERAL
+def test_a_schedule_that_raises_on_a_rank_that_has_left(kv):
+    def schedule(count):
+        if count == 2 and kv.is_root and broken:
+            raise LookupError("no rate for 2")
+        return 1.0
+
+    broken = [True]
+    kv.init("w", np.zeros(2))
+    kv.set_optimizer("sgd", lr_scheduler=schedule)
+
+    def work():
+        for _ in range(1 + (not kv.is_root)):
+            kv.push("w", np.ones(2))
+
+    with pytest.raises((LookupError, PeerFailed), match="no rate for 2") as caught:
+        in_block(kv, work)
+    assert isinstance(caught.value, LookupError if kv.is_root else PeerFailed)
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, -float(kv.size)))
+    broken.clear()
+    kv.push("w", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, -2.0 * kv.size))
+
+
+@ALL
+def test_without_the_comparison_of_calls(comm, transport):
+    with mpikv.create(comm=comm, transport=transport, check=False) as kv:
+        kv.init("w", np.zeros(2))
+        with pytest.raises(Unsupported, match=re.escape("join: the store was created with check=False")), kv.join():
+            pytest.fail("the block is not entered")
+        kv.push("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
+
+
+@ALL
+def test_a_closed_store(comm, transport):
+    kv = mpikv.create(comm=comm, transport=transport)
+    for _ in range(2):
+        with pytest.raises(Closed, match=r"^join: the store was closed"):
+            in_block(kv, kv.close)
+
+
+@SEVERAL
+def test_a_store_that_ended_in_the_block(comm, transport):
+    kv = mpikv.create(comm=comm, transport=transport, timeout=0.3, warn_after=100)
+
+    def work():
+        if is_last(kv):
+            comm.Barrier()
+        with pytest.raises(Stalled):
+            kv.barrier()
+        if not is_last(kv):
+            comm.Barrier()
+
+    with pytest.raises(Closed, match="the store ended in an earlier call"):
+        in_block(kv, work)
