@@ -95,7 +95,7 @@ class Agreement:
             self._tell(call, error)
         raise self.at_rank(call.verb, error)
 
-    def confirm(self, call: Call, error: Exception | None) -> None:
+    def confirm(self, call: Call, error: BaseException | None) -> None:
         """Learn whether what only some ranks did, as the owners' updates, went well; raise on all ranks if not."""
         if error is None:
             if not self._transport.agree(_WELL):
@@ -116,7 +116,7 @@ class Agreement:
         self._board.write(self.calls, call.note)
         return None if self._transport.agree(JOINED) else self._settle(call)[0]
 
-    def _tell(self, call: Call, error: Exception | None) -> list[Said]:
+    def _tell(self, call: Call, error: BaseException | None) -> list[Said]:
         """Exchange what each rank has to say."""
         mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), _told(error) if error else "")
         return [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
@@ -131,7 +131,10 @@ class Agreement:
         if len(working) < len(said):
             self._check_joinable(call, working)
         if len({other.token for other in working.values()}) > 1:
-            text = f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed"
+            text = (
+                f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed; "
+                "every rank must make the same calls in the same order, outside of conditions on the rank"
+            )
             raise self.at_rank(call.verb, RankMismatch(text))
         return next(iter(working.values())), len(working) < len(said)
 
@@ -160,7 +163,7 @@ def _of_peer(call: Call, rank: int, told: str) -> Exception:
     return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed", rank)
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {error}"

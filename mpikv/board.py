@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import signal
+import sysconfig
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -30,6 +31,7 @@ _QUESTION = signal.SIGUSR2
 _PATIENCE = 0.5
 _MOST_ASKED = 4
 _PACKAGE = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
 class Board:
@@ -42,7 +44,14 @@ class Board:
         self._rank, self._ranks = group.rank, group.host_ranks
         self._elsewhere = group.size - len(self._ranks)
         slot = np.dtype(
-            [("call", "i8"), ("length", "i8"), ("pid", "i8"), ("answers", "i8"), ("text", "u1", self._TEXT)]
+            [
+                ("call", "i8"),
+                ("length", "i8"),
+                ("pid", "i8"),
+                ("answers", "i8"),
+                ("over", "i8"),
+                ("text", "u1", self._TEXT),
+            ]
         )
         board = group.share(slot.itemsize * len(self._ranks))
         self._slots = board.view(slot)
@@ -78,13 +87,23 @@ class Board:
         """
         begun = self._head[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
-        late = tuple(sorted({*fewer, *missing}))
+        late = tuple(sorted({*fewer, *missing})) or self._away()
         texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
         if len(late) > _MOST_ASKED:
             texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
         if self._elsewhere:
             texts.append(f"the {self._elsewhere} ranks of other hosts cannot be seen from here")
         return late, "; ".join(texts)
+
+    def give_up(self) -> None:
+        """Say that this rank is in no call any more."""
+        self._slots[self._ranks.index(self._rank)]["over"] = 1
+
+    def _away(self) -> tuple[int, ...]:
+        """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
+        others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
+        asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
+        return tuple(rank for rank, slot in asked if not _waits(int(slot["pid"]), int(slot["answers"])))
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
@@ -127,8 +146,19 @@ def _whereabouts(pid: int, answers: int) -> str:
         return "its process is gone"
     if state == "stopped":
         return f"its process {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
-    line = _ask(pid, answers) if answers >= 0 else ""
-    return f"is now at {line}" if line else f"its process {pid} does not answer"
+    lines = _ask(pid, answers)
+    if not lines:
+        return f"its process {pid} does not answer"
+    # The caller's own line says more than one of a library that it calls.
+    own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
+    outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
+    return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
+
+
+def _waits(pid: int, answers: int) -> bool:
+    """Return whether a process seems to be in this package's code; one that does not answer may be."""
+    lines = _ask(pid, answers)
+    return _state(pid) == "running" and (not lines or lines[0][0].startswith(_PACKAGE))
 
 
 def _state(pid: int) -> str:
@@ -139,11 +169,14 @@ def _state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(letter, "running")
 
 
-def _ask(pid: int, answers: int) -> str:
+def _ask(pid: int, answers: int) -> list[tuple[str, str, str]]:
+    """Return file, line and function of each frame of a process, the innermost first; none if it does not answer."""
+    if answers < 0:
+        return []
     try:
         path = f"/proc/{pid}/fd/{answers}"
         if "mpikv-answers" not in os.readlink(path):
-            return ""  # another process has that number now, and the signal could kill it
+            return []  # another process has that number now, and the signal could kill it
         with open(path, errors="replace") as file:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, _QUESTION)
@@ -152,8 +185,6 @@ def _ask(pid: int, answers: int) -> str:
                 time.sleep(0.01)
             time.sleep(0.01)  # the answer is written in pieces
             file.seek(before)
-            lines = re.findall(r'File "(.*)", line (\d+) in (.*)', file.read())
+            return re.findall(r'File "(.*)", line (\d+) in (.*)', file.read())
     except OSError:
-        return ""
-    outside = [line for line in lines if not line[0].startswith(_PACKAGE)] or lines
-    return "{}:{} in {}".format(*outside[0]) if outside else ""
+        return []

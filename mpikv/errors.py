@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-Raised = TypeVar("Raised", bound=Exception)
+Raised = TypeVar("Raised", bound=BaseException)
 
 
 class MPIKVError(RuntimeError):

@@ -85,7 +85,7 @@ class Exchange:
     # --- Push and pull
 
     def push(
-        self, plan: Plan, sources: Groups, steps: Sequence[Any], confirm: Callable[[Exception | None], None]
+        self, plan: Plan, sources: Groups, steps: Sequence[Any], confirm: Callable[[BaseException | None], None]
     ) -> None:
         """Sum the sources over ranks and update.
 
@@ -111,7 +111,7 @@ class Exchange:
         sources: Groups,
         steps: Sequence[Any],
         targets: Groups,
-        confirm: Callable[[Exception | None], None],
+        confirm: Callable[[BaseException | None], None],
     ) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
         if self._whole or plan.nbytes < _STREAMED_BYTES:
@@ -174,7 +174,7 @@ class Exchange:
             for array in outs[piece.item]:
                 np.copyto(array[piece.begin : piece.end], bucket.value[piece.at : piece.until], casting="unsafe")
 
-    def _update_whole(self, plan: Plan, steps: Sequence[Any], confirm: Callable[[Exception | None], None]) -> None:
+    def _update_whole(self, plan: Plan, steps: Sequence[Any], confirm: Callable[[BaseException | None], None]) -> None:
         """Run an updater of whole values on those that this rank owns, in the order of the call.
 
         A fallible updater changes copies, which are stored when every rank knows that all went well.
@@ -183,10 +183,10 @@ class Exchange:
             self._update_owned(plan, steps, [])
             return
         changed: list[tuple[Array, Array]] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             self._update_owned(plan, steps, changed)
-        except Exception as error:
+        except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
             failure = error
         confirm(failure)
         for stored, value in changed:

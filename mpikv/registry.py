@@ -21,9 +21,9 @@ from .errors import (
     Unsupported,
     known_names,
 )
-from .store import OPEN, KVStore
+from .store import LOST, OPEN, KVStore
 from .transports import open_transport
-from .world import Group, connect
+from .world import Group, connect, end_job, last_seen
 
 __all__ = ["create"]
 
@@ -166,12 +166,19 @@ def _close_all() -> None:
         except MPIKVError as error:
             logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
             store.abandon("the program has ended")
+    # First to all, then wait: the ranks may have lost their stores in another order.
+    farewells = [store.farewell() for store in LOST]
+    absent = last_seen([heard for heard, _ in farewells], max((seconds for _, seconds in farewells), default=0))
+    if absent:
+        logging.getLogger("mpikv").error("ending the job: ranks %s do not come to their end", absent)
+        end_job()
 
 
 def _end_in_child() -> None:
     """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
     for store in OPEN.copy():
         store.abandon("the store was made before a fork, which MPI does not survive")
+    LOST.clear()  # the parent's affair
 
 
 @cache

@@ -21,7 +21,7 @@ from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .world import Group
 
-__all__ = ["OPEN", "KVStore"]
+__all__ = ["LOST", "OPEN", "KVStore"]
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -29,6 +29,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
 # closed: the garbage collector would take it at another moment on each rank.
 OPEN: list[KVStore] = []
+# Those that were not closed together, so that not all ranks may come to the end of MPI.
+LOST: list[KVStore] = []
+# Seconds that ranks may differ in reaching the end of the program after a failure.
+_LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
 
 
@@ -458,15 +462,28 @@ class KVStore:
         if self._ended is not None:
             return
         self._collective("close", None, lambda: (Call("close", digest("close")), ()), self._free)
-        self.abandon("the store was closed")
+        self._leave("the store was closed")
 
     def abandon(self, why: str) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
         wait for ever.
         """
         if self._ended is None:
-            self._ended = why
-            OPEN.remove(self)
+            LOST.append(self)
+            self._leave(why)
+
+    def _leave(self, why: str) -> None:
+        self._ended = why
+        OPEN.remove(self)
+
+    def farewell(self) -> tuple[Callable[[], list[int]], float]:
+        """Tell the other ranks that this one ends without having closed the store together with them. For the end.
+
+        Returns:
+            What says which ranks have not told the same yet, and how many seconds they may take.
+        """
+        # One that does not know of the failure yet finds it when it closes the store, after the timeout.
+        return self._group.farewell(), self._config.timeout + _LAST_STEPS
 
     def __enter__(self) -> KVStore:
         return self
@@ -505,7 +522,7 @@ class KVStore:
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:
-            raise Closed(f"{verb}: {self._ended}; create a new store")
+            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}; create a new store"))
 
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
@@ -513,7 +530,9 @@ class KVStore:
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
-            error.args = (f"{error}, in {self._board.call}" + (f": {about}" if about else ""),)
+            self._board.give_up()
+            about = f": {about}" if about else ""
+            error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self._agreement.at_rank(verb, error)
         self.abandon(f"the store ended in an earlier call ({error!r})")
@@ -626,7 +645,7 @@ class KVStore:
         self._exchange.pushpull(*arguments)
         return result
 
-    def _confirmation(self, call: Call) -> Callable[[Exception | None], None]:
+    def _confirmation(self, call: Call) -> Callable[[BaseException | None], None]:
         return lambda failure: self._agreement.confirm(call, failure)
 
     def _prepare_broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> tuple[Call, tuple[Any, ...]]:

@@ -33,11 +33,12 @@ class Waiting:
             Stalled: it was not before the deadline; ``missing()`` are the ranks that were waited for, if it can be
             told.
         """
+        # Before the first yield: on a busy core each may take a scheduler's slice, and all of them seconds.
+        started, warned = time.monotonic(), False
         for _ in range(_YIELDS):
             if ready():
                 return
             os.sched_yield()
-        started, warned = time.monotonic(), False
         while not ready():
             waited = time.monotonic() - started
             if waited > self._timeout and not ready():

@@ -6,12 +6,14 @@ rank needs no MPI library.
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -20,12 +22,15 @@ import numpy as np
 
 from .arrays import zeros
 from .config import Config, Launch, launch_of
-from .errors import ConfigError, TransportError, TransportUnavailable, settled
+from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, settled
 from .typing import Array
+from .waiting import Waiting
 
-__all__ = ["Group", "connect"]
+__all__ = ["Group", "connect", "end_job", "last_seen"]
 
 _SHARED = "/dev/shm"
+# The tag of the message of a rank that has waited too long for others to come, and seconds to wait for such messages.
+_GIVEN_UP, _PATIENCE = 32101, 0.3
 # A pair of cache lines, which processors fetch together.
 _ALIGNMENT = 128
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
@@ -134,6 +139,10 @@ class Group:
         except _mpi().Exception as error:
             raise TransportError(f"MPI failed in {doing}: {error}") from error
 
+    def farewell(self) -> Callable[[], list[int]]:
+        """Tell the other ranks that this one ends; return a function that says which have not told the same yet."""
+        return list if self.comm is None else _farewell(self.comm)
+
     def close(self) -> None:
         """Free the shared memory and the communicators. Collective, idempotent."""
         if self.comm is None:
@@ -165,7 +174,66 @@ def connect(comm: Any, config: Config) -> Group:
     world = mpi.COMM_WORLD if comm is None else comm
     if world.size > 1 and config.abort:
         _abort_on_exception(mpi)
+    if world.size > 1:
+        _assemble(world, config.timeout)
     return Group(world)
+
+
+def end_job() -> None:
+    """End all ranks, from one that cannot leave in peace: MPI ends only when every rank has come to its end."""
+    mpi = _mpi()
+    if not mpi.Is_finalized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
+
+
+def _assemble(world: Any, timeout: float) -> None:
+    """Wait until every rank has come here. What MPI does next would wait for them without a deadline.
+
+    Raises:
+        Stalled: some have not, or had given up when this one came.
+    """
+    request, problem = world.Ibarrier(), ""
+    missing: list[int] = []
+    try:
+        Waiting(timeout).until(request.Test, tuple)
+        # MPICH's first probe only makes progress, by which the second sees the message.
+        if world.Iprobe(tag=_GIVEN_UP) or world.Iprobe(tag=_GIVEN_UP):
+            problem = f"rank {world.rank} came late, and the others have given up waiting for it"
+    except Stalled:
+        missing = last_seen([_farewell(world)], _PATIENCE)
+        who = f"ranks {missing}, which have not called it" if missing else "ranks that came late"
+        problem = f"waited {timeout:.1f} s for {who}"
+    if problem:
+        atexit.register(end_job)
+        raise Stalled(f"create: {problem} [rank {world.rank}/{world.size}]", missing)
+
+
+def _farewell(comm: Any) -> Callable[[], list[int]]:
+    mpi = _mpi()
+    absent = set(range(comm.size)) - {comm.rank}
+    messages = [comm.Isend(b"", rank, _GIVEN_UP) for rank in absent]
+
+    def still_absent() -> list[int]:
+        said = mpi.Status()
+        while comm.Iprobe(mpi.ANY_SOURCE, _GIVEN_UP, said):
+            comm.Recv(bytearray(1), said.source, _GIVEN_UP)
+            absent.discard(said.source)
+        mpi.Request.Testall(messages)
+        return sorted(absent)
+
+    return still_absent
+
+
+def last_seen(farewells: Sequence[Callable[[], list[int]]], seconds: float) -> list[int]:
+    """Return the ranks that have not said farewell after so many seconds."""
+    limit = time.monotonic() + seconds
+    while absent := sorted({rank for still_absent in farewells for rank in still_absent()}):
+        if time.monotonic() > limit:
+            return absent
+        time.sleep(0.01)
+    return []
 
 
 def _mpi() -> Any:

@@ -31,6 +31,7 @@ LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
     ("world", "arrays"),
     ("world", "config"),
+    ("world", "waiting"),
     ("plan", "keys"),
     ("store", "exchange"),
     ("__main__", "cli"),

@@ -10,6 +10,7 @@ bucket that costs nothing that could be measured; on small messages some microse
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ __all__ = ["MpiTransport"]
 
 # The tag of the message of a rank that has given up.
 _GONE = 1
+_DESERTED = "other ranks have given up waiting in this call"
+# Polls of a request between two looks for that message.
+_LOOK_EVERY = 64
 # Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
 _unfinished: list[Any] = []
 
@@ -98,8 +102,8 @@ class MpiTransport:
         with self._group.translated("agree"):
             self._complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
             # MPICH's first probe only makes progress, by which the second sees the message.
-            if self._comm.Iprobe(tag=_GONE) or self._comm.Iprobe(tag=_GONE):
-                raise Stalled("other ranks have given up waiting for this one")
+            if self._deserted() or self._deserted():
+                raise Stalled(_DESERTED)
         return bool(self._highest[0] == -self._highest[1])
 
     def close(self) -> None:
@@ -124,13 +128,26 @@ class MpiTransport:
         return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM
 
     def _complete(self, request: Any) -> None:
+        polls = itertools.count(1)
+
+        def ready() -> bool:
+            if request.Test():
+                return True
+            # Some collectives need the others to go on, so one that they have left may never complete.
+            if next(polls) % _LOOK_EVERY == 0 and self._deserted():
+                raise Stalled(_DESERTED)
+            return False
+
         try:
-            self._waiting.until(request.Test, tuple)
+            self._waiting.until(ready, tuple)
         except BaseException:
             # A rank that comes later finds its collective complete; this tells it that it is alone.
             others = (rank for rank in range(self.size) if rank != self.rank)
             _unfinished.extend([request, *(self._comm.Isend(b"", rank, _GONE) for rank in others)])
             raise
+
+    def _deserted(self) -> bool:
+        return bool(self._comm.Iprobe(tag=_GONE))
 
 
 def _summed_as(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -1,0 +1,173 @@
+"""Transports that misbehave by plan, and a store over them: what the other ranks see of it is then a test.
+
+All plans are drawn from a seed, so that a failure can be had again. ``seed`` must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..board import Board
+from ..config import Config
+from ..errors import TransportError
+from ..store import KVStore
+from ..transports import open_transport
+from ..typing import Array, Transport
+from ..world import connect
+
+__all__ = ["Dying", "Failing", "Slow", "Wrapper", "store_over"]
+
+
+class Wrapper:
+    """Passes every call on, and tells :meth:`before` of each that waits for other ranks."""
+
+    data = ("reduce", "allreduce", "reduce_scatter", "all_gather", "broadcast")
+    """The calls that move data, which ranks make only after they have agreed."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.name, self.rank, self.size = transport.name, transport.rank, transport.size
+        self.shared, self.limit = transport.shared, transport.limit
+
+    def before(self, call: str) -> None:
+        """Do something before the collective of that name."""
+
+    def allocate(self, nbytes: int) -> Array:
+        return self._transport.allocate(nbytes)
+
+    def outbox(self, nbytes: int) -> Array:
+        return self._transport.outbox(nbytes)
+
+    def reduce(self, send: Array, recv: Array, root: int) -> None:
+        self.before("reduce")
+        self._transport.reduce(send, recv, root)
+
+    def allreduce(self, send: Array, recv: Array) -> None:
+        self.before("allreduce")
+        self._transport.allreduce(send, recv)
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+        self.before("reduce_scatter")
+        self._transport.reduce_scatter(send, recv, counts)
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        self.before("all_gather")
+        self._transport.all_gather(buffer, counts)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        self.before("broadcast")
+        self._transport.broadcast(buffer, root)
+
+    def fence(self) -> None:
+        self.before("fence")
+        self._transport.fence()
+
+    def agree(self, token: int) -> bool:
+        self.before("agree")
+        return self._transport.agree(token)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class Slow(Wrapper):
+    """Sleeps before about half of the calls, on each rank before others.
+
+    Example:
+        >>> from mpikv.transports.local import LocalTransport
+        >>> transport = Slow(LocalTransport(4096), seed=1, longest=1e-3)
+        >>> transport.agree(7)
+        True
+    """
+
+    def __init__(self, transport: Transport, seed: int, longest: float) -> None:
+        """``longest`` is in seconds."""
+        super().__init__(transport)
+        self._random, self._longest = random.Random(f"{seed} {transport.rank}"), longest
+
+    def before(self, call: str) -> None:
+        if self._random.random() < 0.5:
+            time.sleep(self._random.uniform(0, self._longest))
+
+
+class Planned(Wrapper):
+    """Does something on one rank, once, at a call that was planned."""
+
+    def __init__(
+        self, transport: Transport, seed: int = 0, *, rank: int | None = None, call: int | None = None, most: int = 20
+    ) -> None:
+        """Plan the rank, and the number of its call from 1 to ``most``; the seed decides what is not given."""
+        super().__init__(transport)
+        draw = random.Random(seed)
+        drawn_rank, drawn_call = draw.randrange(transport.size), draw.randint(1, most)
+        self.victim = drawn_rank if rank is None else rank
+        """The rank on which it happens."""
+        self.planned = drawn_call if call is None else call
+        """The number of the call at which it happens."""
+        self.calls = 0
+
+    def counts(self, call: str) -> bool:
+        """Return whether calls of that name are counted."""
+        return True
+
+    def before(self, call: str) -> None:
+        if not self.counts(call):
+            return
+        self.calls += 1
+        if self.calls == self.planned and self.rank == self.victim:
+            self.strike(call)
+
+    def strike(self, call: str) -> None:
+        """Do what was planned."""
+
+
+class Failing(Planned):
+    """Raises TransportError on one rank at its n-th call that moves data, hence after the ranks have agreed.
+
+    Example:
+        >>> import numpy as np
+        >>> from mpikv.transports.local import LocalTransport
+        >>> transport = Failing(LocalTransport(4096), rank=0, call=2)
+        >>> transport.broadcast(np.ones(2), 0)
+        >>> transport.broadcast(np.ones(2), 0)
+        Traceback (most recent call last):
+        mpikv.errors.TransportError: planned failure in broadcast, data call 2 of rank 0
+    """
+
+    def counts(self, call: str) -> bool:
+        return call in self.data
+
+    def strike(self, call: str) -> None:
+        raise TransportError(f"planned failure in {call}, data call {self.calls} of rank {self.rank}")
+
+
+class Dying(Planned):
+    """Kills its own process, as the kernel does when memory runs out, at the n-th call of any kind on one rank."""
+
+    def strike(self, call: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def store_over(wrap: Callable[[Transport], Transport], *, comm: Any = None, root: int = 0, **options: Any) -> KVStore:
+    """Return a store over a wrapped transport. Collective.
+
+    Close it: unlike one of :func:`mpikv.create`, it may not be closed at the end of the program. ``options`` are the
+    fields of :class:`mpikv.config.Config`; nothing is read from the environment.
+
+    Example:
+        >>> import numpy as np
+        >>> with store_over(lambda transport: Slow(transport, seed=0, longest=1e-3)) as kv:
+        ...     kv.init("w", np.zeros(2))
+        ...     kv.push("w", np.ones(2))
+        ...     kv.pull("w")
+        array([1., 1.])
+    """
+    config = Config(**options)
+    group = connect(comm, config)
+    board = Board(group)
+    return KVStore(group, board, wrap(open_transport(group, config, board.warn)), config, root=root)

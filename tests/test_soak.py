@@ -1,0 +1,54 @@
+"""The soak test, for seconds: it runs, it finds nothing wrong, and it would find something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import why_no_mpi
+
+LOSSY = """
+from mpikv.transports.local import LocalTransport
+
+sums = []
+
+def lossy(self, send, recv, counts=None):
+    sums.append(recv)
+    recv[...] = send if len(sums) % 50 else np.zeros_like(send)
+
+LocalTransport.reduce_scatter = LocalTransport.allreduce = lossy
+
+"""
+SOAK = Path(__file__).parents[1] / "scripts" / "soak"
+
+
+def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    command = [sys.executable, str(SOAK), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_some_rounds(size: str) -> None:
+    done = soak("--minutes", "0.04", "--seed", "7", "-n", size)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("nothing lost, nothing wrong, nothing grew\n")
+    assert "fault a bad argument" in done.stdout
+
+
+@pytest.mark.deadline(60)
+def test_a_wrong_sum_is_found(tmp_path: Path) -> None:
+    """A transport that loses one rank's contribution once in a while must not go unnoticed."""
+    text = SOAK.read_text()
+    main = 'if __name__ == "__main__":'
+    assert main in text
+    (tmp_path / "soak").write_text(text.replace(main, LOSSY + main))
+    command = [sys.executable, str(tmp_path / "soak"), "--minutes", "0.1", "--seed", "7", "-n", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "WRONG in round" in done.stdout
+    assert "again:  scripts/soak --seed 7 --round" in done.stdout

@@ -1,0 +1,148 @@
+"""A job on two hosts: the transport and the results are right, and a cut between them leaves no rank waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import ADDRESSES, Hosts, two_hosts
+from launching import mpi, why_no_mpi
+
+TIMEOUT = 2.0
+"""Seconds that a store waits."""
+START = 60.0
+"""Seconds until all ranks of a job must be at work."""
+
+VALUES = """
+import platform
+import numpy as np
+import mpikv
+
+for placement in ("auto", "root", "sharded", "replicated"):
+    for updater in ("none", "function", "sgd"):
+        if updater == "function" and placement in ("sharded", "replicated"):
+            continue
+        with mpikv.create(placement=placement, timeout=20, bucket_bytes=1 << 16) as kv:
+            assert (kv.transport, kv.size) == ("mpi", 4), repr(kv)
+            kv.init({"large": np.zeros(50_000), "half": np.zeros(7, np.float16)})
+            if updater == "function":
+                kv.set_updater(lambda key, given, stored: np.copyto(stored, stored + 2 * given))
+            elif updater == "sgd":
+                kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+            value = momentum = 0.0
+            for step in range(3):
+                mine, total = float(step + kv.rank), 4 * step + 6
+                kv.push({"large": np.full(50_000, mine), "half": np.full(7, mine, np.float16)})
+                momentum = 0.5 * momentum - 0.5 * total
+                value = {"none": total, "function": value + 2 * total, "sgd": value + momentum}[updater]
+                for pulled in kv.pull(["large", "half"]):
+                    assert (pulled == value).all(), (placement, updater, step, value, pulled)
+print(kv.rank, platform.node(), flush=True)
+"""
+
+CUT = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import mpikv
+
+folder = Path(sys.argv[1])
+kv = mpikv.create(timeout=float(sys.argv[2]))
+kv.init("w", np.zeros(1000))
+(folder / f"process{kv.rank}").write_text(str(os.getpid()))
+try:
+    for step in range(1_000_000):
+        kv.push("w", np.ones(1000))
+        kv.pull("w")
+        if step == 10:
+            (folder / f"ready{kv.rank}").touch()
+        time.sleep(0.002)
+except mpikv.MPIKVError as error:
+    (folder / f"error{kv.rank}").write_text(f"{type(error).__name__}: {error}")
+    time.sleep(1)  # the first rank to end takes the others with it, which have something to write, too
+    raise
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+        try:
+            pair = stack.enter_context(two_hosts(tmp_path))
+        except OSError as error:
+            pytest.skip(f"two hosts cannot be made here: {error}")
+        yield pair
+
+
+def start(hosts: Hosts, text: str, *arguments: str) -> subprocess.Popen[bytes]:
+    script = hosts.folder / "script.py"
+    script.write_text(text)
+    places = ",".join(f"{address}:2" for address in ADDRESSES)
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", "--hosts", places, str(script), *arguments]
+    return hosts.start(command)
+
+
+def wait(condition: Callable[[], bool], seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.deadline(90)
+def test_values(hosts: Hosts) -> None:
+    job = start(hosts, VALUES)
+    status, output = job.wait(80), hosts.output.read_text()
+    assert status == 0, output
+    lines = [f"{rank} {hosts.names[rank // 2]}" for rank in range(4)]
+    assert sorted(line for line in output.splitlines() if line in lines) == lines, output
+    assert hosts.processes() == []
+
+
+@pytest.mark.deadline(120)
+def test_a_cut(hosts: Hosts) -> None:
+    """Every rank raises Stalled or is ended; the job is no success. See docs/hosts.md for what each MPI does."""
+    job = start(hosts, CUT, str(hosts.folder), str(TIMEOUT))
+    assert wait(lambda: len(list(hosts.folder.glob("ready*"))) == 4, START)
+    ranks = {int(path.name[7:]): int(path.read_text()) for path in hosts.folder.glob("process*")}
+    hosts.cut()
+    began = time.monotonic()
+    assert wait(lambda: not any(Path(f"/proc/{process}").exists() for process in ranks.values()), TIMEOUT + 8)
+    took = time.monotonic() - began
+    errors = {rank: read(hosts.folder / f"error{rank}") for rank in ranks}
+    alone = wait(lambda: job.poll() is not None, 8)
+    if not alone:
+        job.terminate()
+    assert wait(lambda: job.poll() is not None, 10), "the launcher does not end when it is asked to"
+    print(f"{mpi()[0].version}: ranks ended after {took:.1f} s, the launcher {'by itself' if alone else 'by SIGTERM'}")
+    print("\n".join(f"rank {rank}: {text or 'ended by MPI'}" for rank, text in sorted(errors.items())))
+    raised = [text for text in errors.values() if text]
+    # Open MPI itself ends a rank that finds no way to another host.
+    assert len(raised) >= (4 if "MPICH" in mpi()[0].version else 2)
+    assert all(text.startswith("Stalled: ") and f"waited {TIMEOUT:.1f} s" in text for text in raised), errors
+    assert all("the 2 ranks of other hosts cannot be seen from here" in text for text in raised), errors
+    assert job.returncode != 0
+    # A daemon of the launcher may stay on the other host, which nobody can reach any more.
+    left = [Path(f"/proc/{process}/cmdline").read_bytes() for process in hosts.processes()]
+    assert not any(b"python" in line and b"script.py" in line for line in left), left
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_nothing_stays_behind(hosts: Hosts) -> None:
+    sleeper = hosts.start(["sleep", "60"])
+    assert wait(lambda: sleeper.pid in hosts.processes(), 5)
+    hosts.remove()
+    assert sleeper.wait(5) == -9
+    assert not any(Path("/run/netns", name).exists() for name in hosts.names)
