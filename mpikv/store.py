@@ -240,6 +240,7 @@ class KVStore:
             KeyNotInitialized: ``init`` was not called for a key.
             ValueMismatch: a shape or a dtype does not fit.
             TypeError: ``out`` cannot be written, as JAX's arrays.
+            RankMismatch, PeerFailed: as in :meth:`push`.
 
         Example:
             >>> import mpikv, numpy as np
@@ -268,6 +269,7 @@ class KVStore:
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
             ValueMismatch: a shape, a dtype or the number of arrays does not fit.
+            RankMismatch, PeerFailed: as in :meth:`push`.
 
         Example:
             >>> import mpikv, numpy as np
@@ -292,7 +294,11 @@ class KVStore:
             priority: as in :meth:`push`.
 
         Returns:
-            ``out``, or new arrays.
+            ``out``, or new arrays; a nested dict comes back flat, with joined keys.
+
+        Raises:
+            ValueMismatch: a value or ``out`` does not fit a known key, or a dtype cannot be stored.
+            RankMismatch, PeerFailed: as in :meth:`push`.
 
         Example:
             >>> import mpikv, numpy as np
@@ -307,6 +313,10 @@ class KVStore:
         """Overwrite stored values by the root's, without the updater. Optimizer state stays.
 
         Collective. ``value`` is read on the root only; the other ranks' are checked.
+
+        Args:
+            key: as in :meth:`init`.
+            value: an array of the stored shape, or a list of one per key. A dtype of the same kind is cast.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -323,10 +333,16 @@ class KVStore:
         self._collective("set", key, lambda: self._prepare_set(key, value), self._exchange.write)
 
     def delete(self, key: Any) -> None:
-        """Remove keys, their values and their optimizer state. Collective.
+        """Remove keys, their values and their optimizer state.
+
+        Collective.
+
+        Args:
+            key: an int or a str, or a list of them.
 
         Raises:
             KeyNotInitialized: a key is unknown.
+            RankMismatch, PeerFailed: as in :meth:`push`.
 
         Example:
             >>> import mpikv, numpy as np
@@ -413,7 +429,7 @@ class KVStore:
         checks.
 
         Raises:
-            ConfigError: no optimizer is set.
+            ConfigError: no optimizer is set, or its rate is given by a schedule.
         """
         if self.optimizer is None:
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
@@ -426,7 +442,8 @@ class KVStore:
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
         of times. A rank that has left contributes nothing to their sums and is given nothing; a sum then has fewer
-        terms, by which a mean over ranks has to be corrected by the caller.
+        terms, by which a mean over ranks has to be corrected by the caller. Only one store can be used in the
+        block: a rank that has left waits in it.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.

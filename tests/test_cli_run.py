@@ -33,7 +33,7 @@ ONE_HOST = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_mtl": "^ofi"}
 ALL = {"PYTHONFAULTHANDLER": "1"}
 QUIET = {"OMPI_MCA_osc": "^ucx"}
 CROWDED = {
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "1",

@@ -292,7 +292,7 @@ def _openmpi_variables(major: int, *, several: bool, crowded: bool, root: bool) 
         variables |= {"OMPI_MCA_btl": "self,sm,tcp" if major >= 5 else "self,vader,tcp", "OMPI_MCA_mtl": "^ofi"}
     if crowded:
         variables |= {
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_mpi_yield_when_idle": "1",
