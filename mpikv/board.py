@@ -31,7 +31,7 @@ _QUESTION = signal.SIGUSR2
 _PATIENCE = 0.5
 _MOST_ASKED = 4
 _PACKAGE = str(Path(__file__).parent)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
+_LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
 class Board:
@@ -157,8 +157,10 @@ def _whereabouts(pid: int, answers: int) -> str:
 
 def _waits(pid: int, answers: int) -> bool:
     """Return whether a process seems to be in this package's code; one that does not answer may be."""
-    lines = _ask(pid, answers)
-    return _state(pid) == "running" and (not lines or lines[0][0].startswith(_PACKAGE))
+    files = [file for file, _, _ in _ask(pid, answers)]
+    # This package may stand among the libraries, and calls some: when it waits, and when it asks as we do here.
+    telling = [file for file in files if file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)]
+    return _state(pid) == "running" and (not telling or telling[0].startswith(_PACKAGE))
 
 
 def _state(pid: int) -> str:
