@@ -572,8 +572,14 @@ class KVStore:
         if said.verb == "barrier":
             return None
         plan = self._exchange.plan(tuple(said.keys))
-        mine = self._described(plan, updates=said.verb != "pull")
-        if mine != list(said.parts[: len(mine)]):
+        steps = self._exchange.steps(plan)
+        texts = self._described(plan, updates=said.verb != "pull")
+        mine = (
+            texts
+            if said.verb == "pull"
+            else self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe()
+        )
+        if not set(mine) <= set(said.parts):
             text = (
                 f"others call {said.text} with {said.parts[0]}; rank {self.rank}, which has left join(), has {mine[0]}"
             )
@@ -581,7 +587,7 @@ class KVStore:
         nothing: list[tuple[Array, ...]] = [()] * len(said.keys)
         if said.verb == "pull":
             return lambda: self._exchange.pull(plan, nothing)
-        steps, confirm = self._exchange.steps(plan), self._confirmation(call)
+        confirm = self._confirmation(call)
         if said.verb == "push":
             return lambda: self._exchange.push(plan, nothing, steps, confirm)
         return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
@@ -604,6 +610,13 @@ class KVStore:
     def _described(self, plan: Plan, updates: bool) -> list[str]:
         texts = describe(plan.keys, [e.shape for e in plan.entries], [e.dtype for e in plan.entries])
         return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
+
+    def _with_steps(self, call: Call, steps: Sequence[Any]) -> Call:
+        """Add what a user's schedule returned to what is compared: two functions may differ and have the same name."""
+        if self.optimizer is None or not self.optimizer.opaque:
+            return call
+        text = f"steps {list(dict.fromkeys(steps))}"
+        return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
 
     def _updater_digest(self) -> int:
         updater = self._exchange.updater
@@ -637,7 +650,7 @@ class KVStore:
         form = parse(key, value)
         plan, call = self._planned("push", form.keys, priority, updates=True)
         arrays, steps = sources(plan.entries, form.groups), self._exchange.steps(plan)
-        return call, (plan, arrays, steps, self._confirmation(call))
+        return self._with_steps(call, steps), (plan, arrays, steps, self._confirmation(call))
 
     def _prepare_pull(self, key: Any, out: Any, priority: Any) -> tuple[Call, tuple[Any, ...]]:
         if out is None and not isinstance(key, Mapping):
@@ -656,7 +669,7 @@ class KVStore:
         arrays, steps = sources(plan.entries, form.groups), self._exchange.steps(plan)
         outs = targets(plan.entries, (form if out is None else outs_of(key, out, form.keys)).groups)
         result = out if out is not None else key if isinstance(key, Mapping) else value
-        return call, (result, plan, arrays, steps, outs, self._confirmation(call))
+        return self._with_steps(call, steps), (result, plan, arrays, steps, outs, self._confirmation(call))
 
     def _pushpull(self, result: Any, *arguments: Any) -> Any:
         self._exchange.pushpull(*arguments)

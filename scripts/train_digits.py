@@ -18,6 +18,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -230,10 +231,8 @@ class Reporter:
 
     def plot(self, path: str) -> None:
         """Draw both curves into a file."""
-        try:
-            import matplotlib
-        except ImportError:
-            sys.exit("--plot needs matplotlib:  pip install matplotlib")
+        import matplotlib
+
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
@@ -269,7 +268,10 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="train again with every optimizer and placement, or those given, and compare the weights with one process",
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.plot and not find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib:  pip install matplotlib")
+    return options
 
 
 def main() -> int:

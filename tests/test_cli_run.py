@@ -244,7 +244,7 @@ def test_dry_run_shows_the_line_and_starts_nothing(tmp_path: Path, library: Libr
     *variables, line = done.stdout.splitlines()
     assert done.returncode == 0
     assert line.startswith(str(find_launcher(library, os.environ).path))
-    assert line.endswith(f"-m mpikv.cli.rank '{name}' -n --dry-run")
+    assert line.endswith(f"main()' '{name}' -n --dry-run")
     assert "PYTHONFAULTHANDLER=1" in variables
     assert not any(variable.startswith("OMP_NUM_THREADS") for variable in variables)
     assert any(variable.startswith("OMPI_MCA_btl=") for variable in variables) == (library.kind == "Open MPI")

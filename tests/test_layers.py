@@ -32,6 +32,7 @@ SIDEWAYS = {
     ("world", "arrays"),
     ("world", "config"),
     ("world", "waiting"),
+    ("optimizers", "schedules"),
     ("plan", "keys"),
     ("store", "exchange"),
     ("__main__", "cli"),

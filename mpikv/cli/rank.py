@@ -1,4 +1,4 @@
-"""What ``mpikv run`` starts on each rank: ``python -m mpikv.cli.rank (SCRIPT | -m MODULE) ARGUMENTS``.
+"""What ``mpikv run`` starts on each rank, with the arguments ``(SCRIPT | -m MODULE) ARGUMENTS``.
 
 The script runs as plain Python would run it. What differs is its end: where one rank fails, the others would wait for
 it in their next collective call for ever, so an uncaught exception or a nonzero exit ends the whole job, after its
@@ -75,14 +75,14 @@ def _run(arguments: Sequence[str], prefix: str) -> int:
 
 def _run_module(arguments: Sequence[str]) -> None:
     sys.argv[:] = arguments
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 def _run_script(arguments: Sequence[str]) -> None:
     sys.argv[:] = arguments
     script = os.path.abspath(arguments[0])
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # the current directory, there because of -m
     if os.path.isdir(script) or zipfile.is_zipfile(script):
         runpy.run_path(script, run_name="__main__")
         return

@@ -129,9 +129,13 @@ def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
     return script
 
 
+# Not -m, which would look for this package, and for numpy, in the current directory first.
+_ENTRY = "import sys; sys.path[0] or sys.path.pop(0); from mpikv.cli.rank import main; main()"
+
+
 def _run(options: argparse.Namespace, program: Sequence[str], size: int) -> int:
     environ = launchers.environment()
-    command = [sys.executable, "-m", "mpikv.cli.rank", *program]
+    command = [sys.executable, "-c", _ENTRY, *program]
     hosts = _fill(options.hosts, size) if options.hosts else None
     cores = launchers.core_count()
     try:

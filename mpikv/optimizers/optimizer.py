@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, Unsupported, known_names
+from ..schedules import Schedule
 from ..typing import Array, Key, Slots
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, count, describe, flag, number, rate
 
@@ -174,6 +175,11 @@ class Optimizer:
         if self._has_master(dtype, precision):
             slots["master"] = precision
         return slots
+
+    @property
+    def opaque(self) -> bool:
+        """Whether the rate comes from a function of the user's, of which :meth:`settings` knows the name only."""
+        return self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__
 
     def step(self, key: Key, count: int) -> Step:
         """Return all that depends on the key or on its count, ``count`` (1 at the first).

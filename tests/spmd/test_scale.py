@@ -12,7 +12,7 @@ import pytest
 
 import mpikv
 
-ALL = pytest.mark.ranks(1, 2, 4)
+ALL = pytest.mark.ranks(1, 2)
 
 
 def memory_in_use():
