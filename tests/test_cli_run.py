@@ -494,3 +494,15 @@ def test_exit_status(command: str, status: int, reason: str) -> None:
     found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True)
     assert (found, text.startswith(reason)) == (status, True)
     assert before == {number: signal.getsignal(number) for number in before}
+
+
+def test_modules_of_the_current_directory_are_not_the_script_s(tmp_path: Path, library: Library) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mpikv").mkdir()
+    script(tmp_path / "here", "raise SystemExit('a numpy of the current directory was loaded')", "numpy.py")
+    name = script(tmp_path, "import numpy, mpikv; print(mpikv.create().size, flush=True)")
+    command = [str(Path(sys.executable).with_name("mpikv")), "run", "-n", "2", name]
+    done = subprocess.run(
+        command, cwd=tmp_path / "here", env=clean(os.environ), capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr

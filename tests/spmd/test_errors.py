@@ -298,6 +298,24 @@ def test_a_learning_rate_of_one_rank(watched):
 
 
 @SEVERAL
+def test_a_schedule_that_differs_between_ranks():
+    """Two functions of one name cannot be told apart; what they return can."""
+
+    def schedule_of(rate):
+        return lambda count: rate
+
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(200_000))
+        kv.set_optimizer("sgd", lr_scheduler=schedule_of(1.0 + kv.rank % 2))
+        with pytest.raises(RankMismatch, match=r"rate=1\.0.*rate=2\.0.*nothing was changed"):
+            kv.push("w", np.ones(200_000))
+        np.testing.assert_array_equal(kv.pull("w"), np.ones(200_000))
+        kv.optimizer.lr_scheduler = schedule_of(1.0)
+        kv.push("w", np.ones(200_000))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(200_000, 1.0 - kv.size))
+
+
+@SEVERAL
 def test_keys_of_other_types_on_an_empty_store(transport):
     """A call that failed must not leave the ranks with different ideas of the keys' type."""
     with mpikv.create(transport=transport, timeout=10) as kv:
