@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, known_names
@@ -83,6 +84,14 @@ class Config:
 
 # Variables of the launcher, set for its ranks; not settings of a store.
 LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN"})
+# Begins the name of the file, in the directory that MPIKV_RUN names, in which a rank writes which files it shares.
+FILES = "files."
+
+
+def run_directory(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the directory in which ``mpikv run`` on this host wants to hear from its ranks."""
+    directory = Path((os.environ if environ is None else environ).get("MPIKV_RUN", ""))
+    return directory if directory.is_absolute() and directory.is_dir() else None
 
 
 def _choose(field: str, value: object, known: tuple[object, ...]) -> None:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from .arrays import zeros
-from .config import Config, Launch, launch_of
+from .config import FILES, Config, Launch, launch_of, run_directory
 from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, settled
 from .typing import Array
 from .waiting import Waiting
@@ -176,7 +178,17 @@ def connect(comm: Any, config: Config) -> Group:
         _abort_on_exception(mpi)
     if world.size > 1:
         _assemble(world, config.timeout)
-    return Group(world)
+    group = Group(world)
+    if launch is not None and (directory := run_directory()):
+        _note_files(directory / f"{FILES}{launch.rank}")
+    return group
+
+
+def _note_files(path: Path) -> None:
+    """Write which files this rank shares: one that is killed cannot tell, and the launcher may not have seen them."""
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        path.write_text("\n".join(sorted(set(re.findall(rf"{_SHARED}/\S+", maps.read_text())))))
 
 
 def end_job() -> None:

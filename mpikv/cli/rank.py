@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from ..config import Config, launch_of
+from ..config import FILES, Config, launch_of
 from ..errors import ConfigError
-from .watch import FILES, PREFIX, shared_files
+from .watch import PREFIX, shared_files
 
 INTERRUPTED = 130
 

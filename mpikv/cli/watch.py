@@ -20,13 +20,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FILES", "PREFIX", "Death", "Watch", "shared_files"]
+from ..config import FILES
+
+__all__ = ["PREFIX", "Death", "Watch", "shared_files"]
 
 PREFIX = "rank."
 """Begins the name of the file in which a rank writes its process id and its host when it starts."""
-
-FILES = "files."
-"""Begins the name of the file in which a rank that fails writes which files it shares."""
 
 _TICK = 0.05
 # Who makes a file in shared memory maps it soon after; others of the job a little later.
@@ -81,7 +80,7 @@ class Watch:
     def remove_files(self) -> None:
         """Remove what the ranks shared. Only after the last of them ended."""
         told = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
-        for file in {*self._files, *told.split()}:
+        for file in {*self._files, *filter(_FILES.match, told.split())}:
             # A job that ends in peace removes its files itself.
             with contextlib.suppress(OSError):
                 os.unlink(file)
