@@ -119,11 +119,8 @@ def test_a_cut(hosts: Hosts) -> None:
     assert wait(lambda: not any(Path(f"/proc/{process}").exists() for process in ranks.values()), TIMEOUT + 8)
     took = time.monotonic() - began
     errors = {rank: read(hosts.folder / f"error{rank}") for rank in ranks}
-    alone = wait(lambda: job.poll() is not None, 8)
-    if not alone:
-        job.terminate()
-    assert wait(lambda: job.poll() is not None, 10), "the launcher does not end when it is asked to"
-    print(f"{mpi()[0].version}: ranks ended after {took:.1f} s, the launcher {'by itself' if alone else 'by SIGTERM'}")
+    assert wait(lambda: job.poll() is not None, 12), "mpikv run goes on when all its ranks have ended"
+    print(f"{mpi()[0].version}: ranks ended after {took:.1f} s")
     print("\n".join(f"rank {rank}: {text or 'ended by MPI'}" for rank, text in sorted(errors.items())))
     raised = [text for text in errors.values() if text]
     # Open MPI itself ends a rank that finds no way to another host.

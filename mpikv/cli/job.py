@@ -45,7 +45,13 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
     with tempfile.TemporaryDirectory(prefix="mpikv-run-") as directory:
         watch = Watch(Path(directory))
         job = Job(command, {**environ, "MPIKV_RUN": directory})
-        status = watch.wait(job.process)
+
+        def deserted() -> None:
+            # Open MPI's launcher waits for hosts that it cannot reach any more.
+            if _failures(_recorded(Path(directory)), watch.deaths):
+                job.end_soon()
+
+        status = watch.wait(job.process, deserted)
         if job.received is None:
             code, reason = _verdict(status, Path(directory), watch.deaths, size, one_host)
         else:
@@ -57,21 +63,30 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
 
 
 def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int, one_host: bool) -> tuple[int, str]:
-    ended = {int(path.name): path for path in directory.iterdir() if path.name.isdigit()}
-    codes = {rank: int(path.read_text() or "1") for rank, path in ended.items()}
-    failures = [Death(rank, ended[rank].stat().st_mtime_ns, code) for rank, code in codes.items() if code]
-    # After its record of success a rank still has to end MPI, during which it may be killed.
-    failures += [death for death in deaths if death.status or death.rank not in codes]
-    if failures:
+    recorded = _recorded(directory)
+    if failures := _failures(recorded, deaths):
         return _blame(_first(failures), status, size)
     if status:
         code = 128 - status if status < 0 else status
         return code, f"the launcher ended with status {code}"
-    missing = sorted(set(range(size)) - set(codes)) if one_host else []
+    missing = sorted(set(range(size)) - set(recorded)) if one_host else []
     if missing:
         ranks = ", ".join(map(str, missing))
         return 1, f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"
     return 0, ""
+
+
+def _recorded(directory: Path) -> dict[int, Death]:
+    """Return the ends that ranks themselves have written down."""
+    files = [path for path in directory.iterdir() if path.name.isdigit()]
+    ends = [Death(int(path.name), path.stat().st_mtime_ns, int(path.read_text() or "1")) for path in files]
+    return {end.rank: end for end in ends}
+
+
+def _failures(recorded: Mapping[int, Death], seen: Sequence[Death]) -> list[Death]:
+    failures = [end for end in recorded.values() if end.status]
+    # After its record of success a rank still has to end MPI, during which it may be killed.
+    return failures + [death for death in seen if death.status or death.rank not in recorded]
 
 
 def _first(failures: Sequence[Death]) -> list[Death]:
@@ -115,7 +130,7 @@ class Job:
         self.received: int | None = None
         self._harder_signals: list[int] = []
         self._early: list[int] = []
-        self._started = False
+        self._started = self._ending = False
         # One that is ignored stays ignored: nohup, and shells for their background jobs, ask for that.
         numbers = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGALRM)}
@@ -137,6 +152,13 @@ class Job:
         self._started = True
         for early in self._early:
             self._pass_on(early, None)
+
+    def end_soon(self) -> None:
+        """Give the launcher a little time to end by itself, then tell it to."""
+        if self.received is None and not self._ending:
+            self._ending = True
+            self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
+            signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
 
     def finish(self, failed: bool) -> None:
         """Once the launcher has ended: end what it left behind, if the job failed, and handle signals as before."""
