@@ -17,7 +17,7 @@ from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
 from .board import Board
-from .errors import MPIKVError, PeerFailed, RankMismatch, settled
+from .errors import MPIKVError, PeerFailed, RankMismatch, noted, notes, settled
 from .typing import Key, Transport
 from .world import Group
 
@@ -104,7 +104,7 @@ class Agreement:
         if not self._transport.agree(_FAILED):
             self._tell(call, error)
         # An error of the caller's own code is raised as it is.
-        raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else settled(error)
+        raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else self._noted(call, error)
 
     def shadow(self, call: Call) -> Said | None:
         """Take part in the next call for a rank that has run out of work. A call of :meth:`confirm` has to follow.
@@ -155,6 +155,9 @@ class Agreement:
             error.args = (text if text.endswith(where) else text + where,)
         return settled(error)
 
+    def _noted(self, call: Call, error: BaseException) -> BaseException:
+        return settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
+
 
 def _of_peer(call: Call, rank: int, told: str) -> Exception:
     kind, _, text = told.partition(": ")
@@ -168,7 +171,8 @@ def _told(error: BaseException) -> str:
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} (in {last.name}, {last.filename}:{last.lineno})"
+    where = ", ".join([*notes(error), f"in {last.name}, {last.filename}:{last.lineno}"])
+    return f"{type(error).__name__}: {error} ({where})"
 
 
 def _difference(said: Mapping[int, Said]) -> str:

@@ -125,11 +125,15 @@ class Launch:
     rank: int
 
 
-# The variables by which launchers tell a process its size and rank. PMI is spoken by MPICH's hydra, Intel MPI and
-# Slurm.
+# The variables by which launchers tell a process its size and rank; an inner launcher comes before the one that it may
+# have been started by. PMI is spoken by MPICH's hydra, Intel MPI and Slurm. The last two start processes, but no MPI.
 _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI (MPICH, Intel MPI or Slurm)", "PMI_SIZE", "PMI_RANK"),
+    ("PMIx", "SLURM_STEP_NUM_TASKS", "PMIX_RANK"),
+    ("PMIx", "", "PMIX_RANK"),
+    ("srun, not told which MPI", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("torchrun", "WORLD_SIZE", "RANK"),
 )
 
 
@@ -141,9 +145,12 @@ def launch_of(environ: Mapping[str, str] | None = None) -> Launch | None:
     """
     environ = os.environ if environ is None else environ
     for launcher, size, rank in _LAUNCHERS:
-        if size in environ and rank in environ:
-            return Launch(launcher, int(environ[size]), int(environ[rank]))
-    # srun --mpi=pmix tells the rank but not the size.
-    if "PMIX_RANK" in environ:
-        return Launch("PMIx", int(environ.get("SLURM_STEP_NUM_TASKS", "0")), int(environ["PMIX_RANK"]))
+        if rank in environ and (not size or size in environ):
+            # srun --mpi=pmix tells the rank but not always the size.
+            return Launch(launcher, int(environ.get(size, "0")), int(environ[rank]))
     return None
+
+
+def tasks_set_aside(environ: Mapping[str, str] | None = None) -> int:
+    """Return the number of tasks for which Slurm gave this job its place; 1 outside of one."""
+    return int((os.environ if environ is None else environ).get("SLURM_NTASKS", "1"))

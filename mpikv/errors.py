@@ -108,6 +108,17 @@ def settled(error: Raised) -> Raised:
     return error
 
 
+def noted(error: Raised, text: str) -> Raised:
+    """Add a line to an error of the caller's own code, shown below it by Python 3.11 and later."""
+    error.__notes__ = [*notes(error), text]  # type: ignore[attr-defined]
+    return error
+
+
+def notes(error: BaseException) -> list[str]:
+    """Return the lines that were added to an error."""
+    return list(getattr(error, "__notes__", ()))
+
+
 def known_names(what: str, name: object, known: Iterable[str]) -> str:
     """Return the sentence for an unknown name: what was given, what is known, and the nearest known name.
 

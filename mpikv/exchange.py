@@ -13,7 +13,7 @@ import numpy as np
 
 from .arena import Arena
 from .arrays import disjoint, local_sum, storable, zeros
-from .errors import ConfigError
+from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Plan, build
@@ -199,7 +199,11 @@ class Exchange:
                 if self.updater.fallible:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
                     changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
-                self.updater.update(step, total, value, state)
+                try:
+                    self.updater.update(step, total, value, state)
+                except BaseException as error:
+                    noted(error, f"updating key {entry.key!r}")
+                    raise
 
     def _count(self, plan: Plan) -> None:
         rows = plan.rows

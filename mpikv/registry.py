@@ -6,7 +6,7 @@ import atexit
 import json
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -104,13 +104,15 @@ def create(
     group = connect(comm, settings)
     try:
         problem = problem or _bad_root(root, group)
-        _compare(group, f"store {name!r}, root {root!r}, {replace(settings, abort=True)}", problem)
+        wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
+        del wanted["abort"]  # each rank's own affair
+        _compare(group, wanted, problem)
         try:
             board = Board(group)
             mover = open_transport(group, settings, board.warn)
         except Exception as error:
             problem = error
-        _compare(group, "the store's parts", problem)  # one host may have less memory than another
+        _compare(group, {}, problem)  # one host may have less memory than another
     except Exception:
         group.close()
         raise
@@ -118,7 +120,7 @@ def create(
     return KVStore(group, board, mover, settings, name=kind, root=root)
 
 
-def _compare(group: Group, wanted: str, problem: Exception | None) -> None:
+def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None) -> None:
     """Raise on every rank unless all want the same store and can have it."""
     said = [
         json.loads(text)
@@ -131,8 +133,13 @@ def _compare(group: Group, wanted: str, problem: Exception | None) -> None:
     for rank, (other, failure) in enumerate(said):
         if failure:
             raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
-        if other != said[0][0]:
-            raise RankMismatch(f"create: rank 0 asks for {said[0][0]}; rank {rank} for {other}{where}")
+        if other != (first := said[0][0]):
+            differing = [
+                f"{key} {first[key]} on rank 0, {other[key]} on rank {rank}"
+                for key in first
+                if first[key] != other[key]
+            ]
+            raise RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
 
 
 def _bad_root(root: object, group: Group) -> Exception | None:

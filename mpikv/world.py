@@ -7,6 +7,7 @@ rank needs no MPI library.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import platform
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import zeros
-from .config import FILES, Config, Launch, launch_of, run_directory
+from .config import FILES, Config, Launch, launch_of, run_directory, tasks_set_aside
 from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, settled
 from .typing import Array
 from .waiting import Waiting
@@ -169,9 +170,11 @@ def connect(comm: Any, config: Config) -> Group:
     """
     launch = launch_of()
     if comm is None and (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
+        _mention_tasks(launch)
         return Group()
     mpi = _mpi()
-    if launch is not None and (launch.size > 1 or launch.rank > 0) and mpi.COMM_WORLD.size == 1:
+    alone = mpi.COMM_WORLD.size == 1 and comm != mpi.COMM_SELF
+    if launch is not None and (launch.size > 1 or launch.rank > 0) and alone:
         raise ConfigError(_wrong_launcher(launch, mpi))
     world = mpi.COMM_WORLD if comm is None else comm
     if world.size > 1 and config.abort:
@@ -265,12 +268,20 @@ def _free_bytes() -> int:
     return space.f_bavail * space.f_frsize
 
 
+def _mention_tasks(launch: Launch | None) -> None:
+    # No error: a batch script sees the variable too, and may well start a program of one rank.
+    if launch is None and (tasks := tasks_set_aside()) > 1:
+        logging.getLogger("mpikv").warning(
+            "one rank in a Slurm job of %d tasks; for all:  srun --mpi=pmix -n %d python SCRIPT", tasks, tasks
+        )
+
+
 def _wrong_launcher(launch: Launch, mpi: Any) -> str:
     library = mpi.Get_library_version().splitlines()[0].strip("\x00 ")
     return (
         f"the launcher ({launch.launcher}) says {launch.size or 'several'} ranks but MPI ({library}) sees only this "
-        "process: the launcher belongs to another MPI library; "
-        f"use  mpikv run -n {launch.size or 4} SCRIPT  or the mpiexec of that library"
+        "process: the launcher does not start this MPI library; "
+        f"use  mpikv run -n {launch.size or 4} SCRIPT , the mpiexec of that library, or in a Slurm job srun --mpi=pmix"
     )
 
 

@@ -116,6 +116,9 @@ def test_the_launchers_own_variable_does_not_warn():
         ({"PMIX_RANK": "3"}, (0, 3)),
         ({"PMI_SIZE": "4"}, None),
         ({"SLURM_NTASKS": "8"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "2", "SLURM_NTASKS": "9"}, (8, 2)),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "3"}, (4, 3)),
+        ({"WORLD_SIZE": "4", "RANK": "3"}, (4, 3)),
     ],
 )
 def test_launches(environ, expected):

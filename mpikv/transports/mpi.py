@@ -56,7 +56,8 @@ class MpiTransport:
         except MemoryError:
             memory = None
         if not self.agree(memory is not None) or memory is None:
-            raise settled(MemoryError(f"{nbytes} bytes for values were asked for and a rank has too little memory"))
+            short = [rank for rank, has in enumerate(self._group.gather("" if memory is None else "memory")) if not has]
+            raise settled(MemoryError(f"{nbytes} bytes for values are needed and ranks {short} have too little memory"))
         return memory
 
     def outbox(self, nbytes: int) -> Array:
