@@ -259,11 +259,15 @@ MISTAKES = (
         KeyNotInitialized,
         PeerFailed,
     ),
-    Mistake("another root in create", lambda t: t.open(root=t.pick(0, 1)), r"create.*root [01].*root [01]"),
+    Mistake(
+        "another root in create",
+        lambda t: t.open(root=t.pick(0, 1)),
+        r"create.*disagree: root [01] on rank \d, [01] on rank",
+    ),
     Mistake(
         "another placement in create",
         lambda t: t.open(placement=t.pick("sharded", "root")),
-        r"create.*placement='(sharded|root)'.*placement='(sharded|root)'",
+        r"create.*disagree: placement '(sharded|root)' on rank \d, '(sharded|root)' on rank",
     ),
     Mistake(
         "unknown option in create",

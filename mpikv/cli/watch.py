@@ -83,10 +83,20 @@ class Watch:
     def remove_files(self) -> None:
         """Remove what the ranks shared. Only after the last of them ended."""
         told = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
-        for file in {*self._files, *filter(_FILES.match, told.split())}:
+        for file in {*self._files, *filter(_FILES.match, told.split()), *self._orphans()}:
             # A job that ends in peace removes its files itself.
             with contextlib.suppress(OSError):
                 os.unlink(file)
+
+    def _orphans(self) -> set[str]:
+        """Return new files that no process has: whoever made them was killed before it was seen to have them."""
+        with contextlib.suppress(OSError):
+            new = {str(file) for file in _SHARED.iterdir() if not self._knows(file) and _ours(file)}
+            # After the list: what another job makes at this moment is in its maker's maps by now.
+            for process in Path("/proc").glob("[0-9]*") if new else ():
+                new -= shared_files(int(process.name))
+            return new
+        return set()
 
     def _look(self, seconds: float) -> None:
         self._see_deaths(seconds)
@@ -139,6 +149,10 @@ def shared_files(pid: int) -> set[str]:
         return set(_FILES.findall(Path(f"/proc/{pid}/maps").read_text()))
     except OSError:
         return set()
+
+
+def _ours(file: Path) -> bool:
+    return _FILES.match(str(file)) is not None and file.stat().st_uid == os.getuid()
 
 
 def _open(pid: int) -> int:
