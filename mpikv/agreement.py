@@ -70,8 +70,10 @@ class Agreement:
         self._transport, self._group, self._board, self._check = transport, group, board, check
         self.calls = 0
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: Call, showing: bool = False) -> None:
         """Wait for every rank to make the same call. Also a fence.
+
+        ``showing``: the outbox holds what this call sends first.
 
         Raises:
             RankMismatch: ranks made different calls.
@@ -81,8 +83,8 @@ class Agreement:
         self.calls += 1
         self._board.write(self.calls, call.note)
         if not self._check:
-            self._transport.fence()
-        elif not self._transport.agree(call.token):
+            self._transport.fence(showing)
+        elif not self._transport.agree(call.token, showing):
             _, some_have_left = self._settle(call)
             if some_have_left:
                 self.confirm(call, None)  # that they can do their part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ import numpy as np
 from .arrays import castable, source, target
 from .errors import ValueMismatch
 from .keys import Entry, Form, KeyTable, parse
-from .plan import label
+from .plan import Plan, label
 from .typing import Array, Key
 
 __all__ = [
     "like",
     "new_arrays",
     "outs_of",
+    "plain",
     "priorities",
     "singles",
     "sources",
@@ -24,6 +26,32 @@ __all__ = [
     "updater_function",
     "writable",
 ]
+
+
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+
+
+def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
+    """Return the one array per key if that is what was given: numpy's, of the values' shapes and dtypes.
+
+    That is how training calls the store, thousands of times; None sends all else to where more forms are known.
+    """
+    arrays: Sequence[Any]
+    if not isinstance(key, (list, tuple)):
+        arrays = (given,)
+    elif type(given) is list or type(given) is tuple:
+        arrays = given
+    else:
+        return None
+    if len(arrays) != len(plan.keys) or set(map(type, arrays)) != {np.ndarray}:
+        return None
+    if list(map(_shape_of, arrays)) != plan.shapes or list(map(_dtype_of, arrays)) != plan.dtypes:
+        return None
+    if plan.cut and not all(array.flags.c_contiguous for array in arrays):
+        return None
+    if writable and not all(array.flags.writeable for array in arrays):
+        return None
+    return arrays
 
 
 def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
@@ -46,9 +74,12 @@ def singles(form: Form, table: KeyTable | None) -> list[Array]:
 
 
 def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-    """Return the arrays that a pull fills for each key, as numpy arrays that fit the stored values."""
+    """Return the arrays that a pull fills for each key, as numpy arrays that fit the stored values.
+
+    A value's own view is passed on: there is nothing to fill.
+    """
     return [
-        tuple(writable(array, entry.key, entry.shape, entry.dtype) for array in group)
+        tuple(array if array is entry.view else writable(array, entry.key, entry.shape, entry.dtype) for array in group)
         for entry, group in zip(entries, groups, strict=True)
     ]
 
@@ -77,15 +108,14 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
     return Form(keys, tuple(groups[name] for name in keys))
 
 
-def new_arrays(key: Any, table: KeyTable) -> Any:
-    """Return new arrays for the values of known keys, in the form of the keys."""
-    names = parse(key, None).keys
-    table.check_kind(names)
-    entries = {name: table[name] for name in names}
+def new_arrays(key: Any, plan: Plan) -> Any:
+    """Return new arrays for the values of a plan, in the form of the keys of which it was made."""
     if not isinstance(key, (list, tuple)):
-        (entry,) = entries.values()
-        return _empty(entry)
-    return [_empty(entries[parse(each, None).keys[0]]) for each in key]
+        return np.empty(plan.shapes[0], plan.dtypes[0])
+    if len(key) == len(plan.keys):
+        return list(map(np.empty, plan.shapes, plan.dtypes))
+    entries = dict(zip(plan.keys, plan.entries, strict=True))  # some keys are named twice
+    return [np.empty(entries[name].shape, entries[name].dtype) for each in key for name in parse(each, None).keys]
 
 
 def like(key: Any, form: Form, stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> Any:
@@ -131,7 +161,3 @@ def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:
     if not group:
         raise ValueMismatch(f"no value for key {key!r}")
     return group
-
-
-def _empty(entry: Entry) -> Array:
-    return np.empty(entry.shape, entry.dtype)

@@ -14,7 +14,18 @@ import numpy as np
 from .errors import Unsupported, ValueMismatch
 from .typing import Array
 
-__all__ = ["accumulator", "castable", "disjoint", "is_array", "local_sum", "source", "storable", "target", "zeros"]
+__all__ = [
+    "accumulator",
+    "add",
+    "castable",
+    "disjoint",
+    "is_array",
+    "local_sum",
+    "source",
+    "storable",
+    "target",
+    "zeros",
+]
 
 # By name: numpy gives bfloat16 the kind 'V' of raw bytes, so kinds alone cannot tell it.
 _KINDS = {
@@ -143,6 +154,18 @@ def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
     for array in arrays[1:]:
         np.add(total, array, out=total, dtype=total.dtype, casting="unsafe")
     return total
+
+
+def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
+    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype, from the first to the last."""
+    if high - low < terms[0].size:
+        terms = [term[low:high] for term in terms]
+    if len(terms) == 1:
+        np.copyto(out, terms[0], casting="safe")
+        return
+    np.add(terms[0], terms[1], out=out, dtype=out.dtype)
+    for term in terms[2:]:
+        np.add(out, term, out=out)
 
 
 def zeros(nbytes: int, alignment: int = 64) -> Array:

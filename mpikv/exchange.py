@@ -7,32 +7,54 @@ is in the cache, and copied to the caller's outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arena import Arena
-from .arrays import disjoint, local_sum, storable, zeros
+from .arrays import add, disjoint, local_sum, storable, zeros
 from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
-from .plan import Bucket, Plan, build
+from .plan import Bucket, Part, Plan, build
 from .typing import Array, Key, Placement, Transport, Updater
 from .updaters import Assign
 
-__all__ = ["Exchange"]
+__all__ = ["NOTHING", "Arrays", "Exchange", "Steps"]
 
 _MOST_PLANS = 1024
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
 # cache, and finding out whether that is safe would take longer.
 _STREAMED_BYTES = 8 << 20
 
-Groups = Sequence[Sequence[Array]]
+Confirm = Callable[[BaseException | None], None]
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call."""
+
+    each: Sequence[Any]
+    """Per key an array, or a tuple of any number of flat ones (of any layout and shape where they are filled)."""
+    plain: bool
+    """Whether it is one array for every key, in the shape and dtype of the value."""
+
+
+NOTHING = Arrays((), False)
+"""No arrays at all: where a push takes the buffers, and a pull fills nothing."""
+
+
+class Steps(NamedTuple):
+    """The updater's step for each key of a push."""
+
+    each: Sequence[Any]
+    uniform: bool
+    """Whether they are all the same."""
 
 
 class Exchange:
-    """The values of a store and the operations on them. All but :meth:`plan`, :meth:`steps` and the checks are
-    collective.
+    """The values of a store and the operations on them. All but :meth:`known`, :meth:`plan`, :meth:`steps`,
+    :meth:`stage` and the checks are collective.
     """
 
     def __init__(self, transport: Transport, placement: str, root: int) -> None:
@@ -44,7 +66,21 @@ class Exchange:
         self._arena = Arena(transport)
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
-        self._plans: dict[tuple[Key, ...], Plan] = {}
+        self._plans: dict[Any, Plan] = {}
+        self.staged: Array | None = None
+        """The first message of a push, prepared before the ranks agree on it."""
+
+    def known(self, key: Any) -> Plan | None:
+        """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
+        more closely. Local.
+        """
+        kind = type(key)
+        if kind is str or kind is int:
+            return self._plans.get(key)
+        # True and 1.0 equal 1, but are no keys.
+        if (kind is list or kind is tuple) and len(kinds := set(map(type, key))) == 1 and kinds <= _KEYS:
+            return self._plans.get(tuple(key))
+        return None
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
         """Return the plan for known keys. Local."""
@@ -52,19 +88,26 @@ class Exchange:
         if plan is None:
             self.table.check_kind(keys)
             entries = [self.table[key] for key in keys]
-            plan = build(entries, self.placement, self._total, whole=self._whole)
+            plan = build(entries, self.placement, self.transport, self.updater, self._scratch)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[keys] = plan
+            if len(keys) == 1:
+                self._plans[keys[0]] = plan
         return plan
 
-    def steps(self, plan: Plan) -> list[Any]:
+    def steps(self, plan: Plan) -> Steps:
         """Return the updater's step for each key of the next push. Local. A user's schedule may raise in it."""
-        if self.updater.revision != self._revision:
+        updater, keys = self.updater, plan.keys
+        if updater.revision != self._revision:
             self._check_slots()
-        counts = (self.table.counts[plan.rows] + 1).tolist()
-        step = self.updater.step
-        return [step(key, count) for key, count in zip(plan.keys, counts, strict=True)]
+        counts = self.table.counts[plan.rows]
+        if len(keys) == 1:
+            return Steps((updater.step(keys[0], int(counts) + 1),), True)
+        if not updater.by_key and len(keys) and (counts == counts[0]).all():
+            return Steps((updater.step(keys[0], int(counts[0]) + 1),) * len(keys), True)
+        steps = [updater.step(key, count + 1) for key, count in zip(keys, counts.tolist(), strict=True)]
+        return Steps(steps, not steps or steps.count(steps[0]) == len(steps))
 
     def _check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
@@ -84,9 +127,13 @@ class Exchange:
 
     # --- Push and pull
 
-    def push(
-        self, plan: Plan, sources: Groups, steps: Sequence[Any], confirm: Callable[[BaseException | None], None]
-    ) -> None:
+    def stage(self, plan: Plan, sources: Arrays) -> None:
+        """Prepare the first message of the push that comes next. Local."""
+        if plan.buckets:
+            with np.errstate(all="ignore") if not sources.plain else _AS_IT_IS:
+                self.staged = self._pack(plan.buckets[0], sources)
+
+    def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
         """Sum the sources over ranks and update.
 
         ``confirm`` is called with what a fallible updater raised on this rank, or None; it raises if one raised
@@ -97,22 +144,48 @@ class Exchange:
             self._update_whole(plan, steps, confirm)
         self._count(plan)
 
-    def pull(self, plan: Plan, targets: Groups) -> None:
-        """Copy the values to the targets."""
-        if self.table.stale[plan.rows].any():
-            self._publish(plan)
-        for entry, group in zip(plan.entries, targets, strict=True):
-            for array in group:
-                np.copyto(array, entry.value, casting="unsafe")
+    def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
+        """Sum the ranks' buffers and update. They may be filled again when it returns."""
+        for bucket in plan.buckets:
+            assert bucket.buffered is not None
+            send, terms = bucket.buffered
+            if not self.transport.shared:
+                terms = tuple(self.placement.reduce(bucket, send, bucket.total))
+            self._take(bucket, terms, steps)
+        if self._whole:
+            self._update_whole(plan, steps, confirm)
+        self._count(plan)
+        self.transport.fence()
 
-    def pushpull(
-        self,
-        plan: Plan,
-        sources: Groups,
-        steps: Sequence[Any],
-        targets: Groups,
-        confirm: Callable[[BaseException | None], None],
-    ) -> None:
+    def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
+        """Push the buffers, then pull."""
+        self.push_buffers(plan, steps, confirm)
+        self.pull(plan, targets)
+
+    def pull(self, plan: Plan, targets: Arrays) -> None:
+        """Copy the values to the targets."""
+        self._refresh(plan)
+        if targets.plain:
+            for array, value in zip(targets.each, plan.values, strict=True):
+                array[...] = value
+            return
+        with np.errstate(all="ignore"):
+            for entry, group in zip(plan.entries, targets.each, strict=True) if targets.each else ():
+                for array in group:
+                    if array is not entry.view:
+                        np.copyto(array, entry.value, casting="unsafe")
+
+    def _refresh(self, plan: Plan) -> None:
+        """Give this rank the newest values."""
+        if not self._current and np.any(self.table.stale[plan.rows]):
+            self._publish(plan)
+
+    @property
+    def _current(self) -> bool:
+        """Whether a push leaves every rank with the newest values."""
+        return self.transport.shared or self.placement.everywhere
+
+    def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
         if self._whole or plan.nbytes < _STREAMED_BYTES:
             self.push(plan, sources, steps, confirm)
@@ -120,26 +193,26 @@ class Exchange:
             self.pull(plan, targets)
             return
         # Whether copies may be early is this rank's affair; the order of the exchanges is not.
-        early = disjoint(sources, targets)
-        flat = [tuple(array.reshape(-1) for array in group) for group in targets] if early else [()] * len(targets)
+        groups = _groups(sources), _groups(targets)
+        early = disjoint(*groups)
+        flat = _flat_copies(plan, groups[1]) if early else ()
         self._reduce(plan, sources, steps, flat)
         self._count(plan)
         self.table.stale[plan.rows] = False
         if not early:
             self.pull(plan, targets)
 
-    def _reduce(self, plan: Plan, sources: Groups, steps: Sequence[Any], outs: Groups | None) -> None:
+    def _reduce(self, plan: Plan, sources: Arrays, steps: Steps, outs: Sequence[Sequence[Array]] | None) -> None:
         """Sum bucket by bucket; update each while it is in the cache; deliver it, if wanted, one bucket behind.
 
         The delay lets the exchange of the next bucket be the fence that the delivery of this one needs.
         """
-        uniform = not steps or steps.count(steps[0]) == len(steps)
         previous: Bucket | None = None
         for bucket in plan.buckets:
-            self.placement.reduce(bucket, self._pack(bucket, sources), bucket.total)
-            if not self._whole:
-                for part in bucket.runs if uniform else bucket.parts:
-                    self.updater.update(steps[part.item], part.total, part.value, part.state)
+            send, self.staged = self.staged, None
+            if send is None:
+                send = self._pack(bucket, sources)
+            self._take(bucket, self.placement.reduce(bucket, send, bucket.total), steps)
             if outs is not None and previous is not None:
                 self._deliver(previous, outs)
             previous = bucket
@@ -147,39 +220,54 @@ class Exchange:
             self.transport.fence()
             self._deliver(previous, outs)
 
-    def _pack(self, bucket: Bucket, sources: Groups) -> Array:
+    def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
         """Return this rank's contribution to a bucket, in the outbox, or where it lies when the transport would copy it
         anyway.
         """
-        if len(bucket.pieces) == 1 and not self.transport.shared:
+        transport = self.transport
+        if len(bucket.pieces) == 1 and not transport.shared:
             piece = bucket.pieces[0]
-            group = sources[piece.item]
-            if len(group) == 1 and group[0].dtype == bucket.dtype and group[0].flags.c_contiguous:
-                return group[0][piece.begin : piece.end]
-        packed = self.transport.outbox(bucket.nbytes).view(bucket.dtype)
+            (array, *others) = _flat(sources.each[piece.item]) or (None,)
+            if array is not None and not others and array.dtype == bucket.dtype and array.flags.c_contiguous:
+                return array[piece.begin : piece.end]
+        send = bucket.sends[transport.turn]
         if not bucket.dense:
-            packed.fill(0)
+            send.fill(0)
+        if sources.plain and bucket.items is not None:
+            for slot, array in zip(bucket.slots[transport.turn], sources.each[bucket.items], strict=True):
+                slot[...] = array
+            return send
         for piece in bucket.pieces:
-            arrays = [array[piece.begin : piece.end] for array in sources[piece.item]]
+            arrays = [array[piece.begin : piece.end] for array in _flat(sources.each[piece.item])]
             # A rank that has left join() brings no arrays.
             total = local_sum(arrays, bucket.dtype) if arrays else 0
-            np.copyto(packed[piece.at : piece.until], total, casting="unsafe")
-        return packed
+            np.copyto(send[piece.at : piece.until], total, casting="unsafe")
+        return send
 
-    def _deliver(self, bucket: Bucket, outs: Groups) -> None:
+    def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
+        """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
+        parts: Sequence[Part] = bucket.runs if steps.uniform else bucket.parts
+        summed = not parts or terms[0] is bucket.total
+        for part in parts:
+            if not summed:
+                add(terms, part.low, part.high, part.total)
+            if part.update is not None:
+                part.update(steps.each[part.item])
+
+    def _deliver(self, bucket: Bucket, outs: Sequence[Sequence[Array]]) -> None:
         """Copy an updated bucket to the callers' flat arrays."""
         if not self.transport.shared:
             self.placement.publish(bucket)
-        for piece in bucket.pieces:
+        for piece in bucket.pieces if outs else ():
             for array in outs[piece.item]:
                 np.copyto(array[piece.begin : piece.end], bucket.value[piece.at : piece.until], casting="unsafe")
 
-    def _update_whole(self, plan: Plan, steps: Sequence[Any], confirm: Callable[[BaseException | None], None]) -> None:
+    def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Run an updater of whole values on those that this rank owns, in the order of the call.
 
         A fallible updater changes copies, which are stored when every rank knows that all went well.
         """
-        if not self.updater.fallible:
+        if confirm is None:
             self._update_owned(plan, steps, [])
             return
         changed: list[tuple[Array, Array]] = []
@@ -192,8 +280,8 @@ class Exchange:
         for stored, value in changed:
             np.copyto(stored, value)
 
-    def _update_owned(self, plan: Plan, steps: Sequence[Any], changed: list[tuple[Array, Array]]) -> None:
-        for entry, total, step in zip(plan.entries, plan.totals, steps, strict=True):
+    def _update_owned(self, plan: Plan, steps: Steps, changed: list[tuple[Array, Array]]) -> None:
+        for entry, total, step in zip(plan.entries, plan.totals, steps.each, strict=True):
             if total is not None:
                 value, state = entry.value, entry.state
                 if self.updater.fallible:
@@ -206,10 +294,9 @@ class Exchange:
                     raise
 
     def _count(self, plan: Plan) -> None:
-        rows = plan.rows
-        self.table.versions[rows] += 1
-        self.table.counts[rows] += 1
-        self.table.stale[rows] = not (self.transport.shared or self.placement.everywhere)
+        self.table.counts[plan.rows] += 1
+        if not self._current:
+            self.table.stale[plan.rows] = True
 
     def _publish(self, plan: Plan) -> None:
         """Give every rank the newest values of the keys."""
@@ -240,6 +327,24 @@ class Exchange:
         for key, array, where in zip(keys, arrays, places, strict=True):
             where.block.ensure_state(self.updater.slots(array.dtype))
             self.table.add(key, array.shape, array.dtype, where)
+
+    def add_buffers(self, keys: tuple[Key, ...]) -> None:
+        """Give the blocks of these keys memory for what ranks push.
+
+        Raises:
+            MemoryError: on every rank, if one has too little.
+        """
+        rows = self.transport.size if self.transport.shared else 1
+        for block in dict.fromkeys(self.table[key].place.block for key in keys):
+            if block.buffers is None:
+                memory = self.transport.allocate(rows * block.values.nbytes)
+                block.buffers = memory.view(block.values.dtype).reshape(rows, -1)
+        self._plans.clear()
+
+    def buffers(self, plan: Plan) -> list[Array | None]:
+        """Return this rank's buffer for each key, None for keys that have none. Local."""
+        rank = self.transport.rank if self.transport.shared else 0
+        return [entry.buffer(rank) for entry in plan.entries]
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         """Store the root's arrays. Other ranks may read them after a fence."""
@@ -284,7 +389,7 @@ class Exchange:
             block.state = {}
         for entry in self.table.entries():
             entry.place.block.ensure_state(updater.slots(entry.dtype))
-        self.table.counts[:] = 0
+        self.table.start_counts()
         if len(self.table):
             self._start_masters(tuple(self.table))
 
@@ -298,5 +403,21 @@ class Exchange:
                 if "master" in part.state:
                     np.copyto(part.state["master"], part.value, casting="unsafe")
 
-    def _total(self, dtype: np.dtype[Any], count: int) -> Array:
-        return self._scratch[: count * dtype.itemsize].view(dtype)
+
+_KEYS = {int, str}
+_AS_IT_IS = nullcontext()
+
+
+def _flat(given: Any) -> Sequence[Array]:
+    """Return the flat arrays of one key."""
+    return (given.reshape(-1),) if type(given) is np.ndarray else given
+
+
+def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
+    """Return the arrays to copy values to; a view of the value is none."""
+    pairs = zip(plan.entries, groups, strict=True)
+    return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]
+
+
+def _groups(arrays: Arrays) -> Sequence[Sequence[Array]]:
+    return [(array,) for array in arrays.each] if arrays.plain else arrays.each

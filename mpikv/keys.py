@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -28,12 +29,27 @@ class Entry:
 
     key: Key
     index: int
-    """The row of this key in the table's ``versions``, ``counts`` and ``stale``."""
+    """The row of this key in the table's ``counts``, ``earlier`` and ``stale``."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     place: Place
     value: Array
     """This rank's memory of the value, in its shape."""
+
+    @cached_property
+    def view(self) -> Array:
+        """The same memory, read-only."""
+        view: Array = self.value.view()
+        view.flags.writeable = False
+        return view
+
+    def buffer(self, rank: int) -> Array | None:
+        """What row ``rank`` of the block's buffers holds for this key, in its shape; None where there are none."""
+        rows, low = self.place.block.buffers, self.place.start
+        if rows is None:
+            return None
+        row: Array = rows[rank]
+        return row[low : low + self.place.size].reshape(self.shape)
 
     @property
     def state(self) -> dict[str, Array]:
@@ -51,10 +67,10 @@ class KeyTable:
         self._entries: dict[Key, Entry] = {}
         self._rows = 0
         self._free_rows: list[int] = []
-        self.versions = np.zeros(64, np.int64)
-        """How many pushes each value has seen."""
         self.counts = np.zeros(64, np.int64)
-        """How many updates the current updater has made to each value."""
+        """How many updates the current updater has made to each value: one per push."""
+        self.earlier = np.zeros(64, np.int64)
+        """How many pushes each value had seen before that updater came."""
         self.stale = np.zeros(64, np.bool_)
         """Whether only the owners have the newest value."""
 
@@ -80,10 +96,20 @@ class KeyTable:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
         row = self._free_rows.pop() if self._free_rows else self._new_row()
-        self.versions[row] = self.counts[row] = self.stale[row] = 0
+        self.counts[row] = self.earlier[row] = self.stale[row] = 0
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape))
         self._entries[key] = entry
         return entry
+
+    def version(self, key: Key) -> int:
+        """Return how many pushes the value has seen."""
+        row = self[key].index
+        return int(self.counts[row] + self.earlier[row])
+
+    def start_counts(self) -> None:
+        """Count the updates of another updater."""
+        self.earlier += self.counts
+        self.counts[:] = 0
 
     def remove(self, key: Key) -> Place:
         """Forget a key; return the place that its value leaves free."""
@@ -124,12 +150,12 @@ class KeyTable:
 
     def _new_row(self) -> int:
         self._rows += 1
-        if self._rows > self.versions.size:
-            self._grow(2 * self.versions.size)
+        if self._rows > self.counts.size:
+            self._grow(2 * self.counts.size)
         return self._rows - 1
 
     def _grow(self, rows: int) -> None:
-        for name in ("versions", "counts", "stale"):
+        for name in ("counts", "earlier", "stale"):
             old = getattr(self, name)
             new = np.zeros(rows, old.dtype)
             new[: old.size] = old

@@ -18,6 +18,7 @@ nothing in either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from .errors import ConfigError, Unsupported, known_names
@@ -42,8 +43,8 @@ class Root:
     def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
         return _all_on(self._transport, self._root, stop - start)
 
-    def reduce(self, span: Span, send: Array, total: Array) -> None:
-        self._transport.reduce(send, total, self._root)
+    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
+        return self._transport.reduce(send, total, self._root)
 
     def publish(self, span: Span) -> None:
         self._transport.broadcast(span.value, self._root)
@@ -61,8 +62,8 @@ class Owners:
     def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
         return _all_on(self._transport, owner, stop - start)
 
-    def reduce(self, span: Span, send: Array, total: Array) -> None:
-        self._transport.reduce(send, total, _owner(span))
+    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
+        return self._transport.reduce(send, total, _owner(span))
 
     def publish(self, span: Span) -> None:
         self._transport.broadcast(span.value, _owner(span))
@@ -85,8 +86,8 @@ class Sharded:
         low = edges[self._transport.rank] - start
         return Share(counts, low, low + counts[self._transport.rank])
 
-    def reduce(self, span: Span, send: Array, total: Array) -> None:
-        self._transport.reduce_scatter(send, total, span.share.counts)
+    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
+        return self._transport.reduce_scatter(send, total, span.share.counts)
 
     def publish(self, span: Span) -> None:
         self._transport.all_gather(span.value, span.share.counts)
@@ -104,8 +105,8 @@ class Replicated:
     def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
         return Share((stop - start,) * self._transport.size, 0, stop - start)
 
-    def reduce(self, span: Span, send: Array, total: Array) -> None:
-        self._transport.allreduce(send, total)
+    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
+        return self._transport.allreduce(send, total)
 
     def publish(self, span: Span) -> None:
         pass  # every rank made the same update of the same bits

@@ -7,18 +7,20 @@ Keys that lie side by side are therefore sent, summed and updated together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arena import Block
 from .arrays import accumulator
 from .keys import Entry
-from .typing import Array, Key, Placement, Share
+from .optimizers.optimizer import BLOCK
+from .typing import Array, Key, Placement, Share, Transport, Updater
 
-__all__ = ["Bucket", "Part", "Piece", "Plan", "build", "describe", "digest", "label"]
+__all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,21 @@ class Piece:
         return self.at + self.end - self.begin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
-    """A range of a bucket that this rank updates."""
+    """Up to :data:`~mpikv.optimizers.optimizer.BLOCK` elements of a bucket that this rank updates."""
 
     item: int
     """The position of its (first) key in the call."""
+    low: int
+    high: int
+    """Where it is in this rank's share of the bucket."""
     total: Array
+    """Where its sum goes; parts of one bucket may have the same memory, which is then used again and again."""
     value: Array
     state: dict[str, Array]
+    update: Callable[[Any], None] | None
+    """What the updater bound to these arrays; None for updaters of whole values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +63,51 @@ class Bucket:
 
     value: Array
     share: Share
-    dtype: np.dtype[Any]
-    nbytes: int
     pieces: tuple[Piece, ...]
     dense: bool
     """Whether the pieces fill the bucket; the rest belongs to keys that are not in this call and is sent as zeros."""
     total: Array
-    """Where the sum of this rank's elements goes."""
+    """Where a transport whose library adds puts the sum of this rank's elements."""
     parts: tuple[Part, ...]
     """What this rank updates, cut at keys."""
     runs: tuple[Part, ...]
     """The same, where neighbours of equal settings may be updated at once."""
+    sends: tuple[Array, ...]
+    """The message in each of the transport's outboxes."""
+    items: slice | None
+    """Which keys of the call these are, if they are whole and follow one another."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of the keys of the pieces."""
+    buffered: Buffered | None
+    """Where the message lies when it is made in the keys' buffers, if they have any."""
+
+    @cached_property
+    def slots(self) -> tuple[tuple[Array, ...], ...]:
+        """Where whole keys go in each of the sends, in their shapes."""
+        return tuple(
+            tuple(
+                send[piece.at : piece.until].reshape(shape)
+                for piece, shape in zip(self.pieces, self.shapes, strict=True)
+            )
+            for send in self.sends
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.value.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.nbytes
+
+
+class Buffered(NamedTuple):
+    """A bucket that is made in place, in the buffers of its keys."""
+
+    send: Array
+    """This rank's message."""
+    terms: tuple[Array, ...]
+    """Where memory is shared: every rank's elements of this rank's share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,15 +117,35 @@ class Plan:
     keys: tuple[Key, ...]
     entries: tuple[Entry, ...]
     rows: Any
-    """The keys' rows in the table."""
+    """The keys' rows in the table: what indexes its arrays fastest, a number, a slice or an array."""
     buckets: tuple[Bucket, ...]
     totals: tuple[Array | None, ...]
     """For updaters of whole values: where the sum of each key that this rank owns is put together."""
     nbytes: int
+    cut: bool
+    """Whether a key is spread over several buckets."""
     digest: int
     label: str
-    calls: dict[str, Any]
-    """What the store compares with other ranks before it runs the plan, per verb."""
+    calls: dict[Any, Any]
+    """What the store compares with other ranks before it runs the plan, per verb and option."""
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [entry.shape for entry in self.entries]
+
+    @cached_property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        return [entry.dtype for entry in self.entries]
+
+    @cached_property
+    def values(self) -> list[Array]:
+        """This rank's memory of each value, in its shape."""
+        return [entry.value for entry in self.entries]
+
+    @cached_property
+    def views(self) -> list[Array]:
+        """The same, read-only."""
+        return [entry.view for entry in self.entries]
 
 
 def digest(text: str) -> int:
@@ -97,28 +159,44 @@ def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Seq
 
 
 def build(
-    entries: Sequence[Entry], placement: Placement, scratch: Callable[[np.dtype[Any], int], Array], whole: bool
+    entries: Sequence[Entry], placement: Placement, transport: Transport, updater: Updater, scratch: Array
 ) -> Plan:
     """Cut the keys into buckets.
 
-    ``scratch(dtype, count)`` returns memory for the sum of one bucket. With ``whole``, sums are put together per key
-    instead.
+    ``scratch`` is memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per
+    key instead.
     """
     keys = tuple(entry.key for entry in entries)
+    cutter = _Cutter(entries, placement, transport, updater, scratch)
     buckets: list[Bucket] = []
     totals: list[Array | None] = [None] * len(entries)
     for block, members in _by_block(entries).items():
-        buckets += [_bucket(block, ranges, placement, scratch, whole) for ranges in _cells(block, members, entries)]
-        for item in members if whole else ():
+        buckets += [cutter.bucket(block, ranges) for ranges in _cells(block, members, entries)]
+        for item in members if cutter.whole else ():
             if _owned(entries[item], placement):
                 low, high = entries[item].place.start, entries[item].place.start + entries[item].place.size
                 totals[item] = block.sums[low:high].reshape(entries[item].shape)
     texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
-    nbytes = sum(bucket.nbytes for bucket in buckets)
-    rows = np.array([entry.index for entry in entries], np.intp)
     return Plan(
-        keys, tuple(entries), rows, tuple(buckets), tuple(totals), nbytes, digest("\n".join(texts)), label(keys), {}
+        keys=keys,
+        entries=tuple(entries),
+        rows=_rows([entry.index for entry in entries]),
+        buckets=tuple(buckets),
+        totals=tuple(totals),
+        nbytes=sum(bucket.nbytes for bucket in buckets),
+        cut=any(piece.end - piece.begin < entries[piece.item].place.size for b in buckets for piece in b.pieces),
+        digest=digest("\n".join(texts)),
+        label=label(keys),
+        calls={},
     )
+
+
+def _rows(rows: Sequence[int]) -> Any:
+    if len(rows) == 1:
+        return rows[0]
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return np.array(rows, np.intp)
 
 
 def label(keys: Sequence[Key]) -> str:
@@ -160,28 +238,6 @@ def _cells(block: Block, members: Sequence[int], entries: Sequence[Entry]) -> li
     return list(cells.values())
 
 
-def _bucket(
-    block: Block,
-    ranges: Sequence[tuple[int, int, int, int]],
-    placement: Placement,
-    scratch: Callable[[np.dtype[Any], int], Array],
-    whole: bool,
-) -> Bucket:
-    start, stop = ranges[0][2], ranges[-1][3]
-    dtype = block.values.dtype
-    pieces = tuple(Piece(item, begin, begin + high - low, low - start) for item, begin, low, high in ranges)
-    share = placement.share(start, stop, block.grid(start), block.owner)
-    owned = share.high - share.low
-    in_whole = whole and owned > 0
-    total = block.sums[start + share.low : start + share.high] if in_whole else scratch(accumulator(dtype), owned)
-    parts = tuple(_parts(block, start, share, [(p.item, p.at, p.until) for p in pieces], total))
-    runs = tuple(_parts(block, start, share, _merged(pieces), total))
-    dense = sum(p.end - p.begin for p in pieces) == stop - start
-    return Bucket(
-        block.values[start:stop], share, dtype, (stop - start) * dtype.itemsize, pieces, dense, total, parts, runs
-    )
-
-
 def _merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
     """Join pieces that touch."""
     runs: list[tuple[int, int, int]] = []
@@ -193,13 +249,76 @@ def _merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _parts(block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array) -> list[Part]:
-    """Return what this rank owns of the ranges, which are in elements of the bucket."""
-    parts = []
-    for item, low, high in ranges:
-        low, high = max(low, share.low), min(high, share.high)
-        if low < high:
-            where = slice(start + low, start + high)
-            state = {name: array[where] for name, array in block.state.items()}
-            parts.append(Part(item, total[low - share.low : high - share.low], block.values[where], state))
-    return parts
+class _Cutter:
+    """What all buckets of a plan have in common."""
+
+    def __init__(
+        self, entries: Sequence[Entry], placement: Placement, transport: Transport, updater: Updater, scratch: Array
+    ) -> None:
+        self.whole = updater.fallible or not updater.elementwise
+        self._entries, self._placement, self._transport = entries, placement, transport
+        self._updater, self._scratch = updater, scratch
+
+    def bucket(self, block: Block, ranges: Sequence[tuple[int, int, int, int]]) -> Bucket:
+        """Return the bucket of (item, first element of the key, start, stop) in a block."""
+        start, stop = ranges[0][2], ranges[-1][3]
+        dtype = block.values.dtype
+        pieces = tuple(Piece(item, begin, begin + high - low, low - start) for item, begin, low, high in ranges)
+        share = self._placement.share(start, stop, block.grid(start), block.owner)
+        dense = sum(piece.end - piece.begin for piece in pieces) == stop - start
+        total = self._total(block, start, share, dense)
+        nbytes = (stop - start) * dtype.itemsize
+        return Bucket(
+            value=block.values[start:stop],
+            share=share,
+            pieces=pieces,
+            dense=dense,
+            total=total,
+            parts=tuple(self._parts(block, start, share, [(p.item, p.at, p.until) for p in pieces], total)),
+            runs=tuple(self._parts(block, start, share, _merged(pieces), total)),
+            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self._transport.outboxes),
+            items=self._items(pieces),
+            shapes=tuple(self._entries[piece.item].shape for piece in pieces),
+            buffered=_buffered(block, start, stop, share, self._transport),
+        )
+
+    def _total(self, block: Block, start: int, share: Share, dense: bool) -> Array:
+        own = slice(start + share.low, start + share.high)
+        dtype = accumulator(block.values.dtype)
+        if self.whole:
+            # Taking its memory where nothing is owned would take it for nothing.
+            return block.sums[own] if share.high > share.low else np.empty(0, dtype)
+        # What lies between the pieces is no business of this call.
+        if self._updater.assigns and dtype == block.values.dtype and (dense or self._transport.shared):
+            return block.values[own]
+        return self._scratch[: (share.high - share.low) * dtype.itemsize].view(dtype)
+
+    def _items(self, pieces: Sequence[Piece]) -> slice | None:
+        first = pieces[0].item
+        for number, piece in enumerate(pieces):
+            if piece.item != first + number or piece.end - piece.begin < self._entries[piece.item].place.size:
+                return None
+        return slice(first, first + len(pieces))
+
+    def _parts(
+        self, block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array
+    ) -> Iterator[Part]:
+        """Yield what this rank owns of the ranges, which are in elements of the bucket."""
+        again = self._transport.shared and not np.may_share_memory(total, block.values)
+        for item, begin, end in ranges:
+            last = min(end, share.high) - share.low
+            for low in range(max(begin, share.low) - share.low, last, BLOCK):
+                high = min(low + BLOCK, last)
+                where = slice(start + share.low + low, start + share.low + high)
+                part_total = total[: high - low] if again and not self.whole else total[low:high]
+                value, state = block.values[where], {name: array[where] for name, array in block.state.items()}
+                update = None if self.whole else self._updater.bind(part_total, value, state)
+                yield Part(item, low, high, part_total, value, state, update)
+
+
+def _buffered(block: Block, start: int, stop: int, share: Share, transport: Transport) -> Buffered | None:
+    if block.buffers is None:
+        return None
+    own = block.buffers[transport.rank if transport.shared else 0]
+    terms = tuple(row[start + share.low : start + share.high] for row in block.buffers) if transport.shared else ()
+    return Buffered(own[start:stop], terms)

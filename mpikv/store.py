@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from . import optimizers
 from .agreement import JOINED, Agreement, Call, Said
-from .arguments import like, new_arrays, outs_of, priorities, singles, sources, targets, updater_function, writable
+from .arguments import (
+    like,
+    new_arrays,
+    outs_of,
+    plain,
+    priorities,
+    singles,
+    sources,
+    targets,
+    updater_function,
+    writable,
+)
 from .board import Board
 from .config import Config
-from .errors import Closed, ConfigError, RankMismatch, Stalled, TransportError, Unsupported, known_names
-from .exchange import Exchange
-from .keys import Form, parse
+from .errors import Closed, ConfigError, RankMismatch, Stalled, TransportError, Unsupported, ValueMismatch, known_names
+from .exchange import NOTHING, Arrays, Exchange, Steps
+from .keys import Form, flatten, parse
 from .plan import Plan, describe, digest, label
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
@@ -25,6 +36,7 @@ __all__ = ["LOST", "OPEN", "KVStore"]
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 
 # In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
 # closed: the garbage collector would take it at another moment on each rank.
@@ -33,7 +45,18 @@ OPEN: list[KVStore] = []
 LOST: list[KVStore] = []
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
+# What a push adds to its description when it takes the buffers.
+_BUFFERS = "from the buffers"
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
+
+
+def _bare(verb: str) -> Callable[[], Prepared]:
+    """Return what prepares a call that has no arguments."""
+    prepared = Call(verb, digest(verb)), ()
+    return lambda: prepared
+
+
+_BARRIER, _CLOSE = _bare("barrier"), _bare("close")
 
 
 class KVStore:
@@ -145,8 +168,7 @@ class KVStore:
         Raises:
             KeyNotInitialized: the key is unknown.
         """
-        table = self._exchange.table
-        return int(table.versions[table[key].index])
+        return self._exchange.table.version(key)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.keys())
@@ -188,7 +210,7 @@ class KVStore:
             >>> len(kv), "a" in kv
             (2, True)
         """
-        self._collective("init", key, lambda: self._prepare_init(key, value, overwrite), self._init)
+        self._collective("init", self._prepare_init, _quietly, key, value, overwrite)
 
     def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
         """Add up one value per rank and give the sum to the updater.
@@ -201,7 +223,8 @@ class KVStore:
             value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
                 left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast.
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
-                never changed or kept and may be reused when push returns.
+                never changed or kept and may be reused when push returns. None, on every rank, takes the
+                :meth:`buffer` of each key.
             priority: an int, or one per key; the same on every rank. Calls run at once and in order, so it changes
                 nothing yet.
 
@@ -219,7 +242,7 @@ class KVStore:
             >>> kv.pull(3)
             array([2., 2.])
         """
-        self._collective("push", key, lambda: self._prepare_push(key, value, priority), self._exchange.push)
+        self._collective("push", self._prepare_push, _quietly, key, value, priority)
 
     def pull(self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True) -> Any:
         """Read the stored value of a key, or of each key of a list.
@@ -229,7 +252,8 @@ class KVStore:
         Args:
             key: an int or a str, a list of them, or a dict of arrays to fill.
             out: an array of the stored shape, or a list of such arrays, each of which is filled; for a list of keys,
-                a list with one of either per key. A dtype of the same kind is cast. None: new arrays are returned.
+                a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
+                up to date. None: new arrays are returned.
             priority: as in :meth:`push`.
             ignore_sparse: accepted for MXNet's sake; all values are dense.
 
@@ -249,7 +273,7 @@ class KVStore:
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        return self._collective("pull", key, lambda: self._prepare_pull(key, out, priority), self._pull)
+        return self._collective("pull", self._prepare_pull, self._pull, key, out, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.
@@ -264,7 +288,7 @@ class KVStore:
             priority: as in :meth:`push`.
 
         Returns:
-            ``out``, or ``value`` if None.
+            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -278,9 +302,66 @@ class KVStore:
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        return self._collective(
-            "pushpull", key, lambda: self._prepare_pushpull(key, value, out, priority), self._pushpull
-        )
+        return self._collective("pushpull", self._prepare_pushpull, self._pushpull, key, value, out, priority)
+
+    def buffer(self, key: Any) -> Any:
+        """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
+
+        Collective. What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then
+        copy nothing on one host: every rank reads the others' buffers. Buffers may be filled again when these return,
+        and are never changed by the store; at first they hold zeros, or what a deleted key left. They may be the
+        ``out=`` of any numpy operation, and are valid until the key is deleted or the store closed.
+
+        Args:
+            key: an int or a str, or a list of them.
+
+        Returns:
+            An array of the shape and dtype of the value, the same memory at every call.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+            MemoryError: on every rank, if one has too little.
+            RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> gradient, weight = kv.buffer("w"), kv.view("w")
+            >>> np.multiply([1.0, 2.0], 3.0, out=gradient)
+            array([3., 6.])
+            >>> kv.pushpull("w")
+            array([3., 6.])
+            >>> weight
+            array([3., 6.])
+        """
+        return self._collective("buffer", self._prepare_buffer, self._buffer, key)
+
+    def view(self, key: Any) -> Any:
+        """Return a read-only view of the value of a key, or the list of those of a list of keys. Local.
+
+        The view is the store's own memory. It holds the newest value after each ``pushpull`` of the key, and after
+        each ``pull`` that has it as ``out``, which moves nothing on one host. It stays as it is until this rank's next
+        push of the key, and is valid until the key is deleted or the store closed.
+
+        Args:
+            key: an int or a str, or a list of them.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> weight = kv.view("w")
+            >>> kv.push("w", np.ones(2))
+            >>> kv.pull("w", out=weight)
+            array([1., 1.])
+        """
+        self._check_open("view")
+        views = self._known(key).views
+        return list(views) if isinstance(key, (list, tuple)) else views[0]
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Store the root's values under keys, new or known, and read them: ``init`` or ``set``, then ``pull``.
@@ -305,9 +386,7 @@ class KVStore:
             >>> mpikv.create().broadcast("w", np.ones(2))
             array([1., 1.])
         """
-        return self._collective(
-            "broadcast", key, lambda: self._prepare_broadcast(key, value, out, priority), self._broadcast
-        )
+        return self._collective("broadcast", self._prepare_broadcast, _quietly, key, value, out, priority)
 
     def set(self, key: Any, value: Any = None) -> None:
         """Overwrite stored values by the root's, without the updater. Optimizer state stays.
@@ -330,7 +409,7 @@ class KVStore:
             >>> kv.pull("w")
             array([1., 1.])
         """
-        self._collective("set", key, lambda: self._prepare_set(key, value), self._exchange.write)
+        self._collective("set", self._prepare_set, _quietly, key, value)
 
     def delete(self, key: Any) -> None:
         """Remove keys, their values and their optimizer state.
@@ -352,7 +431,7 @@ class KVStore:
             >>> "w" in kv
             False
         """
-        self._collective("delete", key, lambda: self._prepare_delete(key), self._exchange.delete)
+        self._collective("delete", self._prepare_delete, self._exchange.delete, key)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Collective.
@@ -360,7 +439,7 @@ class KVStore:
         Raises:
             Stalled: a rank did not come within the store's timeout.
         """
-        self._collective("barrier", None, lambda: (Call("barrier", digest("barrier")), ()), self._meet)
+        self._collective("barrier", _BARRIER, self._meet)
 
     # MXNet's scripts call it so, and set_updater below.
     _barrier = barrier
@@ -478,7 +557,7 @@ class KVStore:
         """
         if self._ended is not None:
             return
-        self._collective("close", None, lambda: (Call("close", digest("close")), ()), self._free)
+        self._collective("close", _CLOSE, self._free)
         self._leave("the store was closed")
 
     def abandon(self, why: str) -> None:
@@ -515,23 +594,22 @@ class KVStore:
     # --- The door of every collective call
 
     def _collective(
-        self, verb: str, key: Any, prepare: Callable[[], tuple[Call, tuple[Any, ...]]], run: Callable[..., Result]
+        self, verb: str, prepare: Callable[..., Prepared], run: Callable[..., Result], *arguments: Any
     ) -> Result:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
-        self._check_open(verb)
-        if self._running:
+        if self._running or self._ended is not None:
+            self._check_open(verb)
             raise Unsupported(f"{verb}: the store is in {self._running}; an updater, or another thread, cannot call it")
         self._running = verb
         try:
             try:
-                call, arguments = prepare()
+                call, prepared = prepare(*arguments)
             except Exception as error:
-                self._agreement.refuse(Call(verb, 0, _shown(key)), error)
-            self._agreement.begin(call)
-            # A caller who has numpy raise at an overflow would have the call end halfway, on some ranks.
-            with np.errstate(all="ignore"):
-                return run(*arguments)
+                self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
+            self._agreement.begin(call, self._exchange.staged is not None)
+            return run(*prepared)
         except BaseException as error:
+            self._exchange.staged = None
             self._end_unless_settled(verb, error)
             raise
         finally:
@@ -584,45 +662,47 @@ class KVStore:
                 f"others call {said.text} with {said.parts[0]}; rank {self.rank}, which has left join(), has {mine[0]}"
             )
             raise RankMismatch(f"ranks disagree: {text}; nothing was changed")
-        nothing: list[tuple[Array, ...]] = [()] * len(said.keys)
+        nothing = Arrays([()] * len(said.keys), False)
         if said.verb == "pull":
             return lambda: self._exchange.pull(plan, nothing)
-        confirm = self._confirmation(call)
+        confirm = self._confirmation(call) if self._exchange.updater.fallible else None
         if said.verb == "push":
             return lambda: self._exchange.push(plan, nothing, steps, confirm)
         return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
 
-    def _planned(self, verb: str, keys: tuple[Key, ...], priority: Any = 0, updates: bool = False) -> tuple[Plan, Call]:
-        """Return the plan for known keys, and what to compare with the other ranks before it is run."""
-        plan = self._exchange.plan(keys)
+    def _planned(self, verb: str, plan: Plan, priority: Any = 0, updates: bool = False, option: str = "") -> Call:
+        """Return what to compare with the other ranks before a plan is run."""
         settings = self._updater_digest() if updates else 0
-        known, call = plan.calls.get(verb, (None, None))
+        call: Call | None
+        known, call = plan.calls.get((verb, option), (0, None))
         if call is None or known != settings:
-            token = plan.digest ^ digest(verb) ^ settings
-            call = Call(verb, token, plan.label, keys, lambda: self._described(plan, updates))
-            plan.calls[verb] = (settings, call)
-        if priority == 0 or not any(wishes := priorities(priority, keys)):
-            return plan, call
+            token = plan.digest ^ digest(verb + option) ^ settings
+            call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, updates, option))
+            plan.calls[verb, option] = (settings, call)
+        if priority == 0 or not any(wishes := priorities(priority, plan.keys)):
+            return call
         wish = f"priority {wishes}"
         token = call.token ^ digest(wish)
-        return plan, Call(verb, token, plan.label, keys, lambda: [*self._described(plan, updates), wish])
+        return Call(verb, token, plan.label, plan.keys, lambda: [*self._described(plan, updates, option), wish])
 
-    def _described(self, plan: Plan, updates: bool) -> list[str]:
-        texts = describe(plan.keys, [e.shape for e in plan.entries], [e.dtype for e in plan.entries])
+    def _described(self, plan: Plan, updates: bool, option: str = "") -> list[str]:
+        texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
         return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
 
-    def _with_steps(self, call: Call, steps: Sequence[Any]) -> Call:
+    def _with_steps(self, call: Call, steps: Steps) -> Call:
         """Add what a user's schedule returned to what is compared: two functions may differ and have the same name."""
         if self.optimizer is None or not self.optimizer.opaque:
             return call
-        text = f"steps {list(dict.fromkeys(steps))}"
+        text = f"steps {list(dict.fromkeys(steps.each))}"
         return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
 
     def _updater_digest(self) -> int:
         updater = self._exchange.updater
-        if (updater, updater.revision) != self._settings[:2]:
-            self._settings = (updater, updater.revision, digest(updater.settings()))
-        return self._settings[2]
+        known, revision, settings = self._settings
+        if updater is not known or updater.revision != revision:
+            settings = digest(updater.settings())
+            self._settings = (updater, updater.revision, settings)
+        return settings
 
     def _valued(self, verb: str, form: Form, arrays: Sequence[Array], option: str) -> Call:
         """Return the call of a verb that gives values to keys, which may be new."""
@@ -631,7 +711,7 @@ class KVStore:
 
     # --- The verbs: what each prepares, and runs once all ranks agree
 
-    def _prepare_init(self, key: Any, value: Any, overwrite: bool) -> tuple[Call, tuple[Any, ...]]:
+    def _prepare_init(self, key: Any, value: Any, overwrite: bool) -> Prepared:
         form = parse(key, value)
         table = self._exchange.table
         table.check_kind(form.keys)
@@ -640,45 +720,107 @@ class KVStore:
         arrays = singles(form, None)
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
-        return self._valued("init", form, arrays, f"overwrite {known}"), (form.keys, arrays)
+        return self._valued("init", form, arrays, f"overwrite {known}"), (self._init, form.keys, arrays)
 
     def _init(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
 
-    def _prepare_push(self, key: Any, value: Any, priority: Any) -> tuple[Call, tuple[Any, ...]]:
+    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
+        """Return the plan and the arrays of what is to be pushed."""
+        plan = self._exchange.known(key)
+        if plan is not None and (arrays := plain(plan, key, value)) is not None:
+            return plan, Arrays(arrays, True)
         form = parse(key, value)
-        plan, call = self._planned("push", form.keys, priority, updates=True)
-        arrays, steps = sources(plan.entries, form.groups), self._exchange.steps(plan)
-        return self._with_steps(call, steps), (plan, arrays, steps, self._confirmation(call))
+        plan = self._exchange.plan(form.keys)
+        return plan, Arrays(sources(plan.entries, form.groups), False)
 
-    def _prepare_pull(self, key: Any, out: Any, priority: Any) -> tuple[Call, tuple[Any, ...]]:
-        if out is None and not isinstance(key, Mapping):
-            out = new_arrays(key, self._exchange.table)
-        form = parse(key, out, "out")
-        plan, call = self._planned("pull", form.keys, priority)
-        return call, (plan, targets(plan.entries, form.groups), key if out is None else out)
+    def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
+        """Return the arrays to fill."""
+        arrays = None if isinstance(key, Mapping) else plain(plan, key, out, writable=True)
+        if arrays is not None:
+            return Arrays(arrays, True)
+        return Arrays(targets(plan.entries, outs_of(key, out, plan.keys).groups), False)
 
-    def _pull(self, plan: Plan, arrays: Sequence[Sequence[Array]], result: Any) -> Any:
+    def _known(self, key: Any) -> Plan:
+        return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
+
+    def _prepare_push(self, key: Any, value: Any, priority: Any) -> Prepared:
+        exchange = self._exchange
+        if value is None and not isinstance(key, Mapping):
+            plan = self._known(key)
+            call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
+            self._check_buffers(plan)
+            return call, (exchange.push_buffers, plan, steps, confirm)
+        plan, arrays = self._sources(key, value)
+        call, steps, confirm = self._update_of("push", plan, priority)
+        exchange.stage(plan, arrays)
+        return call, (exchange.push, plan, arrays, steps, confirm)
+
+    def _prepare_pull(self, key: Any, out: Any, priority: Any) -> Prepared:
+        if isinstance(key, Mapping):
+            form = parse(key, out, "out")
+            plan, result = self._exchange.plan(form.keys), key
+            arrays = Arrays(targets(plan.entries, form.groups), False)
+        else:
+            plan = self._known(key)
+            result = new_arrays(key, plan) if out is None else out
+            arrays = self._targets(plan, key, result)
+        return self._planned("pull", plan, priority), (plan, arrays, result)
+
+    def _pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)
         return result
 
-    def _prepare_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> tuple[Call, tuple[Any, ...]]:
-        form = parse(key, value)
-        plan, call = self._planned("pushpull", form.keys, priority, updates=True)
-        arrays, steps = sources(plan.entries, form.groups), self._exchange.steps(plan)
-        outs = targets(plan.entries, (form if out is None else outs_of(key, out, form.keys)).groups)
+    def _prepare_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
+        exchange = self._exchange
+        if value is None and not isinstance(key, Mapping):
+            plan = self._known(key)
+            call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
+            self._check_buffers(plan)
+            filled = NOTHING if out is None else self._targets(plan, key, out)
+            result = out if out is not None else plan.views if isinstance(key, (list, tuple)) else plan.views[0]
+            return call, (result, exchange.pushpull_buffers, plan, steps, filled, confirm)
+        plan, arrays = self._sources(key, value)
+        call, steps, confirm = self._update_of("pushpull", plan, priority)
         result = out if out is not None else key if isinstance(key, Mapping) else value
-        return self._with_steps(call, steps), (result, plan, arrays, steps, outs, self._confirmation(call))
+        if out is None and isinstance(key, Mapping):
+            key, out = flatten(key)
+        filled = self._targets(plan, key, value if out is None else out)
+        exchange.stage(plan, arrays)
+        return call, (result, exchange.pushpull, plan, arrays, steps, filled, confirm)
 
     def _pushpull(self, result: Any, *arguments: Any) -> Any:
-        self._exchange.pushpull(*arguments)
+        _quietly(*arguments)
         return result
+
+    def _update_of(
+        self, verb: str, plan: Plan, priority: Any, option: str = ""
+    ) -> tuple[Call, Steps, Callable[[BaseException | None], None] | None]:
+        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went."""
+        call = self._planned(verb, plan, priority, True, option)
+        steps = self._exchange.steps(plan)
+        confirm = self._confirmation(call) if self._exchange.updater.fallible else None
+        return self._with_steps(call, steps), steps, confirm
+
+    def _check_buffers(self, plan: Plan) -> None:
+        for key, buffer in zip(plan.keys, self._exchange.buffers(plan), strict=True):
+            if buffer is None:
+                raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
 
     def _confirmation(self, call: Call) -> Callable[[BaseException | None], None]:
         return lambda failure: self._agreement.confirm(call, failure)
 
-    def _prepare_broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> tuple[Call, tuple[Any, ...]]:
+    def _prepare_buffer(self, key: Any) -> Prepared:
+        plan = self._known(key)
+        return self._planned("buffer", plan), (plan.keys, isinstance(key, (list, tuple)))
+
+    def _buffer(self, keys: tuple[Key, ...], several: bool) -> Any:
+        self._exchange.add_buffers(keys)
+        buffers = self._exchange.buffers(self._exchange.plan(keys))
+        return buffers if several else buffers[0]
+
+    def _prepare_broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         form = parse(key, value)
         self._exchange.table.check_kind(form.keys)
         arrays = singles(form, self._exchange.table)
@@ -691,7 +833,7 @@ class KVStore:
             for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
         ]
         call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
-        return call, (form.keys, arrays, outs, out)
+        return call, (self._broadcast, form.keys, arrays, outs, out)
 
     def _broadcast(
         self, keys: tuple[Key, ...], arrays: Sequence[Array], outs: Sequence[Sequence[Array]], result: Any
@@ -700,27 +842,30 @@ class KVStore:
         self._exchange.enter([key for key, _ in new], [array for _, array in new])
         self._exchange.write(keys, arrays)
         self._transport.fence()
-        self._exchange.pull(self._exchange.plan(keys), outs)
+        self._exchange.pull(self._exchange.plan(keys), Arrays(outs, False))
         return result
 
-    def _prepare_set(self, key: Any, value: Any) -> tuple[Call, tuple[Any, ...]]:
+    def _prepare_set(self, key: Any, value: Any) -> Prepared:
         form = parse(key, value)
-        _, call = self._planned("set", form.keys)
-        return call, (form.keys, singles(form, self._exchange.table))
+        call = self._planned("set", self._exchange.plan(form.keys))
+        return call, (self._exchange.write, form.keys, singles(form, self._exchange.table))
 
-    def _prepare_delete(self, key: Any) -> tuple[Call, tuple[Any, ...]]:
+    def _prepare_delete(self, key: Any) -> Prepared:
         keys = parse(key, None).keys
-        _, call = self._planned("delete", keys)
+        call = self._planned("delete", self._exchange.plan(keys))
         return call, (keys,)
 
     def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
-        def prepare() -> tuple[Call, tuple[Any, ...]]:
+        def prepare() -> Prepared:
             updater = make()
             self._exchange.placed(updater)
             settings = updater.settings()
-            return Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings]), (updater,)
+            return Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings]), (
+                self._exchange.adopt,
+                updater,
+            )
 
-        self._collective(verb, None, prepare, self._exchange.adopt)
+        self._collective(verb, prepare, _quietly)
 
     def _meet(self) -> None:
         if not self._config.check:  # with it, comparing the calls was the barrier
@@ -745,8 +890,15 @@ def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
     return optimizer
 
 
-def _shown(key: Any) -> str:
+def _quietly(run: Callable[..., Result], *arguments: Any) -> Result:
+    """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
+    with np.errstate(all="ignore"):
+        return run(*arguments)
+
+
+def _shown(arguments: Sequence[Any]) -> str:
     """Return the keys of a call whose arguments are bad, for a message."""
+    key = arguments[0] if arguments else None
     if key is None:
         return ""
     text = repr(list(key)) if isinstance(key, Mapping) else repr(key)

@@ -6,7 +6,7 @@ held to its contract by a class in :mod:`mpikv.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -27,10 +27,15 @@ Slots: TypeAlias = "Mapping[str, np.dtype[Any]]"
 class Transport(Protocol):
     """Moves bytes between ranks.
 
-    All methods but :meth:`outbox` are collective: every rank calls them in the same order with the same sizes. Arrays
-    are one-dimensional, contiguous and of one dtype. A transport never sees a key, keeps no state of a value, and
+    All methods are collective: every rank calls them in the same order with the same sizes. Arrays are
+    one-dimensional, contiguous and of one dtype. A transport never sees a key, keeps no state of a value, and
     allocates nothing per call. ``send`` is never written. The library's errors leave as
     :class:`~mpikv.errors.TransportError`.
+
+    The three sums return *terms*: arrays of the size of ``recv`` whose sum, from the first to the last, is what this
+    rank receives. A transport whose library adds returns ``recv`` as the only one. One whose memory all ranks see
+    returns where the terms lie, in rank order; they may be read until the next sum, and ``recv`` was not used. So
+    whoever adds them can do it in pieces that stay in the cache. A rank that receives nothing gets anything.
 
     Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of
     booleans is their logical or; integers wrap.
@@ -45,6 +50,18 @@ class Transport(Protocol):
     limit: int
     """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
 
+    @property
+    def outboxes(self) -> tuple[Array, ...]:
+        """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum whose
+        ``send`` is the beginning of the outbox whose turn it is saves a copy.
+        """
+        ...
+
+    @property
+    def turn(self) -> int:
+        """The index of the outbox for the next sum, and only that one."""
+        ...
+
     def allocate(self, nbytes: int) -> Array:
         """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it
         closes.
@@ -53,23 +70,16 @@ class Transport(Protocol):
         """
         ...
 
-    def outbox(self, nbytes: int) -> Array:
-        """Return memory (uint8) in which to prepare the ``send`` of the next sum, and only that one. Local.
-
-        Using it is never required; a sum whose ``send`` is a view of it saves a copy.
-        """
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        """Sum every rank's ``send`` at the root. ``recv`` is ignored on the other ranks."""
         ...
 
-    def reduce(self, send: Array, recv: Array, root: int) -> None:
-        """Sum every rank's ``send`` into ``recv`` of the root. ``recv`` is ignored on the other ranks."""
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        """Sum every rank's ``send`` at every rank, with the same bits on each."""
         ...
 
-    def allreduce(self, send: Array, recv: Array) -> None:
-        """Sum every rank's ``send`` into ``recv`` of every rank, with the same bits on each."""
-        ...
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements, in ``recv``."""
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements."""
         ...
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
@@ -80,12 +90,17 @@ class Transport(Protocol):
         """Copy the root's ``buffer`` to every rank's, in place."""
         ...
 
-    def fence(self) -> None:
-        """Make what any rank wrote to allocated memory visible to every rank, where memory is shared."""
+    def fence(self, showing: bool = False) -> None:
+        """Make what any rank wrote to allocated memory visible to every rank, where memory is shared. ``showing`` as in
+        :meth:`agree`.
+        """
         ...
 
-    def agree(self, token: int) -> bool:
+    def agree(self, token: int, showing: bool = False) -> bool:
         """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.
+
+        With ``showing``, the same on ranks of the same token, the outbox whose turn it is holds the ``send`` of the
+        sum that comes next if all agree. Then that sum need not wait for the others once more.
 
         Raises :class:`~mpikv.errors.Stalled` on the ranks that wait when another does not come before the deadline.
         """
@@ -135,8 +150,8 @@ class Placement(Protocol):
         """
         ...
 
-    def reduce(self, span: Span, send: Array, total: Array) -> None:
-        """Sum ``send`` over ranks: each rank gets the sum of the elements that it owns in ``total``."""
+    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
+        """Sum ``send`` over ranks: return the terms of the sum of the elements that this rank owns, or ``total``."""
         ...
 
     def publish(self, span: Span) -> None:
@@ -158,6 +173,14 @@ class Updater(Protocol):
     fallible: bool
     """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none
     raised."""
+
+    assigns: bool
+    """Whether the value just becomes the sum, which may then be made in its place: ``total`` is ``value``."""
+
+    @property
+    def by_key(self) -> bool:
+        """Whether :meth:`step` may differ between keys of the same count."""
+        ...
 
     revision: int
     """Changes whenever :meth:`settings` or a step may have changed, so that nothing is compared or computed twice."""
@@ -181,6 +204,13 @@ class Updater(Protocol):
 
         Element-wise updaters get flat ranges, others the whole value in its shape. ``total`` is float32 for
         half-precision values.
+        """
+        ...
+
+    def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+        """Return a function of a step that does what :meth:`update` does to these arrays.
+
+        For element-wise updaters. It is made once and called often, with whatever the arrays then hold.
         """
         ...
 

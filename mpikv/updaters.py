@@ -18,6 +18,8 @@ class Assign:
 
     elementwise = True
     fallible = False
+    assigns = True
+    by_key = False
     revision = 0
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
@@ -27,10 +29,19 @@ class Assign:
         return None
 
     def update(self, step: None, total: Array, value: Array, state: Mapping[str, Array]) -> None:
-        np.copyto(value, total, casting="same_kind")
+        self.bind(total, value, state)(step)
+
+    def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
+        if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
+            return _nothing  # the sum was made in its place
+        return lambda step: np.copyto(value, total, casting="same_kind")
 
     def settings(self) -> str:
         return "assign"
+
+
+def _nothing(step: None) -> None:
+    pass
 
 
 class CallableUpdater:
@@ -38,6 +49,8 @@ class CallableUpdater:
 
     elementwise = False
     fallible = True
+    assigns = False
+    by_key = True
     revision = 0
 
     def __init__(self, function: Callable[[Any, Array, Array], Any]) -> None:
@@ -60,6 +73,9 @@ class CallableUpdater:
         if changed.shape != value.shape:
             raise ValueMismatch(f"the updater returned shape {changed.shape} for key {step!r} of shape {value.shape}")
         np.copyto(value, changed, casting="same_kind")
+
+    def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Key], None]:
+        return lambda step: self.update(step, total, value, state)
 
     def settings(self) -> str:
         module = getattr(self._function, "__module__", "")

@@ -116,22 +116,25 @@ def test_a_table_keeps_the_order_and_counts():
     assert list(known) == keys
     assert len(known) == 100
     assert known["k99"].index == 99
-    known.versions[99] = 7
+    known.counts[99] = 7
     known.remove("k0")
     known.add("k0", (2, 3), FLOAT, Arena(LocalTransport(4096)).place([(FLOAT, 6)])[0])
     assert list(known) == [*keys[1:], "k0"]
-    assert known.versions[known["k99"].index] == 7
-    assert known.versions[known["k0"].index] == 0
+    assert known.version("k99") == 7
+    assert known.version("k0") == 0
+    known.start_counts()
+    known.counts[99] += 1
+    assert known.version("k99") == 8
 
 
-def test_growth_keeps_versions():
+def test_growth_keeps_counts():
     known = table(*range(64))
-    known.versions[:] = np.arange(64)
+    known.counts[:] = np.arange(64)
     (place,) = Arena(LocalTransport(4096)).place([(FLOAT, 6)])
     known.add(64, (2, 3), FLOAT, place)
-    assert known.versions.tolist()[:65] == [*range(64), 0]
+    assert [known.version(key) for key in range(65)] == [*range(64), 0]
     assert not known.stale.any()
-    assert known.counts.size == known.stale.size == known.versions.size >= 65
+    assert known.counts.size == known.stale.size == known.earlier.size >= 65
 
 
 def test_an_unknown_key_lists_near_ones():

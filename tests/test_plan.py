@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpikv.arena import Arena, Block, Place
-from mpikv.arrays import accumulator
+from mpikv.arrays import accumulator, zeros
 from mpikv.keys import Entry, KeyTable
 from mpikv.placement import Owners, Replicated, Root, Sharded
 from mpikv.plan import build, describe, digest, label
@@ -44,12 +44,21 @@ def entries(requests, seat=None, slots=None):
     return [table.add(key, shape, dtype, place) for (key, shape, dtype), place in made]
 
 
-def scratch(dtype, count):
-    return np.zeros(count, dtype)
+class Quiet:
+    """An updater that is never run."""
+
+    fallible = assigns = by_key = False
+
+    def __init__(self, whole):
+        self.elementwise = not whole
+
+    def bind(self, total, value, state):
+        return lambda step: None
 
 
 def plan_of(chosen, seat=None, placement=Replicated, whole=False):
-    return build(chosen, placement(seat or Seat(0, 1)), scratch, whole)
+    seat = seat or Seat(0, 1)
+    return build(chosen, placement(seat), seat, Quiet(whole), zeros(2 * LIMIT))
 
 
 REQUESTS = [

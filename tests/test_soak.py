@@ -17,6 +17,7 @@ sums = []
 def lossy(self, send, recv, counts=None):
     sums.append(recv)
     recv[...] = send if len(sums) % 50 else np.zeros_like(send)
+    return (recv,)
 
 LocalTransport.reduce_scatter = LocalTransport.allreduce = lossy
 

@@ -46,6 +46,7 @@ class LARS(Optimizer):
     """
 
     elementwise = False
+    by_key = True
 
     learning_rate: float | None = rate(0.1)
     """In [0, inf), default 0.1."""
@@ -81,6 +82,7 @@ class LARS(Optimizer):
         wide = self.scratch(WIDE, 1)[0]
         weights = gradients = 0.0
         for block in self.blocks(total, value, state):
+            block.load()
             weights += sum_of_squares(block.weight, wide)
             gradients += sum_of_squares(block.gradient, wide)
         weight_norm, gradient_norm = math.sqrt(weights), math.sqrt(gradients) * abs(self.rescale_grad)
@@ -140,14 +142,18 @@ class LAMB(Optimizer):
         wide = self.scratch(WIDE, 1)[0]
         weights = directions = 0.0
         with np.errstate(all="ignore"):
-            for block in self.blocks(total, value, state):
+            blocks = self.blocks(total, value, state)
+            for block in blocks:
+                block.load()
                 self.prepare(step, block)
                 self.rule(step, block)
                 weights += sum_of_squares(block.weight, wide)
                 directions += sum_of_squares(block.gradient, wide)
             rate = step.rate * self._trust(math.sqrt(weights), math.sqrt(directions))
-            for block in self.blocks(total, value, state):
+            for block in blocks:
+                block.load()
                 descend(block.weight, block.gradient, rate)
+                block.store()
 
     def rule(self, step: Step, block: Block) -> None:
         """Put the direction in the place of the gradient: its norm is known only after the last block."""

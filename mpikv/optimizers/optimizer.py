@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -52,6 +52,20 @@ class Block:
     """One array per name of :attr:`Optimizer.states`, in that order."""
     spare: list[Array]
     """:attr:`Optimizer.spares` arrays of undefined content, to compute in."""
+    stored: Array | None
+    """Half-precision elements that ``weight`` stands for; None where ``weight`` is what is stored."""
+    kept: bool
+    """Whether ``weight`` is a float32 copy that is kept from update to update."""
+
+    def load(self) -> None:
+        """Begin an update: widen the stored elements."""
+        if self.stored is not None and not self.kept:
+            np.copyto(self.weight, self.stored)
+
+    def store(self) -> None:
+        """End an update: round to the stored elements."""
+        if self.stored is not None:
+            np.copyto(self.stored, self.weight, casting="unsafe")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -74,6 +88,7 @@ class Optimizer:
     elementwise = True
     """Whether the rule may be applied to any part of a value."""
     fallible = False
+    assigns = False
     coupled = True
     """Whether ``wd * weight`` is part of the gradient."""
     spares = 1
@@ -177,6 +192,11 @@ class Optimizer:
         return slots
 
     @property
+    def by_key(self) -> bool:
+        """Whether keys of the same count may have different steps."""
+        return bool(self.lr_mult or self.wd_mult)
+
+    @property
     def opaque(self) -> bool:
         """Whether the rate comes from a function of the user's, of which :meth:`settings` knows the name only."""
         return self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__
@@ -200,9 +220,25 @@ class Optimizer:
         """Change ``value`` and ``state`` in place by the sum of a push, ``total``, which is overwritten."""
         # Training that diverges makes inf and nan: where a warning is an error it would leave the value half updated.
         with np.errstate(all="ignore"):
-            for block in self.blocks(total, value, state):
-                self.prepare(step, block)
-                self.rule(step, block)
+            self.bind(total, value, state)(step)
+
+    def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
+        """Return a function of a step that makes one update of these arrays, under the caller's rules for overflows."""
+        blocks = self.blocks(total, value, state)
+        if len(blocks) == 1 and blocks[0].stored is None:
+            (block,) = blocks
+            return lambda step: self._run(step, block)
+        return lambda step: self._run_all(step, blocks)
+
+    def _run(self, step: Step, block: Block) -> None:
+        self.prepare(step, block)
+        self.rule(step, block)
+
+    def _run_all(self, step: Step, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.load()
+            self._run(step, block)
+            block.store()
 
     def settings(self) -> str:
         """Describe the optimizer so that two descriptions are equal exactly when the updates are."""
@@ -221,25 +257,30 @@ class Optimizer:
             np.multiply(block.weight, step.wd, out=decay)
             np.add(gradient, decay, out=gradient)
 
-    def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> Iterator[Block]:
-        """Walk over a contiguous value of any shape; rounded weights are written back after each block."""
+    def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
+        """Cut contiguous arrays of any shape into blocks. Each is to be loaded, changed, and stored."""
         precision = self._precision(value.dtype)
+        kept = self._has_master(value.dtype, precision)
+        own = not kept and value.dtype == precision
         spare = self.scratch(precision, self.spares + 1)
         total, value = total.reshape(-1), value.reshape(-1)
+        weight = state["master"].reshape(-1) if kept else value
         states = [state[name].reshape(-1) for name in self.states]
-        master = state["master"].reshape(-1) if self._has_master(value.dtype, precision) else None
+        blocks = []
         for start in range(0, value.size, BLOCK):
-            part = slice(start, start + BLOCK)
-            stored = weight = value[part]
-            spares = [array[: stored.size] for array in spare]
-            if master is not None:
-                weight = master[part]
-            elif stored.dtype != precision:
-                weight = spares.pop()
-                weight[:] = stored
-            yield Block(total[part], weight, [array[part] for array in states], spares[: self.spares])
-            if weight is not stored:
-                stored[:] = weight
+            part = slice(start, min(start + BLOCK, value.size))
+            *spares, wide = (array[: part.stop - start] for array in spare[: self.spares + 1])
+            blocks.append(
+                Block(
+                    gradient=total[part],
+                    weight=weight[part] if own or kept else wide,
+                    state=[array[part] for array in states],
+                    spare=spares,
+                    stored=None if own else value[part],
+                    kept=kept,
+                )
+            )
+        return blocks
 
     def scratch(self, dtype: np.dtype[Any], number: int) -> list[Array]:
         """Return at least so many arrays of :data:`BLOCK` elements, the same at every call."""

@@ -40,20 +40,25 @@ class Wrapper:
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)
 
-    def outbox(self, nbytes: int) -> Array:
-        return self._transport.outbox(nbytes)
+    @property
+    def outboxes(self) -> tuple[Array, ...]:
+        return self._transport.outboxes
 
-    def reduce(self, send: Array, recv: Array, root: int) -> None:
+    @property
+    def turn(self) -> int:
+        return self._transport.turn
+
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         self.before("reduce")
-        self._transport.reduce(send, recv, root)
+        return self._transport.reduce(send, recv, root)
 
-    def allreduce(self, send: Array, recv: Array) -> None:
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         self.before("allreduce")
-        self._transport.allreduce(send, recv)
+        return self._transport.allreduce(send, recv)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         self.before("reduce_scatter")
-        self._transport.reduce_scatter(send, recv, counts)
+        return self._transport.reduce_scatter(send, recv, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         self.before("all_gather")
@@ -63,13 +68,13 @@ class Wrapper:
         self.before("broadcast")
         self._transport.broadcast(buffer, root)
 
-    def fence(self) -> None:
+    def fence(self, showing: bool = False) -> None:
         self.before("fence")
-        self._transport.fence()
+        self._transport.fence(showing)
 
-    def agree(self, token: int) -> bool:
+    def agree(self, token: int, showing: bool = False) -> bool:
         self.before("agree")
-        return self._transport.agree(token)
+        return self._transport.agree(token, showing)
 
     def close(self) -> None:
         self._transport.close()

@@ -38,20 +38,25 @@ class Recording:
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)
 
-    def outbox(self, nbytes: int) -> Array:
-        return self._transport.outbox(nbytes)
+    @property
+    def outboxes(self) -> tuple[Array, ...]:
+        return self._transport.outboxes
 
-    def reduce(self, send: Array, recv: Array, root: int) -> None:
+    @property
+    def turn(self) -> int:
+        return self._transport.turn
+
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         self.calls.append("reduce")
-        self._transport.reduce(send, recv, root)
+        return self._transport.reduce(send, recv, root)
 
-    def allreduce(self, send: Array, recv: Array) -> None:
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         self.calls.append("allreduce")
-        self._transport.allreduce(send, recv)
+        return self._transport.allreduce(send, recv)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         self.calls.append("reduce_scatter")
-        self._transport.reduce_scatter(send, recv, counts)
+        return self._transport.reduce_scatter(send, recv, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         self.calls.append("all_gather")
@@ -61,11 +66,11 @@ class Recording:
         self.calls.append("broadcast")
         self._transport.broadcast(buffer, root)
 
-    def fence(self) -> None:
-        self._transport.fence()
+    def fence(self, showing: bool = False) -> None:
+        self._transport.fence(showing)
 
-    def agree(self, token: int) -> bool:
-        return self._transport.agree(token)
+    def agree(self, token: int, showing: bool = False) -> bool:
+        return self._transport.agree(token, showing)
 
     def close(self) -> None:
         self._transport.close()

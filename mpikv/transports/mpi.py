@@ -45,7 +45,8 @@ class MpiTransport:
 
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._mpi, self._group, self._comm, self._waiting = MPI, group, group.comm, waiting
-        self._outbox = zeros(limit)
+        self.outboxes: tuple[Array, ...] = (zeros(limit),)
+        self.turn = 0
         # Messages of one byte per element become four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
@@ -60,26 +61,23 @@ class MpiTransport:
             raise settled(MemoryError(f"{nbytes} bytes for values are needed and ranks {short} have too little memory"))
         return memory
 
-    def outbox(self, nbytes: int) -> Array:
-        return self._outbox[:nbytes]
-
-    def reduce(self, send: Array, recv: Array, root: int) -> None:
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Ireduce(send, recv, self._operation(send), root)
 
-        self._sum("reduce", start, send, recv if self.rank == root else None)
+        return self._sum("reduce", start, send, recv if self.rank == root else None)
 
-    def allreduce(self, send: Array, recv: Array) -> None:
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Iallreduce(send, recv, self._operation(send))
 
-        self._sum("allreduce", start, send, recv)
+        return self._sum("allreduce", start, send, recv)
 
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Ireduce_scatter(send, recv, counts, self._operation(send))
 
-        self._sum("reduce_scatter", start, send, recv)
+        return self._sum("reduce_scatter", start, send, recv)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         nbytes = [count * buffer.itemsize for count in counts]
@@ -94,10 +92,10 @@ class MpiTransport:
             for begin in range(0, whole.size, self.limit):
                 self._complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
 
-    def fence(self) -> None:
+    def fence(self, showing: bool = False) -> None:
         pass
 
-    def agree(self, token: int) -> bool:
+    def agree(self, token: int, showing: bool = False) -> bool:
         # All are equal exactly when the largest token is the smallest; one maximum finds both.
         self._offered[:] = token, -token
         with self._group.translated("agree"):
@@ -109,9 +107,11 @@ class MpiTransport:
 
     def close(self) -> None:
         self._comm = None
-        self._outbox, self._wide = zeros(0), (zeros(0), zeros(0))
+        self.outboxes, self._wide = (zeros(0),), (zeros(0), zeros(0))
 
-    def _sum(self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None) -> None:
+    def _sum(
+        self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None
+    ) -> Sequence[Array]:
         """Run a summing collective in a type that MPI sums exactly, which may be wider than the arrays'."""
         dtype = _summed_as(send.dtype)
         wide_send, wide_recv = send, recv
@@ -124,6 +124,7 @@ class MpiTransport:
             self._complete(start(wide_send, wide_recv))
         if recv is not None and wide_recv is not None and wide_recv is not recv:
             np.copyto(recv, wide_recv, casting="unsafe")
+        return () if recv is None else (recv,)
 
     def _operation(self, send: Array) -> Any:
         return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM

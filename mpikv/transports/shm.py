@@ -1,8 +1,8 @@
 """Ranks of one host: sums through shared memory, at the speed of memory.
 
 Every rank has two halves of staging memory that all ranks of the host can read. Exchange number c uses half c % 2: each
-rank copies its contribution there, one barrier, and each rank sums the part it is to receive from every rank's half, in
-rank order, so that the bits depend on the number of ranks alone.
+rank copies its contribution there, one barrier, and each rank reads the part it is to receive from every rank's half,
+in rank order, so that the bits of a sum depend on the number of ranks alone.
 
 One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1; every rank
 entered that one after it had finished reading exchange c - 2, the last user of this half.
@@ -30,6 +30,8 @@ __all__ = ["ShmTransport"]
 _SLOT = 16
 # In place of a token.
 _GONE = -1
+# The same messages come again and again, and making an array over memory takes longer than looking it up.
+_MOST_VIEWS = 4096
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
 _SPINS = 500
 
@@ -52,34 +54,29 @@ class ShmTransport:
         self._spins = _SPINS if group.size <= group.host_cores else 0
         staging = group.share(2 * group.size * limit)
         self._halves: Any = staging.reshape(2, group.size, limit)
-        self._exchanges = 0
+        self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
+        self.turn = 0
+        self._shown = False
+        self._views: dict[tuple[int, int, int, Any], tuple[Array, ...]] = {}
 
     def allocate(self, nbytes: int) -> Array:
         return self._group.share(nbytes)
 
-    def outbox(self, nbytes: int) -> Array:
-        outbox: Array = self._halves[self._exchanges & 1, self.rank, :nbytes]
-        return outbox
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        return self._terms(send, 0, send.size if self.rank == root else 0)
 
-    def reduce(self, send: Array, recv: Array, root: int) -> None:
-        half = self._exchange(send)
-        if self.rank == root:
-            self._sum(half, 0, send, recv)
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        return self._terms(send, 0, send.size)
 
-    def allreduce(self, send: Array, recv: Array) -> None:
-        self._sum(self._exchange(send), 0, send, recv)
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> None:
-        half = self._exchange(send)
-        if counts[self.rank]:
-            self._sum(half, sum(counts[: self.rank]), send, recv)
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        return self._terms(send, sum(counts[: self.rank]), counts[self.rank])
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         starts = np.concatenate(([0], np.cumsum(counts))) * buffer.itemsize
         whole = buffer.view(np.uint8)
         for begin in range(0, max(counts) * buffer.itemsize, self.limit):
             low, high = (min(starts[self.rank] + begin + d, starts[self.rank + 1]) for d in (0, self.limit))
-            half = self._exchange(whole[low:high])
+            half = self._halves[self._exchange(whole[low:high])]
             for rank in range(self.size):
                 low, high = (min(starts[rank] + begin + d, starts[rank + 1]) for d in (0, self.limit))
                 if rank != self.rank:
@@ -89,14 +86,15 @@ class ShmTransport:
         whole = buffer.view(np.uint8)
         for begin in range(0, whole.size, self.limit):
             part = whole[begin : begin + self.limit]
-            half = self._exchange(part if self.rank == root else part[:0])
+            half = self._halves[self._exchange(part if self.rank == root else part[:0])]
             if self.rank != root:
                 part[:] = half[root, : part.size]
 
-    def fence(self) -> None:
+    def fence(self, showing: bool = False) -> None:
         self._arrive()
+        self._shown = showing
 
-    def agree(self, token: int) -> bool:
+    def agree(self, token: int, showing: bool = False) -> bool:
         # Tokens alternate between two words: a rank that is already in the next barrier must not overwrite this one's.
         word = 1 + (self._arrivals & 1)
         flags = self._flags
@@ -107,36 +105,44 @@ class ShmTransport:
             # A rank that comes later must not believe that this one goes on with it.
             flags[self._mine + word] = _GONE
             raise
-        tokens = [flags[peer + word] for peer in self._peers]
-        if _GONE in tokens:
-            raise Stalled("the other ranks have given up waiting for this one")
-        return tokens.count(token) == len(tokens)
+        for peer in self._peers:
+            if flags[peer + word] != token:
+                if _GONE in [flags[other + word] for other in self._peers]:
+                    raise Stalled("the other ranks have given up waiting for this one")
+                return False
+        self._shown = showing
+        return True
 
     def close(self) -> None:
         # Arrays over a window keep the interpreter from crashing on a later access only while they are gone with it.
         self._flags.release()
         self._flags = memoryview(b"").cast("q")
         self._halves = np.empty(0, np.uint8)
+        self.outboxes = ()
+        self._views.clear()
 
-    def _exchange(self, send: Array) -> Any:
-        """Show ``send`` to all ranks and wait for theirs; return the memory (ranks x bytes) where they are."""
-        half = self._halves[self._exchanges & 1]
+    def _exchange(self, send: Array) -> int:
+        """Show ``send`` to all ranks and wait for theirs; return the half in which they are."""
+        half = self.turn
         if send.base is not self._halves.base:
-            np.copyto(half[self.rank, : send.nbytes], send.view(np.uint8))
-        self._exchanges += 1
-        self._arrive()
+            np.copyto(self.outboxes[half][: send.nbytes], send.view(np.uint8))
+        self.turn = 1 - half
+        if self._shown:
+            self._shown = False
+        else:
+            self._arrive()
         return half
 
-    def _sum(self, half: Any, start: int, send: Array, recv: Array) -> None:
-        """Sum every rank's elements from ``start`` on, as many as ``recv`` holds, in rank order."""
-        begin, end = start * send.itemsize, (start + recv.size) * send.itemsize
-        parts = half[:, begin:end].view(send.dtype)
-        if self.size == 1:
-            np.copyto(recv, parts[0])
-            return
-        np.add(parts[0], parts[1], out=recv, dtype=recv.dtype)
-        for part in parts[2:]:
-            np.add(recv, part, out=recv)
+    def _terms(self, send: Array, start: int, count: int) -> Sequence[Array]:
+        """Return where every rank's elements ``[start, start + count)`` are, in rank order."""
+        key = self._exchange(send), start, count, send.dtype
+        terms = self._views.get(key)
+        if terms is None:
+            if len(self._views) >= _MOST_VIEWS:
+                self._views.clear()
+            first, last = start * send.itemsize, (start + count) * send.itemsize
+            terms = self._views[key] = tuple(part[first:last].view(send.dtype) for part in self._halves[key[0]])
+        return terms
 
     def _arrive(self) -> None:
         """Wait until every rank has arrived as often as this one."""

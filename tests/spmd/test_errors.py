@@ -50,7 +50,7 @@ class Watched:
         """Versions, counts and this rank's optimizer state, which pulls do not show."""
         table = self.kv._exchange.table
         return [
-            [entry.key, table.versions[entry.index], table.counts[entry.index]]
+            [entry.key, table.version(entry.key), table.counts[entry.index]]
             + [(name, array.tobytes()) for name, array in entry.state.items()]
             for entry in table.entries()
         ]
