@@ -29,6 +29,7 @@ __all__ = [
 
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+_LISTS, _NUMPYS = (list, tuple), {np.ndarray}
 
 
 def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
@@ -38,15 +39,15 @@ def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[
     """
     arrays: Sequence[Any]
     if not isinstance(key, (list, tuple)):
+        if type(given) is not np.ndarray or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
+            return None
         arrays = (given,)
-    elif type(given) is list or type(given) is tuple:
-        arrays = given
     else:
-        return None
-    if len(arrays) != len(plan.keys) or set(map(type, arrays)) != {np.ndarray}:
-        return None
-    if list(map(_shape_of, arrays)) != plan.shapes or list(map(_dtype_of, arrays)) != plan.dtypes:
-        return None
+        if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != _NUMPYS:
+            return None
+        if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
+            return None
+        arrays = given
     if plan.cut and not all(array.flags.c_contiguous for array in arrays):
         return None
     if writable and not all(array.flags.writeable for array in arrays):

@@ -7,13 +7,13 @@ is in the cache, and copied to the caller's outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from .arena import Arena
-from .arrays import add, disjoint, local_sum, storable, zeros
+from .arrays import add, disjoint, local_sum, run_quietly, storable, zeros
 from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
@@ -21,27 +21,20 @@ from .plan import Bucket, Part, Plan, build
 from .typing import Array, Key, Placement, Transport, Updater
 from .updaters import Assign
 
-__all__ = ["NOTHING", "Arrays", "Exchange", "Steps"]
+__all__ = ["Arrays", "Confirm", "Exchange", "Steps"]
 
 _MOST_PLANS = 1024
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
 # cache, and finding out whether that is safe would take longer.
 _STREAMED_BYTES = 8 << 20
 
-Confirm = Callable[[BaseException | None], None]
+Confirm: TypeAlias = "Callable[[BaseException | None], None]"
+"""Tells the other ranks what an update raised here, if it did, and learns what it did there."""
 
 
-class Arrays(NamedTuple):
-    """The arrays of a call."""
-
-    each: Sequence[Any]
-    """Per key an array, or a tuple of any number of flat ones (of any layout and shape where they are filled)."""
-    plain: bool
-    """Whether it is one array for every key, in the shape and dtype of the value."""
-
-
-NOTHING = Arrays((), False)
-"""No arrays at all: where a push takes the buffers, and a pull fills nothing."""
+Arrays: TypeAlias = "Sequence[Any]"
+"""The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
+or each is a tuple of any number of arrays; flat ones where they are pushed."""
 
 
 class Steps(NamedTuple):
@@ -62,6 +55,7 @@ class Exchange:
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self.placement: Placement = place(placement, transport, self.updater, root)
+        self._settle()
         self._revision = self.updater.revision
         self._arena = Arena(transport)
         # The sum of half precision is twice as wide as the message.
@@ -120,18 +114,21 @@ class Exchange:
                 )
         self._revision = self.updater.revision
 
-    @property
-    def _whole(self) -> bool:
-        """Whether values are updated key by key instead of bucket by bucket."""
-        return self.updater.fallible or not self.updater.elementwise
+    def _settle(self) -> None:
+        """Work out what follows from the updater and its placement."""
+        # Whether values are updated key by key instead of bucket by bucket.
+        self._whole = self.updater.fallible or not self.updater.elementwise
+        # Whether a push leaves every rank with the newest values.
+        self._current = self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
     # --- Push and pull
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
         if plan.buckets:
-            with np.errstate(all="ignore") if not sources.plain else _AS_IT_IS:
-                self.staged = self._pack(plan.buckets[0], sources)
+            # Copies of plain arrays cannot overflow.
+            pack = self._pack if _plain(sources) else partial(run_quietly, self._pack)
+            self.staged = pack(plan.buckets[0], sources)
 
     def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
         """Sum the sources over ranks and update.
@@ -158,19 +155,19 @@ class Exchange:
         self.transport.fence()
 
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
-        """Push the buffers, then pull."""
+        """Push the buffers, then pull; without targets only so that this rank has the newest values."""
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
 
     def pull(self, plan: Plan, targets: Arrays) -> None:
         """Copy the values to the targets."""
         self._refresh(plan)
-        if targets.plain:
-            for array, value in zip(targets.each, plan.values, strict=True):
+        if _plain(targets):
+            for array, value in zip(targets, plan.values, strict=True):
                 array[...] = value
             return
         with np.errstate(all="ignore"):
-            for entry, group in zip(plan.entries, targets.each, strict=True) if targets.each else ():
+            for entry, group in zip(plan.entries, targets, strict=True):
                 for array in group:
                     if array is not entry.view:
                         np.copyto(array, entry.value, casting="unsafe")
@@ -179,11 +176,6 @@ class Exchange:
         """Give this rank the newest values."""
         if not self._current and np.any(self.table.stale[plan.rows]):
             self._publish(plan)
-
-    @property
-    def _current(self) -> bool:
-        """Whether a push leaves every rank with the newest values."""
-        return self.transport.shared or self.placement.everywhere
 
     def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
@@ -225,20 +217,20 @@ class Exchange:
         anyway.
         """
         transport = self.transport
-        if len(bucket.pieces) == 1 and not transport.shared:
+        if not transport.shared and len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
-            (array, *others) = _flat(sources.each[piece.item]) or (None,)
+            (array, *others) = _flat(sources[piece.item]) or (None,)
             if array is not None and not others and array.dtype == bucket.dtype and array.flags.c_contiguous:
                 return array[piece.begin : piece.end]
         send = bucket.sends[transport.turn]
         if not bucket.dense:
             send.fill(0)
-        if sources.plain and bucket.items is not None:
-            for slot, array in zip(bucket.slots[transport.turn], sources.each[bucket.items], strict=True):
+        if bucket.items is not None and _plain(sources):
+            for slot, array in zip(bucket.slots[transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
             return send
         for piece in bucket.pieces:
-            arrays = [array[piece.begin : piece.end] for array in _flat(sources.each[piece.item])]
+            arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
             # A rank that has left join() brings no arrays.
             total = local_sum(arrays, bucket.dtype) if arrays else 0
             np.copyto(send[piece.at : piece.until], total, casting="unsafe")
@@ -383,6 +375,7 @@ class Exchange:
         if stale:
             self._publish(self.plan(stale))
         self.updater, self.placement = updater, self.placed(updater)
+        self._settle()
         self._revision = updater.revision
         self._plans.clear()
         for block in self._arena.blocks:
@@ -405,7 +398,6 @@ class Exchange:
 
 
 _KEYS = {int, str}
-_AS_IT_IS = nullcontext()
 
 
 def _flat(given: Any) -> Sequence[Array]:
@@ -419,5 +411,9 @@ def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequ
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]
 
 
+def _plain(arrays: Arrays) -> bool:
+    return len(arrays) > 0 and type(arrays[0]) is np.ndarray
+
+
 def _groups(arrays: Arrays) -> Sequence[Sequence[Array]]:
-    return [(array,) for array in arrays.each] if arrays.plain else arrays.each
+    return [(array,) for array in arrays] if _plain(arrays) else arrays

@@ -126,8 +126,8 @@ class Plan:
     """Whether a key is spread over several buckets."""
     digest: int
     label: str
-    calls: dict[Any, Any]
-    """What the store compares with other ranks before it runs the plan, per verb and option."""
+    memo: dict[Any, Any]
+    """What the store worked out for the plan and can use again."""
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -187,7 +187,7 @@ def build(
         cut=any(piece.end - piece.begin < entries[piece.item].place.size for b in buckets for piece in b.pieces),
         digest=digest("\n".join(texts)),
         label=label(keys),
-        calls={},
+        memo={},
     )
 
 

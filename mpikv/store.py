@@ -22,10 +22,11 @@ from .arguments import (
     updater_function,
     writable,
 )
+from .arrays import quiet, run_quietly
 from .board import Board
 from .config import Config
 from .errors import Closed, ConfigError, RankMismatch, Stalled, TransportError, Unsupported, ValueMismatch, known_names
-from .exchange import NOTHING, Arrays, Exchange, Steps
+from .exchange import Arrays, Confirm, Exchange, Steps
 from .keys import Form, flatten, parse
 from .plan import Plan, describe, digest, label
 from .typing import Array, Key, Transport, Updater
@@ -89,7 +90,7 @@ class KVStore:
         self._exchange = Exchange(transport, config.placement, root)
         OPEN.append(self)
         self._running = ""
-        self._settings: tuple[Updater, int, int] = (self._exchange.updater, -1, 0)
+        self._quiet = quiet()
 
     # --- Facts
 
@@ -210,7 +211,7 @@ class KVStore:
             >>> len(kv), "a" in kv
             (2, True)
         """
-        self._collective("init", self._prepare_init, _quietly, key, value, overwrite)
+        self._collective("init", self._prepare_init, self._quietly, key, value, overwrite)
 
     def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
         """Add up one value per rank and give the sum to the updater.
@@ -242,7 +243,7 @@ class KVStore:
             >>> kv.pull(3)
             array([2., 2.])
         """
-        self._collective("push", self._prepare_push, _quietly, key, value, priority)
+        self._collective("push", self._prepare_push, self._quietly, key, value, priority)
 
     def pull(self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True) -> Any:
         """Read the stored value of a key, or of each key of a list.
@@ -386,7 +387,7 @@ class KVStore:
             >>> mpikv.create().broadcast("w", np.ones(2))
             array([1., 1.])
         """
-        return self._collective("broadcast", self._prepare_broadcast, _quietly, key, value, out, priority)
+        return self._collective("broadcast", self._prepare_broadcast, self._quietly, key, value, out, priority)
 
     def set(self, key: Any, value: Any = None) -> None:
         """Overwrite stored values by the root's, without the updater. Optimizer state stays.
@@ -409,7 +410,7 @@ class KVStore:
             >>> kv.pull("w")
             array([1., 1.])
         """
-        self._collective("set", self._prepare_set, _quietly, key, value)
+        self._collective("set", self._prepare_set, self._quietly, key, value)
 
     def delete(self, key: Any) -> None:
         """Remove keys, their values and their optimizer state.
@@ -615,6 +616,11 @@ class KVStore:
         finally:
             self._running = ""
 
+    def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
+        """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
+        quietly = run_quietly if self._exchange.updater.fallible else self._quiet
+        return quietly(run, *arguments)
+
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:
             raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}; create a new store"))
@@ -662,7 +668,7 @@ class KVStore:
                 f"others call {said.text} with {said.parts[0]}; rank {self.rank}, which has left join(), has {mine[0]}"
             )
             raise RankMismatch(f"ranks disagree: {text}; nothing was changed")
-        nothing = Arrays([()] * len(said.keys), False)
+        nothing = [()] * len(said.keys)
         if said.verb == "pull":
             return lambda: self._exchange.pull(plan, nothing)
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
@@ -670,22 +676,30 @@ class KVStore:
             return lambda: self._exchange.push(plan, nothing, steps, confirm)
         return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
 
-    def _planned(self, verb: str, plan: Plan, priority: Any = 0, updates: bool = False, option: str = "") -> Call:
-        """Return what to compare with the other ranks before a plan is run."""
-        settings = self._updater_digest() if updates else 0
-        call: Call | None
-        known, call = plan.calls.get((verb, option), (0, None))
-        if call is None or known != settings:
-            token = plan.digest ^ digest(verb + option) ^ settings
-            call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, updates, option))
-            plan.calls[verb, option] = (settings, call)
-        if priority == 0 or not any(wishes := priorities(priority, plan.keys)):
-            return call
-        wish = f"priority {wishes}"
-        token = call.token ^ digest(wish)
-        return Call(verb, token, plan.label, plan.keys, lambda: [*self._described(plan, updates, option), wish])
+    def _planned(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
+        """Return what to compare with the other ranks before a plan is run that updates nothing."""
+        call = plan.memo.get(verb)
+        if call is None:
+            call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, lambda: self._described(plan))
+            plan.memo[verb] = call
+        return _prioritized(call, plan, priority)
 
-    def _described(self, plan: Plan, updates: bool, option: str = "") -> list[str]:
+    def _update_of(self, verb: str, plan: Plan, priority: Any, option: str = "") -> tuple[Call, Steps, Confirm | None]:
+        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went."""
+        updater = self._exchange.updater
+        revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
+        if revision != updater.revision:
+            token = plan.digest ^ digest(verb + option) ^ digest(updater.settings())
+            call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
+            confirm = self._confirmation(call) if updater.fallible else None
+            steps = None if updater.by_count else self._exchange.steps(plan)
+            plan.memo[verb, option] = updater.revision, call, steps, confirm
+        if steps is None:
+            steps = self._exchange.steps(plan)
+            call = self._with_steps(call, steps)
+        return _prioritized(call, plan, priority), steps, confirm
+
+    def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
         texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
         return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
 
@@ -695,14 +709,6 @@ class KVStore:
             return call
         text = f"steps {list(dict.fromkeys(steps.each))}"
         return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
-
-    def _updater_digest(self) -> int:
-        updater = self._exchange.updater
-        known, revision, settings = self._settings
-        if updater is not known or updater.revision != revision:
-            settings = digest(updater.settings())
-            self._settings = (updater, updater.revision, settings)
-        return settings
 
     def _valued(self, verb: str, form: Form, arrays: Sequence[Array], option: str) -> Call:
         """Return the call of a verb that gives values to keys, which may be new."""
@@ -728,42 +734,45 @@ class KVStore:
 
     def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
         """Return the plan and the arrays of what is to be pushed."""
-        plan = self._exchange.known(key)
-        if plan is not None and (arrays := plain(plan, key, value)) is not None:
-            return plan, Arrays(arrays, True)
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
-        return plan, Arrays(sources(plan.entries, form.groups), False)
+        return plan, sources(plan.entries, form.groups)
 
     def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
         """Return the arrays to fill."""
-        arrays = None if isinstance(key, Mapping) else plain(plan, key, out, writable=True)
-        if arrays is not None:
-            return Arrays(arrays, True)
-        return Arrays(targets(plan.entries, outs_of(key, out, plan.keys).groups), False)
+        arrays = plain(plan, key, out, writable=True)
+        return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
 
     def _known(self, key: Any) -> Plan:
         return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
 
     def _prepare_push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
-        if value is None and not isinstance(key, Mapping):
-            plan = self._known(key)
-            call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
-            self._check_buffers(plan)
-            return call, (exchange.push_buffers, plan, steps, confirm)
-        plan, arrays = self._sources(key, value)
+        plan = exchange.known(key)
+        if plan is not None and (given := plain(plan, key, value)) is not None:
+            arrays = given
+        elif value is None and not isinstance(key, Mapping):
+            return self._prepare_push_buffers(key, priority)
+        else:
+            plan, arrays = self._sources(key, value)
         call, steps, confirm = self._update_of("push", plan, priority)
         exchange.stage(plan, arrays)
         return call, (exchange.push, plan, arrays, steps, confirm)
 
+    def _prepare_push_buffers(self, key: Any, priority: Any) -> Prepared:
+        plan = self._known(key)
+        self._check_buffers(plan)
+        call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
+        return call, (self._exchange.push_buffers, plan, steps, confirm)
+
     def _prepare_pull(self, key: Any, out: Any, priority: Any) -> Prepared:
-        if isinstance(key, Mapping):
+        plan = self._exchange.known(key)
+        if plan is None and isinstance(key, Mapping):
             form = parse(key, out, "out")
             plan, result = self._exchange.plan(form.keys), key
-            arrays = Arrays(targets(plan.entries, form.groups), False)
+            arrays: Arrays = targets(plan.entries, form.groups)
         else:
-            plan = self._known(key)
+            plan = plan or self._known(key)
             result = new_arrays(key, plan) if out is None else out
             arrays = self._targets(plan, key, result)
         return self._planned("pull", plan, priority), (plan, arrays, result)
@@ -774,41 +783,41 @@ class KVStore:
 
     def _prepare_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
-        if value is None and not isinstance(key, Mapping):
-            plan = self._known(key)
-            call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
-            self._check_buffers(plan)
-            filled = NOTHING if out is None else self._targets(plan, key, out)
-            result = out if out is not None else plan.views if isinstance(key, (list, tuple)) else plan.views[0]
-            return call, (result, exchange.pushpull_buffers, plan, steps, filled, confirm)
-        plan, arrays = self._sources(key, value)
+        plan = exchange.known(key)
+        if plan is not None and (given := plain(plan, key, value)) is not None:
+            result = value if out is None else out
+            arrays, filled = given, self._targets(plan, key, result)
+        elif isinstance(key, Mapping):
+            plan, arrays = self._sources(key, value)
+            result = key if out is None else out
+            filled = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
+        elif value is None:
+            return self._prepare_pushpull_buffers(key, out, priority)
+        else:
+            plan, arrays = self._sources(key, value)
+            result = value if out is None else out
+            filled = self._targets(plan, key, result)
         call, steps, confirm = self._update_of("pushpull", plan, priority)
-        result = out if out is not None else key if isinstance(key, Mapping) else value
-        if out is None and isinstance(key, Mapping):
-            key, out = flatten(key)
-        filled = self._targets(plan, key, value if out is None else out)
         exchange.stage(plan, arrays)
         return call, (result, exchange.pushpull, plan, arrays, steps, filled, confirm)
 
+    def _prepare_pushpull_buffers(self, key: Any, out: Any, priority: Any) -> Prepared:
+        plan = self._known(key)
+        self._check_buffers(plan)
+        call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
+        filled = [()] * len(plan.keys) if out is None else self._targets(plan, key, out)
+        result = out if out is not None else list(plan.views) if isinstance(key, (list, tuple)) else plan.views[0]
+        return call, (result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
+
     def _pushpull(self, result: Any, *arguments: Any) -> Any:
-        _quietly(*arguments)
+        self._quietly(*arguments)
         return result
 
-    def _update_of(
-        self, verb: str, plan: Plan, priority: Any, option: str = ""
-    ) -> tuple[Call, Steps, Callable[[BaseException | None], None] | None]:
-        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went."""
-        call = self._planned(verb, plan, priority, True, option)
-        steps = self._exchange.steps(plan)
-        confirm = self._confirmation(call) if self._exchange.updater.fallible else None
-        return self._with_steps(call, steps), steps, confirm
-
     def _check_buffers(self, plan: Plan) -> None:
-        for key, buffer in zip(plan.keys, self._exchange.buffers(plan), strict=True):
-            if buffer is None:
-                raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
+        if (key := next((e.key for e in plan.entries if e.place.block.buffers is None), None)) is not None:
+            raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
 
-    def _confirmation(self, call: Call) -> Callable[[BaseException | None], None]:
+    def _confirmation(self, call: Call) -> Confirm:
         return lambda failure: self._agreement.confirm(call, failure)
 
     def _prepare_buffer(self, key: Any) -> Prepared:
@@ -842,7 +851,7 @@ class KVStore:
         self._exchange.enter([key for key, _ in new], [array for _, array in new])
         self._exchange.write(keys, arrays)
         self._transport.fence()
-        self._exchange.pull(self._exchange.plan(keys), Arrays(outs, False))
+        self._exchange.pull(self._exchange.plan(keys), outs)
         return result
 
     def _prepare_set(self, key: Any, value: Any) -> Prepared:
@@ -865,7 +874,7 @@ class KVStore:
                 updater,
             )
 
-        self._collective(verb, prepare, _quietly)
+        self._collective(verb, prepare, self._quietly)
 
     def _meet(self) -> None:
         if not self._config.check:  # with it, comparing the calls was the barrier
@@ -890,10 +899,17 @@ def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
     return optimizer
 
 
-def _quietly(run: Callable[..., Result], *arguments: Any) -> Result:
-    """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
-    with np.errstate(all="ignore"):
-        return run(*arguments)
+def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
+    """Add priorities, which must be the same on all ranks, to what is compared."""
+    if priority == 0 or not any(wishes := priorities(priority, plan.keys)):
+        return call
+    wish = f"priority {wishes}"
+    return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
+
+
+def _filled(tree: Mapping[Any, Any], out: Any) -> tuple[Any, Any]:
+    """Return keys and arrays that a pushpull of a dict fills: its own, without others."""
+    return flatten(tree) if out is None else (tree, out)
 
 
 def _shown(arguments: Sequence[Any]) -> str:

@@ -174,6 +174,11 @@ class Updater(Protocol):
     """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none
     raised."""
 
+    @property
+    def by_count(self) -> bool:
+        """Whether :meth:`step` may differ between counts of the same key."""
+        ...
+
     assigns: bool
     """Whether the value just becomes the sum, which may then be made in its place: ``total`` is ``value``."""
 

@@ -19,7 +19,7 @@ class Assign:
     elementwise = True
     fallible = False
     assigns = True
-    by_key = False
+    by_key = by_count = False
     revision = 0
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
@@ -51,6 +51,7 @@ class CallableUpdater:
     fallible = True
     assigns = False
     by_key = True
+    by_count = False
     revision = 0
 
     def __init__(self, function: Callable[[Any, Array, Array], Any]) -> None:

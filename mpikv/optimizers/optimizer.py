@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -197,6 +197,11 @@ class Optimizer:
         return bool(self.lr_mult or self.wd_mult)
 
     @property
+    def by_count(self) -> bool:
+        """Whether updates of the same key may have different steps."""
+        return self.lr_scheduler is not None or type(self).correction is not Optimizer.correction
+
+    @property
     def opaque(self) -> bool:
         """Whether the rate comes from a function of the user's, of which :meth:`settings` knows the name only."""
         return self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__
@@ -224,21 +229,23 @@ class Optimizer:
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
         """Return a function of a step that makes one update of these arrays, under the caller's rules for overflows."""
-        blocks = self.blocks(total, value, state)
-        if len(blocks) == 1 and blocks[0].stored is None:
-            (block,) = blocks
-            return lambda step: self._run(step, block)
-        return lambda step: self._run_all(step, blocks)
+        blocks, prepare, rule = self.blocks(total, value, state), self.prepare, self.rule
 
-    def _run(self, step: Step, block: Block) -> None:
-        self.prepare(step, block)
-        self.rule(step, block)
+        def run(step: Step) -> None:
+            for block in blocks:
+                block.load()
+                prepare(step, block)
+                rule(step, block)
+                block.store()
 
-    def _run_all(self, step: Step, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            block.load()
-            self._run(step, block)
-            block.store()
+        def run_one(step: Step) -> None:
+            prepare(step, only)
+            rule(step, only)
+
+        if len(blocks) != 1 or blocks[0].stored is not None:
+            return run
+        (only,) = blocks
+        return run_one
 
     def settings(self) -> str:
         """Describe the optimizer so that two descriptions are equal exactly when the updates are."""

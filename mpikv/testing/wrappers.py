@@ -16,7 +16,7 @@ class Recording:
         >>> import numpy as np
         >>> from mpikv.transports.local import LocalTransport
         >>> transport = Recording(LocalTransport(4096))
-        >>> transport.allreduce(np.ones(2), np.zeros(2))
+        >>> (total,) = transport.allreduce(np.ones(2), np.zeros(2))
         >>> transport.take()
         ['allreduce']
         >>> transport.take()

@@ -57,19 +57,22 @@ class ShmTransport:
         self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.turn = 0
         self._shown = False
-        self._views: dict[tuple[int, int, int, Any], tuple[Array, ...]] = {}
+        self._views: dict[tuple[int, Any, np.dtype[Any]], tuple[Array, ...]] = {}
 
     def allocate(self, nbytes: int) -> Array:
         return self._group.share(nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        return self._terms(send, 0, send.size if self.rank == root else 0)
+        return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        return self._terms(send, 0, send.size)
+        key = self._exchange(send), send.size, send.dtype
+        return self._views.get(key) or self._view(key, 0, send.size)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        return self._terms(send, sum(counts[: self.rank]), counts[self.rank])
+        counts = tuple(counts)
+        key = self._exchange(send), counts, send.dtype
+        return self._views.get(key) or self._view(key, sum(counts[: self.rank]), counts[self.rank])
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         starts = np.concatenate(([0], np.cumsum(counts))) * buffer.itemsize
@@ -133,15 +136,13 @@ class ShmTransport:
             self._arrive()
         return half
 
-    def _terms(self, send: Array, start: int, count: int) -> Sequence[Array]:
-        """Return where every rank's elements ``[start, start + count)`` are, in rank order."""
-        key = self._exchange(send), start, count, send.dtype
-        terms = self._views.get(key)
-        if terms is None:
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
-            first, last = start * send.itemsize, (start + count) * send.itemsize
-            terms = self._views[key] = tuple(part[first:last].view(send.dtype) for part in self._halves[key[0]])
+    def _view(self, key: tuple[int, Any, np.dtype[Any]], start: int, count: int) -> tuple[Array, ...]:
+        """Return where every rank's elements ``[start, start + count)`` are in a half, in rank order; remember it."""
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        half, _, dtype = key
+        first, last = start * dtype.itemsize, (start + count) * dtype.itemsize
+        terms = self._views[key] = tuple(part[first:last].view(dtype) for part in self._halves[half])
         return terms
 
     def _arrive(self) -> None:
