@@ -18,6 +18,7 @@ from .typing import Array
 __all__ = [
     "accumulator",
     "add",
+    "add_in_pairs",
     "castable",
     "disjoint",
     "is_array",
@@ -151,10 +152,14 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if dtype.name in _HALVES else dtype
 
 
-def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    """Return the sum of this rank's arrays for one key, from left to right, in the accumulator of ``dtype``."""
+def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = False) -> Array:
+    """Return the sum of this rank's arrays for one key, in the accumulator of ``dtype``: from left to right, or as in
+    :func:`add_in_pairs`.
+    """
     if len(arrays) == 1:
         return arrays[0]
+    if in_pairs:
+        return _sum_in_pairs([array.astype(accumulator(dtype), copy=False) for array in arrays], accumulator(dtype))
     total = arrays[0].astype(accumulator(dtype))
     for array in arrays[1:]:
         np.add(total, array, out=total, dtype=total.dtype, casting="unsafe")
@@ -174,6 +179,21 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
         np.add(terms[0], terms[1], out=out, dtype=out.dtype)
     for term in terms[2:]:
         np.add(out, term, out=out)
+
+
+def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
+    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype: the sum of both halves' sums.
+
+    Halves of halves are what ranks have when the terms are shared out among them, so that the order stays the same.
+    """
+    np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
+
+
+def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    if len(terms) == 1:
+        return terms[0]
+    middle = len(terms) // 2
+    return np.add(_sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype), dtype=dtype)
 
 
 def zeros(nbytes: int, alignment: int = 64) -> Array:

@@ -38,6 +38,9 @@ class Config:
     """Seconds after which a waiting rank logs whom it waits for, and where they are; above 0."""
     check: bool = True
     """Whether each call compares the ranks' calls before data move. False is for measurements only."""
+    deterministic: bool = False
+    """Whether sums are added in an order that does not depend on the transport, the placement, the buckets, or which
+    rank brings which of a fixed number of arrays."""
     abort: bool = True
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
 
@@ -48,6 +51,7 @@ class Config:
         if self.bucket_bytes % 64:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")
         _choose("check", self.check, (False, True))
+        _choose("deterministic", self.deterministic, (False, True))
         _choose("abort", self.abort, (False, True))
         _bound("timeout", self.timeout, 1e-3, 1e9)
         _bound("warn_after", self.warn_after, 1e-3, 1e9)

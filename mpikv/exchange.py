@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .arena import Arena
-from .arrays import add, disjoint, local_sum, run_quietly, storable, zeros
+from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
@@ -50,8 +50,9 @@ class Exchange:
     :meth:`stage` and the checks are collective.
     """
 
-    def __init__(self, transport: Transport, placement: str, root: int) -> None:
+    def __init__(self, transport: Transport, placement: str, root: int, deterministic: bool = False) -> None:
         self.transport, self._root, self._wanted = transport, root, placement
+        self._in_pairs, self._add = deterministic, add_in_pairs if deterministic else add
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self.placement: Placement = place(placement, transport, self.updater, root)
@@ -232,7 +233,7 @@ class Exchange:
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
             # A rank that has left join() brings no arrays.
-            total = local_sum(arrays, bucket.dtype) if arrays else 0
+            total = local_sum(arrays, bucket.dtype, self._in_pairs) if arrays else 0
             np.copyto(send[piece.at : piece.until], total, casting="unsafe")
         return send
 
@@ -242,7 +243,7 @@ class Exchange:
         summed = not parts or terms[0] is bucket.total
         for part in parts:
             if not summed:
-                add(terms, part.low, part.high, part.total)
+                self._add(terms, part.low, part.high, part.total)
             if part.update is not None:
                 part.update(steps.each[part.item])
 

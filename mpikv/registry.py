@@ -54,6 +54,7 @@ def create(
     check: bool | None = None,
     transport: str | None = None,
     bucket_bytes: int | None = None,
+    deterministic: bool | None = None,
 ) -> KVStore:
     """Make a store.
 
@@ -73,6 +74,11 @@ def create(
         check: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
         bucket_bytes: bytes of the largest message. Default 1 MiB.
+        deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
+            any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
+            of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
+            excepted, whose lists are rounded before they are sent. Default False, where only ``mpi`` sums in an order
+            of the MPI library's.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
 
@@ -98,6 +104,7 @@ def create(
             check=check,
             transport=transport,
             bucket_bytes=bucket_bytes,
+            deterministic=deterministic,
         )
     except Exception as error:
         problem = error

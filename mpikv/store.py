@@ -87,7 +87,7 @@ class KVStore:
         self._type, self._root = name, root
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
-        self._exchange = Exchange(transport, config.placement, root)
+        self._exchange = Exchange(transport, config.placement, root, config.deterministic)
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()

@@ -46,4 +46,4 @@ def open_transport(group: Group, config: Config, warn: Warn | None = None) -> Tr
         return ShmTransport(group, config.bucket_bytes, waiting)
     from .mpi import MpiTransport
 
-    return MpiTransport(group, config.bucket_bytes, waiting)
+    return MpiTransport(group, config.bucket_bytes, waiting, gathers=config.deterministic)

@@ -39,14 +39,19 @@ class MpiTransport:
     name = "mpi"
     shared = False
 
-    def __init__(self, group: Group, limit: int, waiting: Waiting) -> None:
-        """Collective. ``limit`` is in bytes."""
+    def __init__(self, group: Group, limit: int, waiting: Waiting, *, gathers: bool = False) -> None:
+        """Collective. ``limit`` is in bytes.
+
+        With ``gathers`` the library only carries: sums return every rank's elements, for the caller to add in an order
+        of its own. On n ranks a rank then receives as much by a reduce_scatter, and n times as much by the others.
+        """
         from mpi4py import MPI
 
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._mpi, self._group, self._comm, self._waiting = MPI, group, group.comm, waiting
         self.outboxes: tuple[Array, ...] = (zeros(limit),)
         self.turn = 0
+        self._gathered = zeros(group.size * limit) if gathers else None
         # Messages of one byte per element become four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
@@ -62,18 +67,27 @@ class MpiTransport:
         return memory
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        if self._gathered is not None:
+            return self._gather(send, [send.size if rank == root else 0 for rank in range(self.size)])
+
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Ireduce(send, recv, self._operation(send), root)
 
         return self._sum("reduce", start, send, recv if self.rank == root else None)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        if self._gathered is not None:
+            return self._gather(send, None)
+
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Iallreduce(send, recv, self._operation(send))
 
         return self._sum("allreduce", start, send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        if self._gathered is not None:
+            return self._gather(send, counts)
+
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Ireduce_scatter(send, recv, counts, self._operation(send))
 
@@ -107,7 +121,7 @@ class MpiTransport:
 
     def close(self) -> None:
         self._comm = None
-        self.outboxes, self._wide = (zeros(0),), (zeros(0), zeros(0))
+        self.outboxes, self._gathered, self._wide = (zeros(0),), None, (zeros(0), zeros(0))
 
     def _sum(
         self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None
@@ -125,6 +139,23 @@ class MpiTransport:
         if recv is not None and wide_recv is not None and wide_recv is not recv:
             np.copyto(recv, wide_recv, casting="unsafe")
         return () if recv is None else (recv,)
+
+    def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
+        assert self._gathered is not None
+        nbytes = [count * send.itemsize for count in counts or [send.size] * self.size]
+        starts = [0 if counts is None else sum(nbytes[:rank]) for rank in range(self.size)]
+        mine = nbytes[self.rank]
+        places = [rank * mine for rank in range(self.size)]
+        received = self._gathered[: self.size * mine]
+        with self._group.translated("alltoall"):
+            self._complete(
+                self._comm.Ialltoallv(
+                    [send.view(np.uint8), (nbytes, starts), self._mpi.BYTE],
+                    [received, ([mine] * self.size, places), self._mpi.BYTE],
+                )
+            )
+        return [received[place : place + mine].view(send.dtype) for place in places]
 
     def _operation(self, send: Array) -> Any:
         return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM

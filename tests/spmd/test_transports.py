@@ -30,6 +30,12 @@ class TestMpi(TransportContract):
 
 
 @pytest.mark.ranks(2, 3, 4)
+class TestMpiThatGathers(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return MpiTransport(group, limit, Waiting(timeout), gathers=True)
+
+
+@pytest.mark.ranks(2, 3, 4)
 class TestShm(TransportContract):
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         return ShmTransport(group, limit, Waiting(timeout))
