@@ -13,6 +13,7 @@ from .errors import known_names
 COMMANDS = {
     "run": "start a script on several ranks with the launcher that belongs to Python's MPI library",
     "info": "show versions, the MPI library, the launcher, the transports and the settings",
+    "bench": "time pushes and pulls beside MPI's collectives and memcpy, and check every result",
 }
 
 HELP = """\

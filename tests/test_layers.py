@@ -40,8 +40,8 @@ SIDEWAYS = {
     ("testing", "__init__"),
 }
 
-MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info"}
-ENVIRONMENT = {"config", "cli/launchers", "cli/rank"}
+MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
+ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
 
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import NoReturn
 
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
@@ -116,7 +117,8 @@ def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> li
             parser.error("-m needs the name of a module")
         top = options.module[0].partition(".")[0]
         # The ranks look in the current directory first, as python -m does.
-        if top not in sys.builtin_module_names and PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+        here = PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        if here is None and top not in sys.builtin_module_names and find_spec(top) is None:
             parser.error(f"no module named {top!r}")
         return ["-m", *options.module]
     script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script

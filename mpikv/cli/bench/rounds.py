@@ -1,0 +1,102 @@
+"""How cases are timed: in turns within one run, so that what the machine does meanwhile meets all of them alike."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...typing import Array
+
+__all__ = ["Case", "Contender", "measure"]
+
+SHORT, TURN = 150e-6, 300e-6
+"""A case that takes less than the first, in seconds, is repeated within a turn until that takes at least the second."""
+
+# Beyond that many times SHORT one look at a case is enough to know that it needs no repetition.
+_SURELY_LONG = 100
+
+
+class Contender(Protocol):
+    """Something that does the work of a case. Its constructor may be collective."""
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether its results have the bits of the oracle, or only its values; None where there is nothing to check."""
+        ...
+
+    def step(self) -> object:
+        """Do the work once. Collective."""
+        ...
+
+    def results(self) -> Iterable[Array]:
+        """Return this rank's result of each key, in order. May be collective."""
+        ...
+
+    def close(self) -> None:
+        """Free what the garbage collector does not. Collective."""
+        ...
+
+
+@dataclass
+class Case:
+    """A contender and what was measured of it."""
+
+    name: str
+    contender: Contender
+    repeats: int = 1
+    """How often a turn does the work."""
+    steps: int = 0
+    """How often the work was done in all."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each round, per step: those of the slowest rank."""
+
+    def run(self) -> None:
+        """Do the work of one turn."""
+        step = self.contender.step
+        for _ in range(self.repeats):
+            step()
+        self.steps += self.repeats
+
+    def run_once(self) -> None:
+        """Do the work once, outside of the turns."""
+        self.contender.step()
+        self.steps += 1
+
+
+def measure(comm: Any, cases: Sequence[Case], rounds: int, after_round: Callable[[int], None]) -> None:
+    """Time every case once a round, each round beginning with another one. Collective.
+
+    A case that follows one which left its data in the cache would win falsely, hence the rotation. The cases must have
+    been run once, as a warm-up. ``after_round`` is given the number of rounds done.
+    """
+    for case in cases:
+        _calibrate(comm, case)
+    for turn in range(rounds):
+        first = turn % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            case.seconds.append(_timed(comm, case) / case.repeats)
+        after_round(turn + 1)
+
+
+def _calibrate(comm: Any, case: Case) -> None:
+    """Find how often a short case must be repeated. The ranks agree, since all know the time of the slowest."""
+    took = _timed(comm, case)
+    while took < _SURELY_LONG * SHORT:
+        took = min(took, _timed(comm, case), _timed(comm, case))
+        if took >= (SHORT if case.repeats == 1 else TURN):
+            return
+        # A little more than what seems enough, as turns differ; at least twice, to come to an end.
+        case.repeats = max(2 * case.repeats, math.ceil(1.3 * case.repeats * TURN / max(took, 1e-9)))
+        took = _timed(comm, case)
+
+
+def _timed(comm: Any, case: Case) -> float:
+    """Return the seconds that the slowest rank takes for a turn."""
+    comm.Barrier()
+    began = time.perf_counter()
+    case.run()
+    took = time.perf_counter() - began
+    return float(max(comm.allgather(took)))

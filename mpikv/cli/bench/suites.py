@@ -1,0 +1,27 @@
+"""Which groups the names of the command line mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .cases import Group
+from .options import Options
+from .sets import whole_set
+from .single import hundred_keys, one_key, one_large_array, sizes
+
+__all__ = ["groups"]
+
+
+def groups(comm: Any, options: Options) -> Iterator[Group]:
+    """Yield the chosen groups, each of which makes its arrays when its cases are made. Local."""
+    for name in options.groups:
+        if name == "push-pull":
+            yield one_key(comm, options)
+            yield hundred_keys(comm, options)
+        elif name == "allreduce":
+            yield one_large_array(comm, options)
+        elif name == "sizes":
+            yield from sizes(comm, options)
+        else:
+            yield whole_set(comm, options, name)

@@ -1,0 +1,129 @@
+"""The exchange of PyTorch's DistributedDataParallel on gloo, and a fused update, without the rest of a training step.
+
+PyTorch is never needed: where it is missing the case is left out. What is timed leaves out what makes DDP fast in a
+real step, which hides the exchange behind the backward pass.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from ...typing import Array
+from .rules import Rule
+
+__all__ = ["TorchBuckets", "torch_problem"]
+
+# DDP's defaults, in bytes: a small bucket first, so that the first exchange begins early.
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
+
+
+def torch_problem(comm: Any, rule: Rule) -> str:
+    """Return why the comparison with PyTorch cannot be made, or nothing. Collective."""
+    if not all(comm.allgather(find_spec("torch") is not None)):
+        return "PyTorch is not installed"
+    if len(set(comm.allgather(platform.node()))) > 1:
+        return "it is compared on one host only"
+    if not import_module("torch.distributed").is_gloo_available():
+        return "this PyTorch has no gloo"
+    if rule.name == "lamb":
+        return "PyTorch has no LAMB"
+    torch = import_module("torch")
+    try:
+        _optimizer([torch.zeros(1)], rule, comm.size)
+    except (RuntimeError, TypeError):
+        return f"PyTorch {torch.__version__} has no fused {rule.title} for the CPU"
+    return ""
+
+
+class TorchBuckets:
+    """Gradients as views of flat buckets, in reverse order; an asynchronous all_reduce of each; a fused optimizer.
+
+    As DDP, it averages; the rate is multiplied by the number of ranks where the rule is not indifferent to that.
+    """
+
+    exact = False
+
+    def __init__(self, comm: Any, gradients: Sequence[Array], rule: Rule) -> None:
+        """Collective. gloo uses the loopback interface, and one thread computes on each rank."""
+        self._torch, self._size = import_module("torch"), comm.size
+        self._torch.set_num_threads(1)
+        self._connect(comm)
+        self._weights = [self._torch.ones(gradient.shape) for gradient in gradients]
+        self._buckets = self._fill_buckets(gradients)
+        self._optimizer = _optimizer(self._weights, rule, comm.size)
+
+    def _connect(self, comm: Any) -> None:
+        # The only way to name the interface: gloo takes that of the host's name otherwise, or none.
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        distributed = self._distributed = import_module("torch.distributed")
+
+        def store(port: int, *, master: bool) -> Any:
+            return distributed.TCPStore("127.0.0.1", port, comm.size, master, wait_for_workers=False)
+
+        # Port 0: the system chooses one that is free.
+        own = store(0, master=True) if comm.rank == 0 else None
+        port = comm.bcast(own.port if own else None)
+        distributed.init_process_group(
+            "gloo", store=own or store(port, master=False), rank=comm.rank, world_size=comm.size
+        )
+
+    def _fill_buckets(self, gradients: Sequence[Array]) -> list[Any]:
+        """Return the buckets, and make each gradient the view of its part of one."""
+        buckets = []
+        for members in _bucketed([gradient.nbytes for gradient in gradients]):
+            bucket = self._torch.empty(sum(gradients[key].size for key in members))
+            start = 0
+            for key in members:
+                weight = self._weights[key]
+                weight.grad = bucket[start : start + weight.numel()].view(weight.shape)
+                weight.grad.copy_(self._torch.from_numpy(gradients[key]))
+                start += weight.numel()
+            buckets.append(bucket)
+        return buckets
+
+    def step(self) -> None:
+        # After the first step the buckets hold the mean, which averaging does not change.
+        works = [self._distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
+        for work, bucket in zip(works, self._buckets, strict=True):
+            work.wait()
+            bucket.div_(self._size)
+        self._optimizer.step()
+
+    def results(self) -> list[Array]:
+        return [weight.numpy() for weight in self._weights]
+
+    def close(self) -> None:
+        self._distributed.destroy_process_group()
+
+
+def _optimizer(weights: Sequence[Any], rule: Rule, size: int) -> Any:
+    """Return the fused optimizer of a rule for sums of so many ranks, to be given their means."""
+    options, optimizers = rule.options, import_module("torch.optim")
+    if rule.name == "sgd":
+        rate = size * options["learning_rate"]
+        return optimizers.SGD(weights, lr=rate, momentum=options["momentum"], fused=True)
+    betas = options["beta1"], options["beta2"]
+    return optimizers.Adam(weights, lr=options["learning_rate"], betas=betas, eps=options["epsilon"], fused=True)
+
+
+def _bucketed(nbytes: Sequence[int]) -> list[list[int]]:
+    """Return the keys of each bucket: from the last key to the first, and none fuller than it must be.
+
+    >>> _bucketed([30 << 20, 20 << 20, 10 << 20, 600_000, 600_000])
+    [[4, 3], [2, 1], [0]]
+    """
+    buckets: list[list[int]] = []
+    filled, room = 0, 0
+    for key in reversed(range(len(nbytes))):
+        if filled >= room:
+            room = _BUCKET if buckets else _FIRST_BUCKET
+            filled = 0
+            buckets.append([])
+        buckets[-1].append(key)
+        filled += nbytes[key]
+    return buckets

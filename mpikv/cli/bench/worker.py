@@ -1,0 +1,203 @@
+"""What every rank of a measurement runs, and the report that rank 0 makes of it.
+
+A report is made of dicts, lists, texts and numbers, as JSON has them; times are in seconds and sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from ... import create
+from ...errors import MPIKVError
+from ..launchers import clean, environment
+from . import machine
+from .cases import Factory, Group, Skipped
+from .memory import Memory, forget_peak, free_bytes, release_freed
+from .options import Options
+from .oracle import mismatches
+from .progress import Progress, open_progress
+from .rounds import Case, measure
+from .suites import groups
+
+__all__ = ["Report", "run"]
+
+Report = dict[str, Any]
+
+_LOOK = 0.5
+_SETTINGS = ("MPIKV_", "MPIR_CVAR_", "OMPI_MCA_")
+# What Open MPI's launcher always tells.
+_FACTS = ("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type")
+
+
+def run(options: Options) -> Report | None:
+    """Measure on the ranks of a launch; return the report on rank 0 and None on the others.
+
+    Collective over all ranks of the launch. Where the ranks were started for it, the report goes to a file instead.
+    """
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    report = _measure(comm, MPI, options)
+    if comm.rank:
+        return None
+    if options.report is None:
+        return report
+    options.report.write_text(json.dumps(report))
+    return None
+
+
+def _measure(comm: Any, mpi: Any, options: Options) -> Report:
+    try:
+        kv = create("dist_sync", **options.settings)
+    except MPIKVError as error:
+        return {"ranks": comm.size, "error": str(error)}
+    transport, pinned = kv.transport, _pin(comm, mpi, options)
+    kv.close()
+    report = {
+        "ranks": comm.size,
+        "library": _library(mpi),
+        "transport": transport,
+        **pinned,
+        "idle": _idle(comm),
+        "settings": _settings(),
+        "machine": machine.describe(),
+    }
+    with open_progress(comm.rank, options.live) as progress:
+        report["groups"] = [_measure_group(comm, group, progress) for group in groups(comm, options)]
+    return report
+
+
+def _library(mpi: Any) -> str:
+    first = mpi.Get_library_version().splitlines()[0].strip("\x00 ").partition(",")[0]
+    return " ".join(first.replace(" Version:", "").split())
+
+
+def _pin(comm: Any, mpi: Any, options: Options) -> Report:
+    """Give each rank a core of its own, if there are enough on every host."""
+    host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
+    # A launcher may have bound each rank to cores of its own.
+    cores = machine.one_per_core(set().union(*host.allgather(os.sched_getaffinity(0))))
+    crowded = any(comm.allgather(host.size > len(cores)))
+    pinned = options.pin and not crowded
+    if pinned:
+        os.sched_setaffinity(0, {cores[host.rank]})
+    host.Free()
+    return {"cores": len(cores), "pinned": pinned, "crowded": crowded}
+
+
+def _settings() -> dict[str, str]:
+    """Return the variables that change how fast a store or an MPI library is."""
+    environ = sorted(clean(environment()).items())
+    return {name: value for name, value in environ if name.startswith(_SETTINGS) and name not in _FACTS}
+
+
+def _idle(comm: Any) -> float | None:
+    """Return the share of idle time on the host of rank 0, while all ranks sleep."""
+    comm.Barrier()
+    if comm.rank:
+        time.sleep(_LOOK)
+        return None
+    return machine.idle_share(_LOOK)
+
+
+def _measure_group(comm: Any, group: Group, progress: Progress) -> Report:
+    """Make the cases of a group, time them, check their results, and free all. Collective."""
+    report: Report = {"name": group.name, "title": group.title, "elements": group.keys.elements, "rounds": group.rounds}
+    release_freed()
+    comm.Barrier()
+    free = comm.bcast(free_bytes())
+    if group.needed_bytes > free:
+        why = f"about {group.needed_bytes / 1e9:.1f} GB of memory are needed and {free / 1e9:.1f} GB are free"
+        return report | {"cases": [], "skipped": dict.fromkeys(group.factories, why), "comparisons": [], "wrong": {}}
+    progress.begin(group)
+    cases, skipped, memory = _make(comm, group)
+    measure(comm, cases, group.rounds, lambda done: progress.after_round(done, cases))
+    wrong = _check(comm, cases, group)
+    progress.end()
+    for case in cases:
+        case.contender.close()
+    report["cases"] = [_case_report(case, group) for case in cases]
+    report |= {"skipped": skipped, "wrong": wrong, "comparisons": _compare(report["cases"], group)}
+    return report | ({"memory": memory, "nbytes": group.keys.nbytes} if memory else {})
+
+
+def _make(comm: Any, group: Group) -> tuple[list[Case], dict[str, str], dict[str, list[Report]]]:
+    """Make and warm the cases; return them, why others are left out, and what each added to every rank's memory."""
+    cases: list[Case] = []
+    skipped: dict[str, str] = {}
+    memory: dict[str, list[Report]] = {}
+    if group.inputs:
+        before = _before()
+        group.inputs.make()
+        memory = {"python": comm.allgather(vars(before)), "inputs": comm.allgather(_growth(before))}
+    for name, factory in group.factories.items():
+        before = _before()
+        try:
+            cases.append(_warmed(name, factory))
+        except (Skipped, MPIKVError, MemoryError) as error:
+            skipped[name] = str(error)
+            continue
+        if group.inputs:
+            memory[name] = comm.allgather(_growth(before))
+    return cases, skipped, memory
+
+
+def _warmed(name: str, factory: Factory) -> Case:
+    case = Case(name, factory())
+    case.run_once()
+    return case
+
+
+def _before() -> Memory:
+    # What other cases left behind must not be freed, nor found again, during the next.
+    gc.collect()
+    forget_peak()
+    return Memory.now()
+
+
+def _growth(before: Memory) -> Report:
+    """Return what was added since, and the peak of all that is resident."""
+    now = Memory.now()
+    return {name: value - vars(before)[name] for name, value in vars(now).items()} | {"peak": now.peak}
+
+
+def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
+    """Return which cases have wrong results on any rank, and what is wrong. Collective."""
+    for case in cases:
+        # What is not checked may write to the arrays of what is, which therefore steps once more.
+        if case.contender.exact is not None:
+            case.run_once()
+    found: dict[str, str] = {}
+    for rank, wrong in enumerate(comm.allgather(mismatches(cases, group.keys, comm.size, group.rule))):
+        for name, text in wrong.items():
+            found.setdefault(name, f"rank {rank}: {text}")
+    return found
+
+
+def _compare(cases: list[Report], group: Group) -> list[Report]:
+    """Return the wanted ratios of which both sides were measured."""
+    medians = {case["name"]: case["median"] for case in cases}
+    return [
+        vars(one) | {"ratio": medians[one.ours] / medians[one.peer]}
+        for one in group.comparisons
+        if one.ours in medians and one.peer in medians
+    ]
+
+
+def _case_report(case: Case, group: Group) -> Report:
+    low, middle, high = map(float, np.quantile(case.seconds, [0.25, 0.5, 0.75]))
+    return {
+        "name": case.name,
+        "median": middle,
+        "quartiles": [low, high],
+        "seconds": case.seconds,
+        "repeats": case.repeats,
+        "steps": case.steps,
+        "floor": group.floors.get(case.name),
+    }
