@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +67,36 @@ def killed_rank(folder: Path, text: str) -> tuple[int, str]:
 def test_files_of_a_killed_job_are_removed_and_no_others(tmp_path: Path) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
-    mine, unmapped, users = (Path(f"/dev/shm/{name}_{os.getpid()}") for name in ("mpich_a", "osc_sm.b", "users"))
+    names = ("mpich_a", "osc_sm.b", "users", "mpich_another")
+    mine, unmapped, users, others = (Path(f"/dev/shm/{name}_{os.getpid()}") for name in names)
     text = f"""
-for name in ({str(mine)!r}, {str(users)!r}, {str(unmapped)!r}):
+for name in ({str(users)!r}, {str(unmapped)!r}, {str(mine)!r}):
     with open(name, "w+b") as file:
         file.truncate(4096)
         if "osc_sm" not in name:
             globals()[name] = mmap.mmap(file.fileno(), 4096)
-time.sleep(0.3)
+time.sleep(0.5)
 """
+
+    def make() -> mmap.mmap:
+        """Be another job, which starts after this one and lives on."""
+        while not mine.exists():
+            time.sleep(0.01)
+        with open(others, "w+b") as file:
+            file.truncate(4096)
+            return mmap.mmap(file.fileno(), 4096)
+
     try:
-        status, reason = killed_rank(tmp_path, text)
-        left = [path.exists() for path in (mine, unmapped, users)]
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(make)
+            status, reason = killed_rank(tmp_path, text)
+            left = [path.exists() for path in (mine, unmapped, users, others)]
+            made.result(10).close()
     finally:
-        for path in (mine, unmapped, users):
+        for path in (mine, unmapped, users, others):
             path.unlink(missing_ok=True)
     assert (status, reason.partition(";")[0]) == (137, "rank 0 was killed by SIGKILL")
-    assert left == [False, True, True]
+    assert left == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
