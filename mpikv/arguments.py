@@ -15,6 +15,7 @@ from .plan import Plan, label
 from .typing import Array, Key
 
 __all__ = [
+    "in_form",
     "like",
     "new_arrays",
     "outs_of",
@@ -44,6 +45,8 @@ def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[
         arrays = (given,)
     else:
         if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != _NUMPYS:
+            return None
+        if len(key) != len(given):  # some keys are named twice
             return None
         if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
             return None
@@ -107,6 +110,16 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
     if groups.keys() != set(keys):
         raise ValueMismatch(f"out has keys {label(form.keys)} and the call {label(keys)}")
     return Form(keys, tuple(groups[name] for name in keys))
+
+
+def in_form(key: Any, plan: Plan, arrays: Sequence[Array]) -> Any:
+    """Return the arrays of a plan in the form of the keys of which it was made."""
+    if not isinstance(key, (list, tuple)):
+        return arrays[0]
+    if len(key) == len(plan.keys):
+        return list(arrays)
+    known = dict(zip(plan.keys, arrays, strict=True))  # some keys are named twice
+    return [known[name] for each in key for name in parse(each, None).keys]
 
 
 def new_arrays(key: Any, plan: Plan) -> Any:

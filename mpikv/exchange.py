@@ -326,21 +326,28 @@ class Exchange:
             where.block.ensure_state(self.updater.slots(array.dtype))
             self.table.add(key, array.shape, array.dtype, where)
 
-    def add_buffers(self, keys: tuple[Key, ...]) -> None:
-        """Give the blocks of these keys memory for what ranks push.
+    def add_buffers(self, plan: Plan) -> None:
+        """Give the keys buffers, and their blocks the memory for them.
 
         Raises:
             MemoryError: on every rank, if one has too little.
         """
         rows = self.transport.size if self.transport.shared else 1
-        for block in dict.fromkeys(self.table[key].place.block for key in keys):
+        for block in dict.fromkeys(entry.place.block for entry in plan.entries):
             if block.buffers is None:
                 memory = self.transport.allocate(rows * block.values.nbytes)
                 block.buffers = memory.view(block.values.dtype).reshape(rows, -1)
-        self._plans.clear()
+                self._forget_plans()  # those of this block know of no buffers
+        self.table.buffered[plan.rows] = True
 
-    def buffers(self, plan: Plan) -> list[Array | None]:
-        """Return this rank's buffer for each key, None for keys that have none. Local."""
+    def unbuffered(self, plan: Plan) -> Key | None:
+        """Return a key that has no buffers, or None. Local."""
+        if self.table.buffered[plan.rows].all():
+            return None
+        return next(entry.key for entry in plan.entries if not self.table.buffered[entry.index])
+
+    def buffers(self, plan: Plan) -> list[Array]:
+        """Return this rank's buffer for each key. Local."""
         rank = self.transport.rank if self.transport.shared else 0
         return [entry.buffer(rank) for entry in plan.entries]
 

@@ -29,7 +29,7 @@ class Entry:
 
     key: Key
     index: int
-    """The row of this key in the table's ``counts``, ``earlier`` and ``stale``."""
+    """The row of this key in the table's ``counts``, ``earlier``, ``stale`` and ``buffered``."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     place: Place
@@ -43,13 +43,11 @@ class Entry:
         view.flags.writeable = False
         return view
 
-    def buffer(self, rank: int) -> Array | None:
-        """What row ``rank`` of the block's buffers holds for this key, in its shape; None where there are none."""
-        rows, low = self.place.block.buffers, self.place.start
-        if rows is None:
-            return None
-        row: Array = rows[rank]
-        return row[low : low + self.place.size].reshape(self.shape)
+    def buffer(self, rank: int) -> Array:
+        """What row ``rank`` of the block's buffers, which there are, holds for this key, in its shape."""
+        assert self.place.block.buffers is not None
+        row: Array = self.place.block.buffers[rank]
+        return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
 
     @property
     def state(self) -> dict[str, Array]:
@@ -73,6 +71,8 @@ class KeyTable:
         """How many pushes each value had seen before that updater came."""
         self.stale = np.zeros(64, np.bool_)
         """Whether only the owners have the newest value."""
+        self.buffered = np.zeros(64, np.bool_)
+        """Whether the buffers of the key were asked for. Its block may have memory for them for another key's sake."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -96,7 +96,7 @@ class KeyTable:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
         row = self._free_rows.pop() if self._free_rows else self._new_row()
-        self.counts[row] = self.earlier[row] = self.stale[row] = 0
+        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = 0
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape))
         self._entries[key] = entry
         return entry
@@ -155,7 +155,7 @@ class KeyTable:
         return self._rows - 1
 
     def _grow(self, rows: int) -> None:
-        for name in ("counts", "earlier", "stale"):
+        for name in ("counts", "earlier", "stale", "buffered"):
             old = getattr(self, name)
             new = np.zeros(rows, old.dtype)
             new[: old.size] = old

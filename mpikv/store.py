@@ -11,6 +11,7 @@ import numpy as np
 from . import optimizers
 from .agreement import JOINED, Agreement, Call, Said
 from .arguments import (
+    in_form,
     like,
     new_arrays,
     outs_of,
@@ -361,8 +362,8 @@ class KVStore:
             array([1., 1.])
         """
         self._check_open("view")
-        views = self._known(key).views
-        return list(views) if isinstance(key, (list, tuple)) else views[0]
+        plan = self._known(key)
+        return in_form(key, plan, plan.views)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Store the root's values under keys, new or known, and read them: ``init`` or ``set``, then ``pull``.
@@ -744,6 +745,9 @@ class KVStore:
         return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
 
     def _known(self, key: Any) -> Plan:
+        """Return the plan for keys, which bring no arrays."""
+        if isinstance(key, Mapping):
+            raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
         return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
 
     def _prepare_push(self, key: Any, value: Any, priority: Any) -> Prepared:
@@ -806,7 +810,7 @@ class KVStore:
         self._check_buffers(plan)
         call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
         filled = [()] * len(plan.keys) if out is None else self._targets(plan, key, out)
-        result = out if out is not None else list(plan.views) if isinstance(key, (list, tuple)) else plan.views[0]
+        result = in_form(key, plan, plan.views) if out is None else out
         return call, (result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
 
     def _pushpull(self, result: Any, *arguments: Any) -> Any:
@@ -814,7 +818,7 @@ class KVStore:
         return result
 
     def _check_buffers(self, plan: Plan) -> None:
-        if (key := next((e.key for e in plan.entries if e.place.block.buffers is None), None)) is not None:
+        if (key := self._exchange.unbuffered(plan)) is not None:
             raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
 
     def _confirmation(self, call: Call) -> Confirm:
@@ -822,12 +826,11 @@ class KVStore:
 
     def _prepare_buffer(self, key: Any) -> Prepared:
         plan = self._known(key)
-        return self._planned("buffer", plan), (plan.keys, isinstance(key, (list, tuple)))
+        return self._planned("buffer", plan), (plan, key)
 
-    def _buffer(self, keys: tuple[Key, ...], several: bool) -> Any:
-        self._exchange.add_buffers(keys)
-        buffers = self._exchange.buffers(self._exchange.plan(keys))
-        return buffers if several else buffers[0]
+    def _buffer(self, plan: Plan, key: Any) -> Any:
+        self._exchange.add_buffers(plan)
+        return in_form(key, plan, self._exchange.buffers(plan))
 
     def _prepare_broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         form = parse(key, value)

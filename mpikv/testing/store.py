@@ -326,6 +326,109 @@ class StoreContract:
             with pytest.raises(Closed, match="closed"):
                 call()
 
+    # --- Buffers and views
+
+    def test_buffers(self, kv: KVStore) -> None:
+        keys = ["w", "scalar", "none", "flags"]
+        kv.init(keys, [full(1), np.array(1.0), np.zeros((0, 3)), np.ones(4, np.bool_)])
+        buffers = kv.buffer(keys)
+        for buffer, value in zip(buffers, kv.pull(keys), strict=True):
+            same(buffer, np.zeros_like(value))
+        for number in (1, 2):
+            buffers[0].fill(number + kv.rank)
+            np.multiply(2.0, number, out=buffers[1])
+            kv.push(keys)
+            weight, scalar, none, flags = kv.pull(keys)
+            same(weight, full(number * kv.size + triangle(kv.size - 1)))
+            same(scalar, np.array(2.0 * number * kv.size))
+            same(none, np.zeros((0, 3)))
+            same(flags, np.zeros(4, np.bool_))
+            same(buffers[0], full(number + kv.rank))
+        kv.push("scalar")
+        same(kv.pull("w"), weight)
+        assert [kv.version(key) for key in keys] == [2, 3, 2, 2]
+
+    def test_pushpull_of_buffers(self, kv: KVStore) -> None:
+        kv.init(["a", "b"], [full(0), full(0)])
+        first, second = kv.buffer(["a", "b"])
+        first.fill(1)
+        second.fill(2)
+        for value, number in zip(kv.pushpull(["b", "a"]), (2, 1), strict=True):
+            same(value, full(number * kv.size))
+        outs = [np.zeros(SHAPE, np.float32), [kv.view("b"), np.zeros(SHAPE)]]
+        assert kv.pushpull(["a", "b"], out=outs) is outs
+        same(outs[0], np.full(SHAPE, kv.size, np.float32))
+        same(outs[1][1], full(2 * kv.size))
+
+    def test_the_same_buffer_at_every_call(self, kv: KVStore) -> None:
+        kv.init(["a", "b"], [full(0), full(0)])
+        kv.buffer("b").fill(3)
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        same(kv.buffer(["a", "b"])[1], full(3))
+        same(kv.pushpull("b"), full(-3 * kv.size))
+        kv.push("b", full(1))
+        same(kv.buffer(("b",))[0], full(3))
+
+    def test_a_view_holds_the_newest_value(self, kv: KVStore) -> None:
+        kv.init("w", full(1))
+        view = kv.view("w")
+        assert not view.flags.writeable
+        same(view, full(1))
+        kv.push("w", full(2))
+        assert kv.pull("w", out=view) is view
+        same(view, full(2 * kv.size))
+        kv.pushpull("w", full(3))
+        same(view, full(3 * kv.size))
+        kv.pushpull({"w": full(4)}, out={"w": view})
+        same(view, full(4 * kv.size))
+        kv.set("w", full(5))
+        same(view, full(5))
+        kv.broadcast("w", full(6))
+        same(view, full(6))
+        assert kv.view("w") is kv.view(["w"])[0] is view
+
+    def test_forms_of_buffers_and_views(self, kv: KVStore) -> None:
+        kv.init([1, 2], [np.zeros(1), np.zeros(2)])
+        for method in (kv.buffer, kv.view, kv.pushpull):
+            assert method(2).shape == method(np.int8(2)).shape == (2,)
+            for keys in ([2, 1, 2], (2, 1, np.int64(2))):
+                assert [array.shape for array in method(keys)] == [(2,), (1,), (2,)]
+            assert method([]) == []
+
+    def test_a_key_without_a_buffer(self, kv: KVStore) -> None:
+        kv.init(["a", "b"], [full(1), full(1)])
+        kv.buffer("a")
+        with pytest.raises(ValueMismatch, match="no value for key 'b', and no buffer"):
+            kv.push(["a", "b"])
+        kv.buffer("b")
+        kv.init("a", full(2), overwrite=True)
+        with pytest.raises(ValueMismatch, match="no value for key 'a', and no buffer"):
+            kv.pushpull("a")
+        with pytest.raises(TypeError, match="a dict"):
+            kv.buffer({"a": full(1)})
+        for method in (kv.buffer, kv.view, kv.push, kv.pushpull):
+            with pytest.raises(KeyNotInitialized, match="'c'"):
+                method("c")
+        same(kv.view("a"), full(2))
+        same(kv.view("b"), full(1))
+
+    def test_an_updater_of_buffers(self, updating: KVStore) -> None:
+        kv, calls = updating, []
+
+        @kv.updater
+        def update(key: Any, given: Array, stored: Array) -> None:
+            calls.append(key)
+            stored += given
+            given.fill(9)
+
+        kv.init(["a", "b"], [full(1), full(2)])
+        for number, buffer in enumerate(kv.buffer(["a", "b"])):
+            buffer.fill(number + 1)
+        for value, number in zip(kv.pushpull(["b", "a"]), (2, 1), strict=True):
+            same(value, full(number + number * kv.size))
+        assert calls == (["b", "a"] if kv.is_root else [])
+        same(kv.buffer("b"), full(2))
+
     # --- Updaters
 
     def test_an_updater_runs_once_per_key_and_push(self, updating: KVStore) -> None:

@@ -65,6 +65,74 @@ def same(found, expected, key=""):
 
 
 @MEMORY
+def test_a_key_that_was_overwritten(kv):
+    """Old buffers and views are nobody's: what is written there goes nowhere, and the new key begins without."""
+    kv.init(["w", "v"], [np.ones(5), np.ones(5)])
+    buffer, view = kv.buffer("w"), kv.view("w")
+    kv.init("w", np.full(5, 2.0), overwrite=True)
+    assert kv.version("w") == 0
+    with pytest.raises(mpikv.ValueMismatch, match="no value for key 'w', and no buffer"):
+        kv.push("w")
+    with pytest.raises(TypeError, match="read-only"):
+        kv.pull("w", out=view)
+    buffer.fill(9)
+    same(kv.buffer("w"), np.zeros(5))
+    kv.pushpull("w")
+    same(kv.view("w"), np.zeros(5))
+    same(kv.pull("v"), np.ones(5))
+    kv.push("w", np.ones(5))
+    same(kv.pull("w"), np.full(5, float(kv.size)))
+
+
+@MEMORY
+def test_a_key_that_was_deleted(kv):
+    kv.init(["w", "v"], [np.ones(5), np.ones(5)])
+    kv.buffer("w").fill(7)
+    view = kv.view("w")
+    kv.pushpull("w")
+    kv.delete("w")
+    for call in (lambda: kv.push("w"), lambda: kv.pushpull("w"), lambda: kv.buffer("w"), lambda: kv.view("w")):
+        with pytest.raises(mpikv.KeyNotInitialized, match="'w'"):
+            call()
+    kv.init("w", np.ones(5))
+    with pytest.raises(mpikv.ValueMismatch, match="no value for key 'w', and no buffer"):
+        kv.pushpull("w")
+    kv.buffer("w").fill(2)
+    same(kv.pushpull("w"), np.full(5, 2.0 * kv.size))
+    view.sum()
+
+
+class Poor(Wrapper):
+    """Has no memory left when asked for the second time after :attr:`left` was set."""
+
+    left = -1
+
+    def allocate(self, nbytes):
+        self.left -= 1
+        if self.left == 0:
+            raise settled(MemoryError("no memory is left"))
+        return super().allocate(nbytes)
+
+
+@MEMORY
+def test_too_little_memory_for_some_of_the_buffers(comm, transport):
+    with store_over(Poor, comm=comm, transport=transport, timeout=10) as kv:
+        kv.init(["f", "i"], [np.ones(3), np.ones(3, np.int64)])
+        with pytest.raises(mpikv.ValueMismatch, match="no buffer"):
+            kv.push(["f", "i"])
+        kv._transport.left = 2
+        with pytest.raises(MemoryError):
+            kv.buffer(["f", "i"])
+        for key in ("f", "i"):
+            with pytest.raises(mpikv.ValueMismatch, match="no buffer"):
+                kv.pushpull(key)
+        for buffer in kv.buffer(["f", "i"]):
+            buffer.fill(3)
+        for view in kv.pushpull(["f", "i"]):
+            assert (view == 3 * kv.size).all()
+
+
+@MEMORY
 def test_arrays_that_outlive_the_store(comm, transport):
     """Whoever still looks at a value, or fills a buffer, must not be killed. Their memory is freed later."""
     last: list = []
@@ -88,5 +156,30 @@ def test_arrays_that_outlive_the_store(comm, transport):
         if transport == "shm" and holder is not None:
             assert 0 < sum(map(bool, windows)) < len(windows)
         last = windows
+
+
+@FORMS
+def test_keys_that_are_named_twice(kv):
+    kv.init(["a", "b"], [np.zeros(2), np.zeros(2)])
+    keys = ["a", "b", "a"]
+    kv.push(["a", "b"], [np.ones(2), np.ones(2)])
+    for out in ([np.zeros(2)] * 2, [np.zeros(2)] * 4):
+        with pytest.raises(mpikv.ValueMismatch, match=f"3 keys and {len(out)} outs"):
+            kv.pull(keys, out=out)
+        with pytest.raises(mpikv.ValueMismatch, match=f"3 keys and {len(out)} values"):
+            kv.push(keys, out)
+    first, second, third = kv.buffer(keys)
+    assert np.shares_memory(first, third)
+    first.fill(1)
+    second.fill(2)
+    # A buffer is one array, however often its key is named.
+    for views in (kv.pushpull(keys), kv.view(keys)):
+        for view, number in zip(views, (1, 2, 1), strict=True):
+            same(view, np.full(2, float(number * kv.size)))
+    outs = [np.zeros(2) for _ in keys]
+    kv.pushpull(keys, out=outs)
+    for out, number in zip(outs, (1, 2, 1), strict=True):
+        same(out, np.full(2, float(number * kv.size)))
+    assert (kv.version("a"), kv.version("b")) == (3, 3)
 
 

@@ -335,6 +335,153 @@ def test_a_failed_call_does_not_decide_the_type_of_keys(transport):
         kv.init("a", np.ones(2))
 
 
+# --- Buffers and views
+
+
+class Buffered:
+    """The keys of a watched store with buffers, which errors must leave alone too."""
+
+    def __init__(self, watched):
+        self.watched, self.kv = watched, watched.kv
+        self.buffers = self.kv.buffer(["weight", "bias"])
+        self.fill()
+
+    def fill(self):
+        for buffer, number in zip(self.buffers, (3, 4), strict=True):
+            buffer.fill(number + self.kv.rank)
+
+    def fails(self, *arguments, **options):
+        error = self.watched.fails(*arguments, **options)
+        for buffer, number in zip(self.buffers, (3, 4), strict=True):
+            assert (buffer == number + self.kv.rank).all(), "a buffer was changed"
+        return error
+
+
+@pytest.fixture
+def buffered(watched):
+    buffered = Buffered(watched)
+    yield buffered
+    kv = watched.kv
+    kv.pushpull("bias")
+    assert (kv.view("bias") == (1 if watched.updates else 0) + (-0.5 if watched.updates else 1) * total(kv, 4)).all()
+
+
+def total(kv, number):
+    return sum(number + rank for rank in range(kv.size))
+
+
+@ALL
+def test_values_that_are_missing(watched):
+    kv = watched.kv
+    text = "no value for key 'bias', and no buffer; pass one, or fill kv.buffer\\('bias'\\)"
+    watched.fails(ValueMismatch, f"^push: {text}", lambda: kv.push("bias"))
+    # Another key of the same dtype shares its memory, but nothing else.
+    kv.init("other", np.zeros(3, np.float32))
+    watched.keys, watched.inside = kv.keys(), watched.internals()
+    kv.buffer("other")
+    watched.fails(ValueMismatch, f"^push: {text}", lambda: kv.push("bias"))
+    watched.fails(ValueMismatch, f"^pushpull: {text}", lambda: kv.pushpull(["other", "bias"]))
+    watched.fails(ValueMismatch, f"^pushpull: {text}", lambda: kv.pushpull("bias", out=np.ones(3, np.float32)))
+    watched.fails(TypeError, "not an array", lambda: kv.push(["other", "bias"], [None, None]))
+    watched.fails(TypeError, "not an array", lambda: kv.push({"other": None}))
+
+
+@ALL
+def test_keys_of_buffers_and_views(watched):
+    kv = watched.kv
+    watched.fails(KeyNotInitialized, "^buffer: key 'weigth' was never init.*'weight'", lambda: kv.buffer("weigth"))
+    watched.fails(KeyNotInitialized, "^buffer: key 'weigth'", lambda: kv.buffer(["bias", "weigth"]))
+    watched.fails(TypeError, "^buffer: a dict brings arrays with its keys", lambda: kv.buffer({"bias": np.ones(3)}))
+    watched.fails(TypeError, "^buffer: a key is an int or a str", lambda: kv.buffer(None))
+    watched.fails(TypeError, "^buffer: key 3 is of type int; the store's keys are all str", lambda: kv.buffer(3))
+    for kind, key in (KeyNotInitialized, "weigth"), (TypeError, {"bias": 1}), (TypeError, 3), (TypeError, None):
+        with pytest.raises(kind):
+            kv.view(key)
+
+
+@ALL
+def test_views_cannot_be_written(buffered):
+    kv = buffered.kv
+    weight, bias = kv.view(["weight", "bias"])
+    text = "out is a read-only numpy array"
+    buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull("weight", out=weight[...]))
+    same_shape = np.broadcast_to(np.float32(1), 3)
+    buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull(["weight", "bias"], out=[weight, same_shape]))
+    kv.init("other", np.zeros(3, np.float32))
+    watched = buffered.watched
+    watched.keys, watched.inside = kv.keys(), watched.internals()
+    buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull("other", out=bias))
+    buffered.fails(TypeError, f"^pushpull: {text}", lambda: kv.pushpull("bias", out=kv.view("other")))
+    buffered.fails(TypeError, f"^pushpull: {text}", lambda: kv.pushpull("other", bias))
+    buffered.fails(ValueMismatch, "shape|read-only", lambda: kv.pushpull("bias", out=np.ones(4, np.float32)))
+    buffered.fails(TypeError, f"^broadcast: {text}", lambda: kv.broadcast("other", np.zeros(3, np.float32), out=bias))
+    for view in (weight, bias):
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = 1
+
+
+@SEVERAL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_a_buffer_and_an_array(buffered, verb):
+    kv, last = buffered.kv, buffered.watched.last
+    call = getattr(kv, verb)
+    value = np.ones(3, np.float32)
+    pattern = (
+        rf"rank 0 calls {verb}\('bias'\); rank {last} calls {verb}\('bias'\) \(item \d: from the buffers, nothing\)"
+    )
+    buffered.fails(
+        RankMismatch, pattern, lambda: call("bias"), odd=(RankMismatch, pattern, lambda: call("bias", value))
+    )
+    pattern = pattern.replace("from the buffers, nothing", "nothing, from the buffers")
+    buffered.fails(
+        RankMismatch, pattern, lambda: call("bias", value), odd=(RankMismatch, pattern, lambda: call("bias"))
+    )
+
+
+@SEVERAL
+def test_other_calls_with_buffers(buffered):
+    kv, last, value = buffered.kv, buffered.watched.last, np.ones(3, np.float32)
+
+    def differ(pattern, call, other):
+        buffered.fails(RankMismatch, pattern, call, odd=(RankMismatch, pattern, other))
+
+    differ(rf"rank 0 calls barrier\(\); rank {last} calls buffer\('bias'\)", kv.barrier, lambda: kv.buffer("bias"))
+    differ(r"buffer\('bias'\).*buffer\('weight'\)", lambda: kv.buffer("bias"), lambda: kv.buffer("weight"))
+    differ(r"push\('bias'\).*pushpull\('bias'\)", lambda: kv.push("bias"), lambda: kv.pushpull("bias"))
+    differ(r"push\('bias'\).*pull\('bias'\)", lambda: kv.push("bias"), lambda: kv.pull("bias", out=kv.view("bias")))
+    differ("priority", lambda: kv.push("bias"), lambda: kv.push("bias", priority=2))
+    keys = ["weight", "bias"]
+    differ(r"\['weight', 'bias'\].*\['bias', 'weight'\]", lambda: kv.push(keys), lambda: kv.push(keys[::-1]))
+    text = rf"pushpull\('bias'\): rank {last} raised ValueMismatch: .*nothing was changed"
+    for bad in (lambda: kv.pushpull("bias", out=np.ones(4)), lambda: kv.pushpull("bias", np.ones(4))):
+        odd = (ValueMismatch, r"shape \(4,\)", bad)
+        buffered.fails(PeerFailed, text, lambda: kv.pushpull("bias"), odd=odd)
+        buffered.fails(PeerFailed, text, lambda: kv.pushpull("bias", value), odd=odd)
+    odd = (KeyNotInitialized, "'other'", lambda: kv.buffer("other"))
+    buffered.fails(PeerFailed, rf"rank {last} raised KeyNotInit.*'other'", lambda: kv.buffer("bias"), odd=odd)
+
+
+@ALL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_an_updater_raises_in_a_push_of_buffers(transport, verb):
+    with mpikv.create(transport=transport, timeout=10) as kv:
+        watched = Watched(kv, False)
+        bad = ["bias"]
+        kv.set_updater(raising(lambda key: key in bad))
+        watched.inside = watched.internals()
+        buffered = Buffered(watched)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError if kv.is_root else PeerFailed, match="a mistake in the updater"):
+                getattr(kv, verb)(["weight", "bias"])
+            watched.check_unchanged()
+            for buffer, number in zip(buffered.buffers, (3, 4), strict=True):
+                assert (buffer == number + kv.rank).all()
+        bad.clear()
+        getattr(kv, verb)(["weight", "bias"])
+        for value, before, number in zip(kv.pull(["weight", "bias"]), watched.before, (3, 4), strict=True):
+            np.testing.assert_array_equal(value, before + total(kv, number))
+
+
 # --- Updaters that raise
 
 
@@ -549,6 +696,8 @@ def test_closed(transport):
         "push": lambda: kv.push("w", value),
         "pull": lambda: kv.pull("w"),
         "pushpull": lambda: kv.pushpull("w", value),
+        "buffer": lambda: kv.buffer("w"),
+        "view": lambda: kv.view("w"),
         "broadcast": lambda: kv.broadcast("w", value),
         "set": lambda: kv.set("w", value),
         "delete": lambda: kv.delete("w"),

@@ -81,6 +81,7 @@ class TestUnchecked(StoreContract):
     test_keys_of_one_type = test_an_optimizer_refuses_integers
     test_an_unknown_key = test_an_optimizer_refuses_integers
     test_what_does_not_fit = test_an_optimizer_refuses_integers
+    test_a_key_without_a_buffer = test_an_optimizer_refuses_integers
 
 
 @pytest.mark.ranks(1, 2, 4)
