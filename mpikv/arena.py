@@ -80,7 +80,8 @@ class Arena:
         self.blocks: list[Block] = []
         self._open: dict[np.dtype[Any], Block] = {}
         self._free: dict[tuple[np.dtype[Any], int], list[Place]] = {}
-        self._segment, self._next, self._total = np.empty(0, np.uint8), 0, 0
+        self._segments = [np.empty(0, np.uint8)]
+        self._next = self._total = 0
         self._load = [0] * transport.size
 
     def place(self, requests: Sequence[tuple[np.dtype[Any], int]]) -> list[Place]:
@@ -101,6 +102,10 @@ class Arena:
         """Take a place back, for a later value of the same dtype and size."""
         self._free.setdefault((place.block.values.dtype, place.size), []).append(place)
 
+    def holds(self, array: Array) -> bool:
+        """Return whether an array lies in the memory of values."""
+        return any(np.may_share_memory(array, segment) for segment in self._segments)
+
     def _one(self, dtype: np.dtype[Any], size: int) -> Place:
         if free := self._free.get((dtype, size)):
             return free.pop()
@@ -118,7 +123,7 @@ class Arena:
     def _block(self, dtype: np.dtype[Any], size: int) -> Block:
         nbytes = _rounded(size * dtype.itemsize)
         self._reserve(nbytes)
-        memory = self._segment[self._next : self._next + size * dtype.itemsize].view(dtype)
+        memory = self._segments[-1][self._next : self._next + size * dtype.itemsize].view(dtype)
         self._next += nbytes
         owner = self._load.index(min(self._load))
         self._load[owner] += nbytes
@@ -130,10 +135,10 @@ class Arena:
         """Make the open segment hold ``nbytes`` more. Segments grow with the total, since an MPI has few thousand
         windows.
         """
-        if self._next + nbytes > self._segment.size:
+        if self._next + nbytes > self._segments[-1].size:
             growth = min(self._total // 2, _LARGEST_GROWTH)
-            self._segment = self._transport.allocate(max(nbytes, growth, _SMALLEST_SEGMENT))
-            self._total += self._segment.size
+            self._segments.append(self._transport.allocate(max(nbytes, growth, _SMALLEST_SEGMENT)))
+            self._total += self._segments[-1].size
             self._next = 0
 
 

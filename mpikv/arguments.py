@@ -53,7 +53,8 @@ def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[
         arrays = given
     if plan.cut and not all(array.flags.c_contiguous for array in arrays):
         return None
-    if writable and not all(array.flags.writeable for array in arrays):
+    # Arrays that cannot be written may be views of values, which a push changes bucket by bucket.
+    if (writable or len(plan.buckets) > 1) and not all(array.flags.writeable for array in arrays):
         return None
     return arrays
 

@@ -226,7 +226,8 @@ class Exchange:
         if not transport.shared and len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             (array, *others) = _flat(sources[piece.item]) or (None,)
-            if array is not None and not others and array.dtype == bucket.dtype and array.flags.c_contiguous:
+            # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
+            if array is not None and not others and array.dtype == bucket.dtype and array.flags.carray:
                 return array[piece.begin : piece.end]
         send = bucket.sends[transport.turn]
         if not bucket.dense:
@@ -309,6 +310,10 @@ class Exchange:
 
     # --- The table
 
+    def apart(self, array: Array) -> Array:
+        """Return the array, or a copy if it is a view of values, which may change before it is read. Local."""
+        return array.copy() if not array.flags.writeable and self._arena.holds(array) else array
+
     def check_storable(self, arrays: Sequence[Array]) -> None:
         """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
         for dtype in {array.dtype for array in arrays}:
@@ -352,8 +357,8 @@ class Exchange:
         return [entry.buffer(rank) for entry in plan.entries]
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays. Other ranks may read them after a fence."""
-        for key, array in zip(keys, arrays, strict=True):
+        """Store the root's arrays, so that every rank can read them."""
+        for key, array in zip(keys, [self.apart(array) for array in arrays], strict=True):
             entry = self.table[key]
             if self.transport.rank == self._root:
                 np.copyto(entry.value, array, casting="unsafe")

@@ -737,7 +737,10 @@ class KVStore:
         """Return the plan and the arrays of what is to be pushed."""
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
-        return plan, sources(plan.entries, form.groups)
+        arrays = sources(plan.entries, form.groups)
+        if len(plan.buckets) > 1:
+            arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
+        return plan, arrays
 
     def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
         """Return the arrays to fill."""

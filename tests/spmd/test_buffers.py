@@ -158,6 +158,47 @@ def test_arrays_that_outlive_the_store(comm, transport):
         last = windows
 
 
+@MEMORY
+@pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
+def test_views_are_pushed(comm, transport, placement, monkeypatch):
+    """The sum goes where they are."""
+    size = 3000
+    if placement in ("sharded", "replicated"):
+        monkeypatch.setattr("mpikv.exchange._STREAMED_BYTES", 0)
+    with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
+        kv.init(["a", "b", "c"], [np.arange(size) + 1.0, -np.arange(size) - 1.0, np.arange(5.0)])
+        a, b, c = (value.copy() for value in kv.view(["a", "b", "c"]))
+        kv.push("a", kv.view("a"))
+        same(kv.pull("a", out=kv.view("a")), a * kv.size)
+        kv.set(["a", "b"], [a, b])
+        kv.push(["c", "a", "b"], kv.view(["c", "b", "a"]))
+        for view, expected in zip(kv.pull(["a", "b", "c"], out=kv.view(["a", "b", "c"])), (b, a, c), strict=True):
+            same(view, expected * kv.size)
+        kv.set(["a", "b"], [a, b])
+        assert kv.pushpull("a", kv.view("a")) is kv.view("a")
+        same(kv.view("a"), a * kv.size)
+        kv.set(["a", "b"], [a, b])
+        outs = [np.empty(size), kv.view("b")]
+        kv.pushpull(["a", "b"], [kv.view("b")[::-1], [kv.view("a"), kv.view("a")]], out=outs)
+        same(outs[0], b[::-1] * kv.size)
+        same(outs[1], 2 * a * kv.size)
+
+
+@MEMORY
+def test_views_are_given_as_values(kv):
+    kv.init(["a", "b"], [np.arange(3000.0), -np.arange(3000.0)])
+    kv.set(["a", "b"], kv.view(["b", "a"]))
+    same(kv.view("a"), -np.arange(3000.0))
+    same(kv.view("b"), np.arange(3000.0))
+    kv.broadcast(["a", "b", "c"], kv.view(["b", "a", "a"]))
+    same(kv.view("a"), np.arange(3000.0))
+    same(kv.view("b"), -np.arange(3000.0))
+    same(kv.view("c"), -np.arange(3000.0))
+    kv.init(["a", "b"], kv.view(["b", "a"]), overwrite=True)
+    same(kv.view("a"), -np.arange(3000.0))
+    same(kv.view("b"), np.arange(3000.0))
+
+
 @FORMS
 def test_keys_that_are_named_twice(kv):
     kv.init(["a", "b"], [np.zeros(2), np.zeros(2)])
