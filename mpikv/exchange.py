@@ -365,6 +365,7 @@ class Exchange:
             if not self.transport.shared:
                 self.transport.broadcast(entry.value.reshape(-1), self._root)
             self.table.stale[entry.index] = False
+        self.transport.fence()
         self._start_masters(tuple(keys))
 
     def delete(self, keys: Sequence[Key]) -> None:
@@ -408,7 +409,6 @@ class Exchange:
         """Copy values into the float32 masters that an optimizer keeps of half-precision values."""
         if not any("master" in self.table[key].place.block.state for key in keys):
             return
-        self.transport.fence()
         for bucket in self.plan(keys).buckets:
             for part in bucket.parts:
                 if "master" in part.state:

@@ -342,9 +342,10 @@ class KVStore:
     def view(self, key: Any) -> Any:
         """Return a read-only view of the value of a key, or the list of those of a list of keys. Local.
 
-        The view is the store's own memory. It holds the newest value after each ``pushpull`` of the key, and after
-        each ``pull`` that has it as ``out``, which moves nothing on one host. It stays as it is until this rank's next
-        push of the key, and is valid until the key is deleted or the store closed.
+        The view is the store's own memory. It holds the newest value after ``init``, ``set`` and ``broadcast`` of the
+        key, after each ``pushpull``, and after each ``pull`` that has it as ``out``, which moves nothing on one host.
+        It stays as it is until this rank's next push of the key, and is valid until the key is deleted or the store
+        closed; it may be read, but not relied on, after that.
 
         Args:
             key: an int or a str, or a list of them.
@@ -856,7 +857,6 @@ class KVStore:
         new = [(key, array) for key, array in zip(keys, arrays, strict=True) if key not in self._exchange.table]
         self._exchange.enter([key for key, _ in new], [array for _, array in new])
         self._exchange.write(keys, arrays)
-        self._transport.fence()
         self._exchange.pull(self._exchange.plan(keys), outs)
         return result
 

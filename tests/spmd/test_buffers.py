@@ -65,6 +65,21 @@ def same(found, expected, key=""):
 
 
 @MEMORY
+def test_values_can_be_seen_at_once_after_they_were_given(comm, transport, ranks):
+    """init, set and broadcast leave every rank's view right."""
+    slow = lambda transport: Slow(transport, seed=1, longest=1e-3)  # noqa: E731
+    with store_over(slow, comm=comm, transport=transport, root=ranks - 1, timeout=10) as kv:
+        for turn in range(8):
+            key, size = f"w{turn}", 70_000
+            kv.init(key, np.full(size, turn + 1.0))
+            assert (kv.view(key) == turn + 1).all()
+            kv.set(key, np.full(size, turn + 2.0))
+            assert (kv.view(key) == turn + 2).all()
+            kv.broadcast(key, np.full(size, turn + 3.0))
+            assert (kv.view(key) == turn + 3).all()
+
+
+@MEMORY
 def test_a_key_that_was_overwritten(kv):
     """Old buffers and views are nobody's: what is written there goes nowhere, and the new key begins without."""
     kv.init(["w", "v"], [np.ones(5), np.ones(5)])
