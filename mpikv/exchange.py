@@ -6,7 +6,8 @@ is in the cache, and copied to the caller's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -355,6 +356,19 @@ class Exchange:
         """Return this rank's buffer for each key. Local."""
         rank = self.transport.rank if self.transport.shared else 0
         return [entry.buffer(rank) for entry in plan.entries]
+
+    @contextmanager
+    def empty_buffers(self, plan: Plan) -> Iterator[None]:
+        """Let this rank's buffers hold zeros meanwhile: for a push to which it brings nothing. Local."""
+        buffers = self.buffers(plan)
+        contents = [buffer.copy() for buffer in buffers]
+        for buffer in buffers:
+            buffer.fill(0)
+        try:
+            yield
+        finally:
+            for buffer, content in zip(buffers, contents, strict=True):
+                np.copyto(buffer, content)
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         """Store the root's arrays, so that every rank can read them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -645,16 +645,19 @@ class KVStore:
         call = Call("join", JOINED)
         while said := self._agreement.shadow(call):
             work, failure = None, None
-            try:
-                work = self._shadowed(said, call)
-            except Exception as error:
-                failure = error
-            self._agreement.confirm(call, failure)
-            if work:
-                work()
+            with ExitStack() as until_done:
+                try:
+                    work = self._shadowed(said, call, until_done)
+                except Exception as error:
+                    failure = error
+                self._agreement.confirm(call, failure)
+                if work:
+                    work()
 
-    def _shadowed(self, said: Said, call: Call) -> Callable[[], None] | None:
-        """Return what a rank without work does in a call of the others."""
+    def _shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
+        """Return what a rank without work does in a call of the others, which read its buffers once all know that it
+        can.
+        """
         if said.verb == "barrier":
             return None
         plan = self._exchange.plan(tuple(said.keys))
@@ -674,6 +677,11 @@ class KVStore:
         if said.verb == "pull":
             return lambda: self._exchange.pull(plan, nothing)
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
+        if _BUFFERS in said.parts:
+            until_done.enter_context(self._exchange.empty_buffers(plan))
+            if said.verb == "push":
+                return lambda: self._exchange.push_buffers(plan, steps, confirm)
+            return lambda: self._exchange.pushpull_buffers(plan, steps, nothing, confirm)
         if said.verb == "push":
             return lambda: self._exchange.push(plan, nothing, steps, confirm)
         return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)

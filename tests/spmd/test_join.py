@@ -159,6 +159,86 @@ def work(kv, step, oracle):
         np.testing.assert_array_equal(result, oracle.values[key], err_msg=key)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_buffers(comm, transport, placement):
+    """What the buffers of a rank that has left hold counts for nothing, and stays."""
+    keys = list(SHAPES)
+    with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
+        kv.init({key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()})
+        buffers, views = kv.buffer(keys), kv.view(keys)
+        for name in UPDATERS if placement == "root" else [name for name in UPDATERS if name != "callable"]:
+            kv.set(keys, [np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()])
+            kv.set_updater(None)
+            adopt(kv, UPDATERS[name]())
+            oracle = Oracle(UPDATERS[name]())
+            for pattern in ("root leaves first", "root leaves last"):
+                work_with_buffers(kv, oracle, amounts(pattern, kv.size), buffers, views)
+            check_values(kv, oracle)
+            for key, buffer in zip(keys, buffers, strict=True):
+                oracle.push(key, [brought(99, rank, key) for rank in range(kv.size)])
+                buffer[...] = brought(99, kv.rank, key)
+            kv.pushpull(keys)
+            check_values(kv, oracle)
+
+
+def work_with_buffers(kv, oracle, steps, buffers, views):
+    keys = list(SHAPES)
+    for buffer in buffers:
+        buffer.fill(77)
+    before = [buffer.copy() for buffer in buffers]
+    with kv.join():
+        for step in range(max(steps)):
+            workers = [rank for rank in range(kv.size) if steps[rank] > step]
+            for key in keys:
+                oracle.push(key, [brought(step, rank, key) for rank in workers])
+            if kv.rank not in workers:
+                continue
+            for key, buffer, copy in zip(keys, buffers, before, strict=True):
+                buffer[...] = copy[...] = brought(step, kv.rank, key)
+            if step % 2:
+                kv.push(keys[::-1], priority=1)
+                kv.barrier()
+                kv.pull(keys, out=views)
+            else:
+                kv.pushpull(keys)
+            for key, view in zip(keys, views, strict=True):
+                np.testing.assert_array_equal(view, oracle.values[key], err_msg=key)
+    for buffer, copy in zip(buffers, before, strict=True):
+        np.testing.assert_array_equal(buffer, copy, "a buffer was changed")
+
+
+@SEVERAL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_errors_with_buffers(kv, verb):
+    """Whatever goes wrong, a rank that has left gets its buffers back."""
+
+    def update(key, given, stored):
+        stored += given
+        if broken:
+            raise ZeroDivisionError("a mistake in the updater")
+
+    broken = [True]
+    kv.init("w", np.full(600, 5.0))
+    kv.set_updater(update)
+    buffer, last = kv.buffer("w"), kv.size - 1
+    buffer.fill(kv.rank + 1)
+    with pytest.raises((ZeroDivisionError, PeerFailed), match="a mistake in the updater"):
+        in_block(kv, lambda: kv.is_root or getattr(kv, verb)("w"))
+    if kv.size > 2:
+        work = {0: lambda: None, last: lambda: kv.push("w", np.ones(600))}
+        with pytest.raises(RankMismatch, match="from the buffers"):
+            in_block(kv, work.get(kv.rank, lambda: kv.push("w")))
+    with pytest.raises((mpikv.ValueMismatch, PeerFailed), match="shape"):
+        in_block(kv, lambda: kv.is_root or kv.push("w", np.ones(7)))
+    broken.clear()
+    np.testing.assert_array_equal(buffer, np.full(600, kv.rank + 1.0))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(600, 5.0))
+    in_block(kv, lambda: kv.is_root or getattr(kv, verb)("w"))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(600, 5.0 + kv.size * (kv.size + 1) / 2 - 1))
+    np.testing.assert_array_equal(buffer, np.full(600, kv.rank + 1.0))
+
+
 @ALL
 @pytest.mark.parametrize("pattern", ["equal", "no work at all"])
 def test_equal_work(kv, pattern):
@@ -270,7 +350,7 @@ def test_two_stores_cannot_be_left_at_once(comm, transport):
 
 @SEVERAL
 @pytest.mark.parametrize(
-    "verb", ["init", "set", "broadcast", "delete", "set_updater", "set_optimizer", "overwrite", "updater"]
+    "verb", ["init", "set", "broadcast", "delete", "buffer", "set_updater", "set_optimizer", "overwrite", "updater"]
 )
 def test_calls_that_cannot_be_joined(kv, verb):
     kv.init("w", np.full(2, 5.0))
@@ -280,6 +360,7 @@ def test_calls_that_cannot_be_joined(kv, verb):
         "set": lambda: kv.set("w", np.ones(2)),
         "broadcast": lambda: kv.broadcast("w", np.ones(2)),
         "delete": lambda: kv.delete("w"),
+        "buffer": lambda: kv.buffer("w"),
         "set_updater": lambda: kv.set_updater(swap),
         "set_optimizer": lambda: kv.set_optimizer("sgd"),
         "updater": lambda: kv.updater(swap),
