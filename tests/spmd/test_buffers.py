@@ -64,6 +64,179 @@ def same(found, expected, key=""):
     np.testing.assert_array_equal(found, expected, key)
 
 
+# --- The same values as with arrays
+
+
+def toggle(key, given, stored):
+    stored[...] = np.where(stored == 0, given, np.zeros_like(given))
+
+
+UPDATERS = {
+    "assign": lambda: None,
+    "callable": lambda: toggle,
+    "sgd": lambda: optimizers.SGD(learning_rate=0.25, momentum=0.5),
+    "lamb": lambda: optimizers.LAMB(learning_rate=0.125),
+    "adam": lambda: optimizers.Adam(multi_precision=True),
+}
+
+
+class Oracle:
+    """The values in one process, which adds up in the order of the ranks."""
+
+    def __init__(self, values):
+        self.values = {key: value.copy() for key, value in values.items()}
+        self.versions = dict.fromkeys(values, 0)
+        self.adopt(None)
+
+    def adopt(self, updater):
+        self.updater, self.counts, self.states = updater, dict.fromkeys(self.values, 0), {}
+        for key, value in self.values.items() if isinstance(updater, optimizers.Optimizer) else ():
+            slots = updater.slots(value.dtype).items()
+            self.states[key] = {name: np.zeros(value.shape, dtype) for name, dtype in slots}
+            if "master" in self.states[key]:
+                self.states[key]["master"][...] = value
+
+    def push(self, key, arrays):
+        value = self.values[key]
+        first, *others = (array.astype(accumulator(value.dtype)) for array in arrays)
+        for other in others:
+            first = np.asarray(first + other)
+        self.counts[key] += 1
+        self.versions[key] += 1
+        if self.updater is None:
+            value[...] = first
+        elif self.updater is toggle:
+            toggle(key, first.astype(value.dtype), value)
+        else:
+            self.updater.update(self.updater.step(key, self.counts[key]), first, value, self.states[key])
+
+
+def adopt(kv, updater):
+    if isinstance(updater, optimizers.Optimizer):
+        kv.set_optimizer(updater)
+    else:
+        kv.set_updater(updater)
+
+
+def brought(kv, turn, rank, key, value):
+    """Return what a rank pushes. MPI adds in an order of its own, which only integers do not show."""
+    draw = np.random.default_rng([turn, rank, *key.encode()])
+    if value.dtype.kind in "fcV" and kv.transport != "mpi":
+        return draw.normal(size=value.shape).astype(value.dtype)
+    return draw.integers(0 if value.dtype.kind in "ub" else -4, 5, value.shape).astype(value.dtype)
+
+
+@MEMORY
+@pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
+def test_the_values_are_those_of_private_arrays(comm, transport, placement):
+    """The buffers are made once; updaters and keys come and go."""
+    options = {"comm": comm, "transport": transport, "placement": placement, "timeout": 10, "bucket_bytes": 4096}
+    names = [name for name in UPDATERS if name != "callable" or placement in ("auto", "root")]
+    values = FLOATS | OTHERS
+    with mpikv.create(**options) as kv, mpikv.create(**options) as other:
+        for store in (kv, other):
+            store.init(values)
+        oracle = Oracle(values)
+        kv.buffer(list(values))
+        for number, name in enumerate(names):
+            if name == "sgd":  # no optimizer can update the others
+                for store in (kv, other):
+                    store.delete(list(OTHERS))
+                    store.init("late", np.zeros(7))
+                oracle = Oracle(FLOATS | {"late": np.zeros(7)})
+                kv.set(list(FLOATS), list(FLOATS.values()))
+                kv.buffer("late")
+                oracle.versions = {key: kv.version(key) for key in oracle.values}
+                other.set(list(FLOATS), list(FLOATS.values()))
+            for store in (kv, other):
+                adopt(store, UPDATERS[name]())
+            oracle.adopt(UPDATERS[name]())
+            for turn in range(3):
+                push_both(kv, other, oracle, 3 * number + turn)
+
+
+def push_both(kv, other, oracle, turn):
+    """Push in one of three ways, from the buffers of one store and with arrays to the other."""
+    keys = list(oracle.values)
+    if turn % 3 == 1:
+        keys = keys[::-2]
+    everyone = {key: [brought(kv, turn, rank, key, oracle.values[key]) for rank in range(kv.size)] for key in keys}
+    buffers, views = kv.buffer(keys), kv.view(keys)
+    for buffer, key in zip(buffers, keys, strict=True):
+        buffer[...] = everyone[key][kv.rank]
+        oracle.push(key, everyone[key])
+    if turn % 3 == 0:
+        results = kv.pushpull(keys)
+        assert all(result is view for result, view in zip(results, views, strict=True))
+    elif turn % 3 == 1:
+        assert kv.push(keys) is None
+        assert kv.pull(keys, out=views) is views
+    else:
+        outs = [np.empty_like(view) for view in views]
+        for key, out in zip(keys, outs, strict=True):
+            assert kv.pushpull(key, out=out) is out
+            same(out, oracle.values[key], key)
+    results = other.pushpull(keys, [everyone[key][kv.rank].copy() for key in keys])
+    for key, buffer, view, result in zip(keys, buffers, views, results, strict=True):
+        same(view, oracle.values[key], key)
+        same(result, oracle.values[key], key)
+        same(buffer, everyone[key][kv.rank], key)
+    for key in oracle.values:
+        same(kv.view(key), oracle.values[key], key)
+        assert kv.version(key) == other.version(key) == oracle.versions[key]
+
+
+# --- Who may write when
+
+
+class Dawdling(optimizers.Test):
+    """Lets one rank take its time over each bucket, while others have read the last."""
+
+    late = False
+
+    def rule(self, step, block):
+        if Dawdling.late:
+            time.sleep(1e-3)
+        super().rule(step, block)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_buffers_may_be_filled_again_at_once(comm, transport, placement):
+    """Other ranks, some of them slow, have read them when a push returns. Views stay until the next push."""
+    shapes = {"large": 2500, "small": 7}
+    with store_over(
+        lambda transport: Slow(transport, seed=3, longest=1e-3),
+        comm=comm,
+        transport=transport,
+        placement=placement,
+        bucket_bytes=4096,
+        timeout=10,
+    ) as kv:
+        kv.init({key: np.zeros(size) for key, size in shapes.items()})
+        kv.set_optimizer(Dawdling(learning_rate=1.0))
+        buffers, views, expected = kv.buffer(list(shapes)), kv.view(list(shapes)), 0
+        naps = random.Random(kv.rank)
+        for turn in range(16):
+            Dawdling.late = kv.rank == turn % kv.size
+            for buffer in buffers:
+                buffer.fill((turn + 1) * (kv.rank + 1))
+            if turn % 2:
+                kv.pushpull(list(shapes))
+            else:
+                kv.push(list(shapes))
+            for buffer in buffers:
+                buffer.fill(-1e6)
+            if turn % 2 == 0:
+                kv.pull(list(shapes), out=views)
+            expected -= (turn + 1) * triangle(kv.size)
+            for view in views:
+                assert (view == expected).all()
+            time.sleep(naps.choice([0, 1e-3]))
+            for view in views:
+                assert (view == expected).all(), "another rank's next push changed it"
+
+
 @MEMORY
 def test_values_can_be_seen_at_once_after_they_were_given(comm, transport, ranks):
     """init, set and broadcast leave every rank's view right."""
@@ -77,6 +250,25 @@ def test_values_can_be_seen_at_once_after_they_were_given(comm, transport, ranks
             assert (kv.view(key) == turn + 2).all()
             kv.broadcast(key, np.full(size, turn + 3.0))
             assert (kv.view(key) == turn + 3).all()
+
+
+# --- Keys that come and go
+
+
+@MEMORY
+def test_a_part_of_a_block_in_any_order(kv):
+    """What lies between the keys of a call is another's: its buffers may hold anything."""
+    keys = [f"k{number}" for number in range(8)]
+    kv.init(keys, [np.full(5 + number, -1.0) for number in range(8)])
+    buffers = dict(zip(keys, kv.buffer(keys), strict=True))
+    for turn, chosen in enumerate([["k1", "k5"], ["k6", "k2", "k0"], ["k7"], ["k4", "k3"], keys[::-1]]):
+        before = [value.copy() for value in kv.pull(keys)]
+        for key, buffer in buffers.items():
+            buffer.fill(turn + kv.rank if key in chosen else np.nan)
+        kv.pushpull(chosen)
+        for key, view, old in zip(keys, kv.view(keys), before, strict=True):
+            same(view, np.full_like(view, turn * kv.size + triangle(kv.size - 1)) if key in chosen else old, key)
+    assert [kv.version(key) for key in keys] == [2] * 8
 
 
 @MEMORY
@@ -173,6 +365,9 @@ def test_arrays_that_outlive_the_store(comm, transport):
         last = windows
 
 
+# --- Views and buffers as arrays of other calls
+
+
 @MEMORY
 @pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
 def test_views_are_pushed(comm, transport, placement, monkeypatch):
@@ -215,6 +410,100 @@ def test_views_are_given_as_values(kv):
 
 
 @FORMS
+@pytest.mark.parametrize("size", [5, 3000])
+def test_buffers_are_arrays_too(kv, size):
+    kv.init(["a", "b"], [np.zeros(size), np.zeros(size)])
+    first, second = buffers = kv.buffer(["a", "b"])
+    first.fill(1)
+    second.fill(2)
+    kv.push(["a", "b"], [second, [first, first, second]])
+    for value, number in zip(kv.pull(["a", "b"]), (2, 4), strict=True):
+        same(value, np.full(size, float(number * kv.size)))
+    kv.pushpull(["a", "b"], out=[second, first])
+    same(second, np.full(size, 1.0 * kv.size))
+    same(first, np.full(size, 2.0 * kv.size))
+    kv.pushpull(["a", "b"], buffers)
+    same(first, np.full(size, 2.0 * kv.size**2))
+
+
+@FORMS
+@pytest.mark.parametrize("size", [5, 3000])
+def test_outs_of_a_push_of_buffers(kv, size):
+    """They are of any form, number, layout and dtype, and may be views."""
+    kv.init(["a", "b"], [np.zeros(size), np.zeros(size)])
+    for buffer, number in zip(kv.buffer(["a", "b"]), (1, 2), strict=True):
+        buffer.fill(number)
+    outs = [np.zeros(2 * size, np.float32)[::2], kv.view("a")]
+    groups = [[np.zeros(size), kv.view("a"), np.zeros(size, ">f8")], kv.view("b")]
+    for key, out in ((["b", "a"], outs), (("a", "b"), groups), (["b", "a"], tuple(outs))):
+        assert kv.pushpull(key, out=out) is out
+        for name, number in (("a", 1), ("b", 2)):
+            assert (kv.view(name) == number * kv.size).all()
+    assert (outs[0] == 2 * kv.size).all()
+    assert (groups[0][0] == kv.size).all()
+    assert (groups[0][2] == kv.size).all()
+
+
+@FORMS
+def test_the_list_of_a_pushpull_is_the_callers(kv):
+    kv.init(["a", "b"], [np.zeros(2), np.zeros(3)])
+    kv.buffer(["a", "b"])
+    for results in (kv.pushpull(["a", "b"]), kv.view(["a", "b"]), kv.buffer(["a", "b"])):
+        results.reverse()
+        results.append(None)
+        assert [view.size for view in kv.pushpull(["a", "b"])] == [2, 3]
+        assert [view.size for view in kv.view(["a", "b"])] == [2, 3]
+
+
+# --- Calls that are prepared in the fast way
+
+
+@FORMS
+def test_keys_that_equal_known_ones(comm, transport):
+    with mpikv.create(comm=comm, transport=transport, timeout=10) as kv:
+        kv.init([1, 0], [np.zeros(3), np.zeros(4)])
+        kv.buffer([1, 0])
+        for _ in range(2):  # what was looked over once is not looked at again
+            kv.push(1, np.ones(3))
+            kv.pushpull([1, 0])
+            for key in (
+                True,
+                1.0,
+                np.float64(1),
+                np.bool_(True),
+                [1.0, 0],
+                [True, False],
+                (1, False),
+                [[1]],
+                "1",
+                b"1",
+            ):
+                calls = [lambda key=key: kv.pull(key), lambda key=key: kv.view(key), lambda key=key: kv.buffer(key)]
+                calls += [lambda key=key: kv.push(key), lambda key=key: kv.push(key, np.ones(3))]
+                calls += [lambda key=key: kv.pushpull(key), lambda key=key: kv.pushpull(key, [np.ones(3), np.ones(4)])]
+                for call in calls:
+                    with pytest.raises((TypeError, mpikv.ValueMismatch), match=r"key|value"):
+                        call()
+        for key in (np.int64(1), np.uint8(1)):
+            kv.push(key, np.ones(3))
+            same(kv.pushpull(key), np.zeros(3))
+            same(kv.view([key, 0])[0], np.zeros(3))
+        assert kv.version(1) == 8
+        assert kv.version(0) == 2
+
+
+@FORMS
+def test_texts_that_equal_known_ones(kv):
+    kv.init("w", np.zeros(3))
+    kv.buffer("w").fill(1)
+    for key in ("w", np.str_("w"), ["w"], [np.str_("w")], (np.str_("w"),)):
+        kv.push(key, np.ones(3) if not isinstance(key, (list, tuple)) else [np.ones(3)])
+        result = kv.pushpull(key)
+        same(result[0] if isinstance(key, (list, tuple)) else result, np.full(3, float(kv.size)))
+    assert kv.version("w") == 10
+
+
+@FORMS
 def test_keys_that_are_named_twice(kv):
     kv.init(["a", "b"], [np.zeros(2), np.zeros(2)])
     keys = ["a", "b", "a"]
@@ -239,3 +528,118 @@ def test_keys_that_are_named_twice(kv):
     assert (kv.version("a"), kv.version("b")) == (3, 3)
 
 
+@FORMS
+def test_a_list_that_changes_between_calls(kv):
+    """Lists are the callers': what they held at an earlier call says nothing."""
+    kv.init(["a", "b"], [np.zeros(3), np.zeros(3)])
+    keys, values = ["a", "b"], [np.ones(3), np.full(3, 2.0)]
+    kv.push(keys, values)
+    keys.reverse()
+    kv.push(keys, values)
+    same(kv.pull("a"), np.full(3, 2.0 * kv.size))
+    values[0] = np.full(3, 5.0)
+    kv.push(keys, values)
+    same(kv.pull("b"), np.full(3, 5.0 * kv.size))
+    values[0] = values[0].astype(np.float32)
+    kv.pushpull(keys, values)
+    same(values[0], np.full(3, 5.0 * kv.size, np.float32))
+    values[0] = np.ones(4)
+    with pytest.raises(mpikv.ValueMismatch, match=r"shape \(4,\)"):
+        kv.push(keys, values)
+    keys[:] = ["b"]
+    with pytest.raises(mpikv.ValueMismatch, match="1 keys and 2 values"):
+        kv.push(keys, values)
+    kv.push(keys, [np.ones(3)])
+    assert (kv.version("a"), kv.version("b")) == (4, 5)
+
+
+@FORMS
+def test_what_was_prepared_is_dropped_with_its_key(kv):
+    keys = ["a", "b"]
+    kv.init(keys, [np.zeros(3), np.zeros(3)])
+    for _ in range(2):
+        kv.pushpull(keys, [np.ones(3), np.ones(3)])
+    kv.init("b", np.zeros((2, 2), np.float32), overwrite=True)
+    with pytest.raises(mpikv.ValueMismatch, match=r"shape \(3,\)"):
+        kv.pushpull(keys, [np.ones(3), np.ones(3)])
+    kv.pushpull(keys, [np.ones(3), np.ones((2, 2), np.float32)])
+    kv.set_optimizer("sgd", learning_rate=1.0)
+    values = [np.ones(3), np.ones((2, 2), np.float32)]
+    kv.pushpull(keys, values)
+    same(values[0], np.zeros(3))
+    kv.set_updater(None)
+    kv.delete("a")
+    with pytest.raises(mpikv.KeyNotInitialized):
+        kv.push(keys, values)
+    kv.init("a", np.zeros(4))
+    kv.push(keys, [np.ones(4), np.ones((2, 2), np.float32)])
+    same(kv.pull("a"), np.full(4, float(kv.size)))
+    assert (kv.version("a"), kv.version("b")) == (1, 3)
+
+
+LAYOUTS = {
+    "fortran": np.asfortranarray,
+    "reversed": lambda array: array[::-1].copy()[::-1],
+    "strided": lambda array: np.repeat(array[..., None], 2, axis=-1)[..., 0],
+    "swapped": lambda array: array.astype(array.dtype.newbyteorder()),
+    "matrix": lambda array: array.view(np.matrix),
+    "recarray": lambda array: array.view(np.recarray),
+    "unaligned": lambda array: (
+        np.frombuffer(bytearray(b"\0" + array.tobytes()), np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    ),
+    "read-only": lambda array: np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape),
+}
+
+
+@FORMS
+@pytest.mark.parametrize("shape", [(3, 4), (30, 100)], ids=["small", "several buckets"])
+def test_layouts(kv, shape, tmp_path):
+    base = np.arange(float(np.prod(shape))).reshape(shape)
+    kv.init(["w", "v"], [np.zeros(shape), np.zeros(shape)])
+
+    def mapped(array):
+        with tempfile.TemporaryFile(dir=tmp_path) as file:
+            copy = np.memmap(file, array.dtype, "w+", shape=array.shape)
+        copy[...] = array
+        return copy
+
+    for name, make in {**LAYOUTS, "memmap": mapped}.items():
+        value, other, out = (make(array) for array in (base.copy(), base + 1, np.zeros(shape)))
+        kv.push(["w", "v"], [value, other])
+        np.testing.assert_array_equal(kv.pull("w"), base * kv.size, name)
+        np.testing.assert_array_equal(kv.pull("v"), (base + 1) * kv.size, name)
+        np.testing.assert_array_equal(np.asarray(value), base, name)
+        if name == "read-only":
+            for call in (lambda out=out: kv.pull("w", out), lambda value=value: kv.pushpull("w", value)):
+                with pytest.raises(TypeError, match="read-only"):
+                    call()
+            continue
+        kv.pull(["w", "v"], [out, np.zeros(shape)])
+        np.testing.assert_array_equal(np.asarray(out), base * kv.size, name)
+        kv.pushpull(["w", "v"], [value, other])
+        np.testing.assert_array_equal(np.asarray(value), base * kv.size, name)
+        np.testing.assert_array_equal(np.asarray(other), (base + 1) * kv.size, name)
+
+
+@FORMS
+def test_single_keys_and_lists(kv):
+    """A list for one key is a list of arrays, which are summed; one array for a list of keys is a mistake."""
+    kv.init(["w", "scalar"], [np.zeros(2), np.array(0.0)])
+    for _ in range(2):
+        kv.push("w", [np.ones(2)])
+        kv.push("w", (np.ones(2), np.ones(2)))
+        same(kv.pull("w"), np.full(2, 2.0 * kv.size))
+        for call in (lambda: kv.push(["w"], np.ones(2)), lambda: kv.push(["w"], np.ones((1, 2)))):
+            with pytest.raises(mpikv.ValueMismatch, match="1 keys need a list of as many values"):
+                call()
+        with pytest.raises(mpikv.ValueMismatch, match="1 keys need a list of as many outs"):
+            kv.pull(["w"], np.ones(2))
+        scalar = np.array(2.0)
+        assert kv.pushpull("scalar", scalar) is scalar
+        same(scalar, np.array(2.0 * kv.size))
+        kv.push("scalar", np.float64(3))
+        with pytest.raises(TypeError, match="not an array that can be filled"):
+            kv.pushpull("scalar", np.float64(3))
+        with pytest.raises(TypeError, match="not an array"):
+            kv.push("scalar", 3.0)
+    assert (kv.version("w"), kv.version("scalar")) == (4, 4)

@@ -28,6 +28,7 @@ NAMES = ("a", "b", "c", "d", "net/w", "net/b")
 VERBS = (
     *("init", "init", "overwrite", "push", "push", "push", "pull", "pull", "pushpull", "pushpull"),
     *("broadcast", "set", "delete", "updater", "optimizer"),
+    *("buffer", "buffer", "push_buffers", "push_buffers", "push_buffers", "misfit", "misfit"),
 )
 STORES = [
     ("shm", "auto", False),
@@ -214,6 +215,8 @@ class Run:
         self.kv, self.model = kv, Model()
         self.external = (lambda name: 10 * NAMES.index(name)) if int_keys else (lambda name: name)
         self.nested = not int_keys
+        self.buffers = {}
+        """This rank's buffers of the keys that have some."""
 
     def step(self, verb, seed):
         random = np.random.default_rng(seed)
@@ -222,7 +225,7 @@ class Run:
             getattr(self, verb)(random)
             return
         new = [name for name in NAMES if name not in self.model.cells]
-        pool = {"init": new, "broadcast": list(NAMES)}.get(verb, known)
+        pool = {"init": new, "broadcast": list(NAMES), "push_buffers": list(self.buffers)}.get(verb, known)
         if pool:
             chosen = list(random.permutation(pool)[: random.integers(1, len(pool), endpoint=True)])
             getattr(self, verb)(random, seed, [str(name) for name in chosen])
@@ -278,6 +281,7 @@ class Run:
         assert self.call(random, "init", names, groups, **options) is None
         for name in names:
             self.model.init(name, values[name][self.kv.root])
+            self.buffers.pop(name, None)
 
     def overwrite(self, random, seed, names):
         self.init(random, seed, names, overwrite=True)
@@ -395,6 +399,73 @@ class Run:
         self.call(random, "delete", names)
         for name in names:
             del self.model.cells[name]
+            self.buffers.pop(name, None)
+
+    def buffer(self, random, seed, names):
+        buffers = self.call(random, "buffer", names)
+        for name, buffer in zip(names, buffers if isinstance(buffers, list) else [buffers], strict=True):
+            assert (buffer.shape, buffer.dtype) == (
+                self.model.cells[name].value.shape,
+                self.model.cells[name].value.dtype,
+            )
+            self.buffers[name] = buffer
+
+    def push_buffers(self, random, seed, names):
+        keys = [self.external(name) for name in names]
+        everyone = {}
+        for name in names:
+            value = self.model.cells[name].value
+            draws = [np.random.default_rng((seed, rank, NAMES.index(name), 5)) for rank in range(self.kv.size)]
+            everyone[name] = [[numbers(draw, value.shape, value.dtype)] for draw in draws]
+            self.buffers[name][...] = everyone[name][self.kv.rank][0]
+            self.model.push(name, everyone[name])
+        views, outs = self.kv.view(keys), self.outs(seed, names)
+        way = random.integers(4)
+        if way == 0:
+            self.kv.push(keys)
+            assert self.kv.pull(keys, out=views) is views
+        elif way == 1:
+            self.kv.pushpull(keys, out=[[view, *group] for view, group in zip(views, outs, strict=True)])
+            self.compare(names, outs)
+        else:
+            results = self.call(random, "pushpull", names)
+            results = results if isinstance(results, list) else [results]
+            assert all(result is view for result, view in zip(results, views, strict=True))
+        self.compare(names, [[view] for view in views])
+        for name in names:
+            np.testing.assert_array_equal(self.buffers[name], everyone[name][self.kv.rank][0], "a buffer was changed")
+
+    def misfit(self, random, seed, names):
+        """One rank makes another call than the others, or a bad one. All of them raise and nothing changes."""
+        kv, keys = self.kv, [self.external(name) for name in names]
+        values = [numbers(random, cell.value.shape, cell.value.dtype) for cell in map(self.model.cells.get, names)]
+        wrong = [np.ones((*value.shape, 1), value.dtype) for value in values]
+        calls = {
+            "a push": lambda: kv.push(keys, values),
+            "a pushpull": lambda: kv.pushpull(keys, [value.copy() for value in values], priority=1),
+            "a wrong shape": lambda: kv.push(keys, wrong),
+            "an unknown key": lambda: kv.push(12345 if isinstance(keys[0], int) else "unknown", values[0]),
+            "a wrong out": lambda: kv.pushpull(keys, values, out=wrong),
+        }
+        bad = ["a wrong shape", "an unknown key", "a wrong out"]
+        if all(name in self.buffers for name in names):
+            calls["buffers"] = lambda: kv.push(keys)
+            calls["buffers and back"] = lambda: kv.pushpull(keys)
+        elif kv.size == 1 or random.random() < 0.5:
+            calls["no buffers"] = lambda: kv.push(keys)
+            bad.append("no buffers")
+        if kv.size > 1:
+            calls |= {
+                "a pull": lambda: kv.pull(keys),
+                "a barrier": kv.barrier,
+                "too many keys": lambda: kv.push(keys * 2, values),
+            }
+        contents = {name: buffer.copy() for name, buffer in self.buffers.items()}
+        first, second = random.permutation(list(calls) if kv.size > 1 else bad)[:2]
+        with pytest.raises((mpikv.MPIKVError, TypeError)):
+            calls[first if kv.rank == random.integers(kv.size) else second]()
+        for name, content in contents.items():
+            np.testing.assert_array_equal(self.buffers[name], content, "a buffer was changed")
 
     def updater(self, random):
         if self.kv._config.placement in ("auto", "root") and random.random() < 0.7:
@@ -415,7 +486,9 @@ class Run:
         """All values are right at the end, pulled in one call."""
         names = list(self.model.cells)
         assert set(self.kv.keys()) == {self.external(name) for name in names}
-        self.compare(names, [[array] for array in self.kv.pull([self.external(name) for name in names])])
+        keys = [self.external(name) for name in names]
+        self.compare(names, [[array] for array in self.kv.pull(keys)])
+        self.compare(names, [[array] for array in self.kv.pull(keys, out=self.kv.view(keys))])
 
 
 programs = st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 2**32 - 1)), min_size=8, max_size=24)
