@@ -19,6 +19,7 @@ __all__ = ["Config", "Launch", "launch_of"]
 
 TRANSPORTS = ("auto", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
+KERNELS = ("numba", "numpy")
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Config:
     deterministic: bool = False
     """Whether sums are added in an order that does not depend on the transport, the placement, the buckets, or which
     rank brings which of a fixed number of arrays."""
+    kernels: str = "numpy"
+    """What runs the rules of optimizers: ``numpy``, or ``numba``, which compiles most of them to code that passes over
+    memory once and gives the same bits."""
     abort: bool = True
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
 
     def __post_init__(self) -> None:
         _choose("transport", self.transport, TRANSPORTS)
         _choose("placement", self.placement, PLACEMENTS)
+        _choose("kernels", self.kernels, KERNELS)
         _bound("bucket_bytes", self.bucket_bytes, 4096, 1 << 30, whole=True)
         if self.bucket_bytes % 64:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")

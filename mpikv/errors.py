@@ -71,7 +71,7 @@ class Unsupported(MPIKVError, NotImplementedError):
 
 
 class TransportUnavailable(MPIKVError, ImportError):
-    """A library or a device that the chosen transport needs is missing."""
+    """A library or a device that a chosen transport, or chosen kernels, need is missing."""
 
 
 class TransportError(MPIKVError):

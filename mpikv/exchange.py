@@ -19,7 +19,7 @@ from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Part, Plan, build
-from .typing import Array, Key, Placement, Transport, Updater
+from .typing import Array, Kernels, Key, Placement, Transport, Updater
 from .updaters import Assign
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps"]
@@ -51,11 +51,14 @@ class Exchange:
     :meth:`stage` and the checks are collective.
     """
 
-    def __init__(self, transport: Transport, placement: str, root: int, deterministic: bool = False) -> None:
+    def __init__(
+        self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool = False
+    ) -> None:
         self.transport, self._root, self._wanted = transport, root, placement
         self._in_pairs, self._add = deterministic, add_in_pairs if deterministic else add
         self.table = KeyTable()
         self.updater: Updater = Assign()
+        self._kernels = kernels
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision
@@ -84,7 +87,7 @@ class Exchange:
         if plan is None:
             self.table.check_kind(keys)
             entries = [self.table[key] for key in keys]
-            plan = build(entries, self.placement, self.transport, self.updater, self._scratch)
+            plan = build(entries, self.placement, self.transport, self.updater, self._kernels, self._scratch)
             if len(self._plans) >= _MOST_PLANS:
                 self._forget_plans()
             self._plans[keys] = plan
@@ -119,6 +122,8 @@ class Exchange:
                     f"the optimizer was changed to keep {sorted(wanted)} per element and the store has "
                     f"{sorted(state)}; call set_optimizer again, which starts its state anew"
                 )
+        # Other options may need other code.
+        self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
         self._revision = self.updater.revision
 
     def _settle(self) -> None:
@@ -317,8 +322,7 @@ class Exchange:
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
         """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
-        for dtype in {array.dtype for array in arrays}:
-            self.updater.slots(storable(dtype))
+        self._ready(self.updater, {storable(array.dtype) for array in arrays})
 
     def enter(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         """Give keys their memory; the arrays say how much. Known keys start anew.
@@ -397,9 +401,14 @@ class Exchange:
     def placed(self, updater: Updater) -> Placement:
         """Return the placement for an updater that can take over the present values, or raise. Local."""
         placement = place(self._wanted, self.transport, updater, self._root)
-        for dtype in {entry.dtype for entry in self.table.entries()}:
-            updater.slots(dtype)
+        self._ready(updater, {entry.dtype for entry in self.table.entries()})
         return placement
+
+    def _ready(self, updater: Updater, dtypes: set[np.dtype[Any]]) -> None:
+        """Raise if the updater cannot update values of these dtypes; compile what it needs for them. Local."""
+        for dtype in dtypes:
+            updater.slots(dtype)
+            self._kernels.prepare(updater, dtype)
 
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""

@@ -18,7 +18,7 @@ from .arena import Block
 from .arrays import accumulator
 from .keys import Entry
 from .optimizers.optimizer import BLOCK
-from .typing import Array, Key, Placement, Share, Transport, Updater
+from .typing import Array, Kernels, Key, Placement, Share, Transport, Updater
 
 __all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label"]
 
@@ -159,7 +159,12 @@ def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Seq
 
 
 def build(
-    entries: Sequence[Entry], placement: Placement, transport: Transport, updater: Updater, scratch: Array
+    entries: Sequence[Entry],
+    placement: Placement,
+    transport: Transport,
+    updater: Updater,
+    kernels: Kernels,
+    scratch: Array,
 ) -> Plan:
     """Cut the keys into buckets.
 
@@ -167,7 +172,7 @@ def build(
     key instead.
     """
     keys = tuple(entry.key for entry in entries)
-    cutter = _Cutter(entries, placement, transport, updater, scratch)
+    cutter = _Cutter(entries, placement, transport, updater, kernels, scratch)
     buckets: list[Bucket] = []
     totals: list[Array | None] = [None] * len(entries)
     for block, members in _by_block(entries).items():
@@ -253,11 +258,17 @@ class _Cutter:
     """What all buckets of a plan have in common."""
 
     def __init__(
-        self, entries: Sequence[Entry], placement: Placement, transport: Transport, updater: Updater, scratch: Array
+        self,
+        entries: Sequence[Entry],
+        placement: Placement,
+        transport: Transport,
+        updater: Updater,
+        kernels: Kernels,
+        scratch: Array,
     ) -> None:
         self.whole = updater.fallible or not updater.elementwise
         self._entries, self._placement, self._transport = entries, placement, transport
-        self._updater, self._scratch = updater, scratch
+        self._updater, self._kernels, self._scratch = updater, kernels, scratch
 
     def bucket(self, block: Block, ranges: Sequence[tuple[int, int, int, int]]) -> Bucket:
         """Return the bucket of (item, first element of the key, start, stop) in a block."""
@@ -312,7 +323,7 @@ class _Cutter:
                 where = slice(start + share.low + low, start + share.low + high)
                 part_total = total[: high - low] if again and not self.whole else total[low:high]
                 value, state = block.values[where], {name: array[where] for name, array in block.state.items()}
-                update = None if self.whole else self._updater.bind(part_total, value, state)
+                update = None if self.whole else self._kernels.bind(self._updater, part_total, value, state)
                 yield Part(item, low, high, part_total, value, state, update)
 
 

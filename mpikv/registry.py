@@ -21,6 +21,7 @@ from .errors import (
     Unsupported,
     known_names,
 )
+from .kernels import find
 from .store import LOST, OPEN, KVStore
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
@@ -55,6 +56,7 @@ def create(
     transport: str | None = None,
     bucket_bytes: int | None = None,
     deterministic: bool | None = None,
+    kernels: str | None = None,
 ) -> KVStore:
     """Make a store.
 
@@ -79,12 +81,14 @@ def create(
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
             excepted, whose lists are rounded before they are sent. Default False, where only ``mpi`` sums in an order
             of the MPI library's.
+        kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
+            same.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
 
     Raises:
         ConfigError: the name or an option is unknown, or the launcher belongs to another MPI library.
-        TransportUnavailable: an MPI library, or a device, is missing.
+        TransportUnavailable: an MPI library, a device, or numba where it was asked for, is missing.
         Unsupported: the store or the transport cannot be had here.
         RankMismatch: ranks asked for different stores.
 
@@ -105,7 +109,9 @@ def create(
             transport=transport,
             bucket_bytes=bucket_bytes,
             deterministic=deterministic,
+            kernels=kernels,
         )
+        find(settings.kernels)
     except Exception as error:
         problem = error
     group = connect(comm, settings)

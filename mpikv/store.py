@@ -28,6 +28,7 @@ from .board import Board
 from .config import Config
 from .errors import Closed, ConfigError, RankMismatch, Stalled, TransportError, Unsupported, ValueMismatch, known_names
 from .exchange import Arrays, Confirm, Exchange, Steps
+from .kernels import find
 from .keys import Form, flatten, parse
 from .plan import Plan, describe, digest, label
 from .typing import Array, Key, Transport, Updater
@@ -88,7 +89,7 @@ class KVStore:
         self._type, self._root = name, root
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
-        self._exchange = Exchange(transport, config.placement, root, config.deterministic)
+        self._exchange = Exchange(transport, config.placement, root, find(config.kernels), config.deterministic)
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()

@@ -1,4 +1,4 @@
-"""The seams of mpikv: what a transport, a placement and an updater promise to the store.
+"""The seams of mpikv: what a transport, a placement, an updater and kernels promise to the store.
 
 Each is a Protocol: a class that has these attributes is one, and subclassing is never needed. Every implementation is
 held to its contract by a class in :mod:`mpikv.testing`.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Key", "Placement", "Share", "Slots", "Span", "Transport", "Updater"]
+__all__ = ["Array", "Kernels", "Key", "Placement", "Share", "Slots", "Span", "Transport", "Updater"]
 
 Array: TypeAlias = "npt.NDArray[Any]"
 """A numpy array."""
@@ -221,4 +221,21 @@ class Updater(Protocol):
 
     def settings(self) -> str:
         """Describe the updater so that two ranks' descriptions are equal exactly when their updates are."""
+        ...
+
+
+class Kernels(Protocol):
+    """Runs the rules of element-wise updaters: in numpy, or as compiled code of the same bits."""
+
+    @property
+    def rules(self) -> Sequence[str]:
+        """The names of the optimizers that have compiled code. All others run in numpy."""
+        ...
+
+    def prepare(self, updater: Updater, dtype: np.dtype[Any]) -> None:
+        """Compile what the updater, with its present options, needs for values of this dtype, unless it is there."""
+        ...
+
+    def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+        """Return what :meth:`Updater.bind` does. It heeds the options that the updater has when it is called."""
         ...

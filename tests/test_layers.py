@@ -19,7 +19,7 @@ LAYERS = (
     ("errors", "typing"),
     ("arrays", "config", "waiting", "world"),
     ("arena", "board", "optimizers", "schedules", "transports", "updaters"),
-    ("keys", "plan"),
+    ("kernels", "keys", "plan"),
     ("agreement", "arguments", "placement"),
     ("exchange", "store"),
     ("registry",),
@@ -40,6 +40,7 @@ SIDEWAYS = {
     ("testing", "__init__"),
 }
 
+NUMBA = {"optimizers/compiled"}
 MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
@@ -112,7 +113,8 @@ def foreign_imports(tree: ast.Module, module: str, package: Path) -> Offences:
             names = [node.module or ""]
         for name in names:
             library = name.partition(".")[0]
-            if library == "cupy" or (library == "mpi4py" and module not in MPI):
+            allowed = {"mpi4py": MPI, "numba": NUMBA, "llvmlite": NUMBA, "cupy": set()}.get(library)
+            if allowed is not None and module not in allowed:
                 yield node.lineno, f"imports {library}"
 
 
@@ -170,6 +172,8 @@ def test_mpikv_keeps_the_rules() -> None:
         ("store", "def late():\n    from mpi4py import MPI", "imports mpi4py"),
         ("cli/run", "import mpi4py.MPI", "imports mpi4py"),
         ("arrays", "import cupy", "imports cupy"),
+        ("kernels", "def late():\n    import numba", "imports numba"),
+        ("optimizers/adam", "import llvmlite.binding", "imports llvmlite"),
         ("store", "os.environ.get('HOME')", "reads the environment"),
         ("store", "os.getenv('HOME')", "reads the environment"),
         ("store", "from os import environ", "reads the environment"),

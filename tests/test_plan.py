@@ -9,6 +9,7 @@ import pytest
 
 from mpikv.arena import Arena, Block, Place
 from mpikv.arrays import accumulator, zeros
+from mpikv.kernels import NumpyKernels
 from mpikv.keys import Entry, KeyTable
 from mpikv.placement import Owners, Replicated, Root, Sharded
 from mpikv.plan import build, describe, digest, label
@@ -58,7 +59,7 @@ class Quiet:
 
 def plan_of(chosen, seat=None, placement=Replicated, whole=False):
     seat = seat or Seat(0, 1)
-    return build(chosen, placement(seat), seat, Quiet(whole), zeros(2 * LIMIT))
+    return build(chosen, placement(seat), seat, Quiet(whole), NumpyKernels(), zeros(2 * LIMIT))
 
 
 REQUESTS = [

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,9 +81,15 @@ def gaps(name: str, function: Callable[..., Any]) -> list[str]:
     return missing + [f"{name} -> ?"] * (signature.return_annotation is signature.empty)
 
 
+@pytest.fixture
+def module(name: str) -> ModuleType:
+    if name == "mpikv.optimizers.compiled":
+        pytest.importorskip("numba", reason="numba is not installed: pip install 'mpikv[numba]'")
+    return importlib.import_module(name)
+
+
 @pytest.mark.parametrize("name", module_names())
-def test_a_module_has_what_it_names(name: str) -> None:
-    module = importlib.import_module(name)
+def test_a_module_has_what_it_names(module: ModuleType) -> None:
     names = getattr(module, "__all__", [])
     assert module.__doc__
     assert len(names) == len(set(names))
@@ -90,9 +97,9 @@ def test_a_module_has_what_it_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", module_names())
-def test_examples_are_true(name: str) -> None:
+def test_examples_are_true(module: ModuleType) -> None:
     # What doctest prints about a failure is in the captured output.
-    assert doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS).failed == 0
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
 def test_import_loads_numpy_and_the_standard_library_only() -> None:

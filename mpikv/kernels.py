@@ -1,0 +1,44 @@
+"""What runs the rules of optimizers, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import TransportUnavailable
+from .typing import Array, Kernels, Updater
+
+__all__ = ["NumpyKernels", "find"]
+
+
+class NumpyKernels:
+    """The rules as they are."""
+
+    rules: Sequence[str] = ()
+
+    def prepare(self, updater: Updater, dtype: np.dtype[Any]) -> None:
+        pass
+
+    def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+        return updater.bind(total, value, state)
+
+
+def find(name: str) -> Kernels:
+    """Return the kernels of a name in :data:`mpikv.config.KERNELS`.
+
+    Raises:
+        TransportUnavailable: numba cannot be imported.
+    """
+    if name == "numpy":
+        return NumpyKernels()
+    try:
+        # It takes tenths of a second, and may not be installed: only where it is asked for.
+        from .optimizers import compiled
+    except ImportError as error:
+        raise TransportUnavailable(
+            f"kernels='numba' needs the package numba ({error}): pip install 'mpikv[numba]', or leave kernels='numpy', "
+            "which gives the same bits"
+        ) from error
+    return compiled

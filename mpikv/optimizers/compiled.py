@@ -1,0 +1,418 @@
+"""The rules of the optimizers as compiled loops, which pass over memory once. A :class:`~mpikv.typing.Kernels`.
+
+A rule in numpy reads and writes its arrays a dozen times, from the cache where it can; a loop here reads each element
+once, makes all of the update of it, and writes it once. Both give the same bits (a NaN is a NaN: its sign and payload
+are as it happens). So each loop makes the operations of the rule in the rule's order and in the dtype of the arrays,
+numbers are rounded to that dtype first, as numpy does, and the compiler may not reorder or fuse: no ``fastmath``.
+
+Compiled are the rules of :data:`FORMS` for float32 and float64. All else is left to the updater: half precision,
+updaters of whole values, and classes that are not in the table, subclasses among them, whose rule may be another.
+
+This is the only module that imports numba, and it is imported when numba's kernels are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from types import FunctionType
+from typing import Any, TypeAlias, TypeVar, cast
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+
+from ..typing import Array, Updater
+from .adadelta import AdaDelta
+from .adagrad import AdaGrad
+from .adam import Adam, Adamax, AdamW, Nadam
+from .ftrl import FTRL
+from .optimizer import Optimizer, Step
+from .rmsprop import RMSProp
+from .sgd import SGD, Test
+from .signum import Signum
+
+__all__ = ["FORMS", "bind", "prepare", "rules"]
+
+Loop: TypeAlias = Callable[..., None]
+"""``loop(total, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The gradient is
+``clip(scale * total, -bound, bound)``; where ``wd`` is part of it, :func:`_decayed` adds it. Only ``total`` is not
+written."""
+
+Call: TypeAlias = "tuple[Loop, tuple[float, ...]]"
+"""A loop and its last numbers."""
+
+Form: TypeAlias = Callable[[Any, Step], Call]
+"""Returns the call that an optimizer's present options ask for."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+# Division by zero gives inf or nan, as in numpy, instead of raising.
+_OPTIONS = {"error_model": "numpy"}
+
+
+def prepare(updater: Updater, dtype: np.dtype[Any]) -> None:
+    """Compile, or load, what the updater's present options need for values of this dtype. Local."""
+    if not isinstance(updater, Optimizer) or not _is_compiled(updater, dtype):
+        return
+    total, value = np.empty(0, dtype), np.empty(0, dtype)
+    state = {name: np.empty(0, dtype) for name in updater.states}
+    # That what was compiled cannot be kept, on a full disk, is found out when it is ready to be used.
+    with suppress(OSError):
+        bind(updater, total, value, state)(Step(1.0, 0.0, updater.correction(1)))
+
+
+def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+    """Return what ``updater.bind`` does, compiled where there is a compiled form for these arrays."""
+    arrays = [total, value, *state.values()]
+    plain = all(array.flags.carray and array.dtype == value.dtype for array in arrays)
+    if not isinstance(updater, Optimizer) or not plain or not _is_compiled(updater, value.dtype):
+        return updater.bind(total, value, state)
+    return _bound(updater, FORMS[type(updater)], total.reshape(-1), value.reshape(-1), state)
+
+
+def _is_compiled(optimizer: Optimizer, dtype: np.dtype[Any]) -> bool:
+    return type(optimizer) in FORMS and dtype in _DTYPES
+
+
+def _bound(
+    optimizer: Optimizer, form: Form, total: Array, weight: Array, state: Mapping[str, Array]
+) -> Callable[[Step], None]:
+    arrays = {name: array.reshape(-1) for name, array in state.items()}
+    dtype = weight.dtype
+
+    def update(step: Step) -> None:
+        # Options may have changed since the last call.
+        loop, numbers = form(optimizer, step)
+        bound = math.inf if optimizer.clip_gradient is None else optimizer.clip_gradient
+        _compiled(loop, dtype)(
+            total,
+            weight,
+            *[arrays[name] for name in optimizer.states],
+            optimizer.rescale_grad,
+            bound,
+            step.wd,
+            *numbers,
+        )
+
+    return update
+
+
+@cache
+def _compiled(loop: Loop, dtype: np.dtype[Any]) -> Loop:
+    """Return the loop, to be compiled at its first call, for arrays of a dtype.
+
+    What was compiled is kept on disk. numba numbers the versions of one function there, and ranks that compile
+    different ones at the same time give out one number twice. So each dtype and each processor has its own function.
+    """
+    assert isinstance(loop, FunctionType)
+    named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
+    processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
+    named.__qualname__ = f"{loop.__name__}-{dtype.name}-{processor:08x}"
+    try:
+        return cast(Loop, numba.njit(named, cache=True, **_OPTIONS))
+    except RuntimeError:  # there is no directory that can be written
+        return cast(Loop, numba.njit(named, **_OPTIONS))
+
+
+def _inner(function: Function) -> Function:
+    """Make a function callable in loops. A decorator."""
+    return cast(Function, numba.njit(function, **_OPTIONS))
+
+
+# --- Parts, for one element
+
+
+@_inner
+def _clipped(number: Any, bound: Any) -> Any:
+    """``numpy.clip(number, -bound, bound)``, which keeps NaN and the sign of zero."""
+    return -bound if number < -bound else bound if number > bound else number
+
+
+@_inner
+def _decayed(gradient: Any, weight: Any, wd: Any, decays: bool) -> Any:
+    # Adding zero would make NaN of a weight that is inf.
+    return gradient + weight * wd if decays else gradient
+
+
+@_inner
+def _averaged(mean: Any, sample: Any, kept: Any, taken: Any) -> Any:
+    return mean * kept + sample * taken
+
+
+@_inner
+def _maximum(left: Any, right: Any) -> Any:
+    """``numpy.maximum(left, right)``, which keeps NaN; of two zeros it is the right one."""
+    return right if left <= right or right != right else left
+
+
+@_inner
+def _signed(number: Any) -> Any:
+    """``numpy.sign(number)``, which keeps NaN and makes zero positive."""
+    zero, one = type(number)(0), type(number)(1)
+    return one if number > zero else -one if number < zero else zero if number == zero else number
+
+
+# --- Loops
+#
+# Numbers are rounded to the dtype of the arrays first: an operation with a float64 would be made in float64.
+
+
+def _descent(total: Array, weight: Array, *numbers: float) -> None:
+    scale, bound, wd, rate = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate = number(scale), number(bound), number(wd), number(rate)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        weight[i] = weight[i] - g * rate
+
+
+def _momentum(total: Array, weight: Array, velocity: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, momentum = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, momentum = number(scale), number(bound), number(wd), number(rate), number(momentum)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        v = velocity[i] * momentum - g * rate
+        velocity[i] = v
+        weight[i] = weight[i] + v
+
+
+def _nesterov(total: Array, weight: Array, velocity: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, momentum = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, momentum = number(scale), number(bound), number(wd), number(rate), number(momentum)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays) * rate
+        v = velocity[i] * momentum - g
+        velocity[i] = v
+        weight[i] = weight[i] + (v * momentum - g)
+
+
+def _sign(total: Array, weight: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, decay = numbers
+    number, decays, decays_apart = weight.dtype.type, wd != 0, decay != 0
+    scale, bound, wd, rate, decay = number(scale), number(bound), number(wd), number(rate), number(decay)
+    for i in range(weight.size):
+        w = weight[i]
+        g = _decayed(_clipped(total[i] * scale, bound), w, wd, decays)
+        weight[i] = w - _decayed(_signed(g), w, decay, decays_apart) * rate
+
+
+def _signum(total: Array, weight: Array, mean: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, decay, kept, taken = numbers
+    number, decays, decays_apart = weight.dtype.type, wd != 0, decay != 0
+    scale, bound, wd, rate, decay = number(scale), number(bound), number(wd), number(rate), number(decay)
+    kept, taken = number(kept), number(taken)
+    for i in range(weight.size):
+        w = weight[i]
+        g = _decayed(_clipped(total[i] * scale, bound), w, wd, decays)
+        m = _averaged(mean[i], g, kept, taken)
+        mean[i] = m
+        weight[i] = w - _decayed(_signed(m), w, decay, decays_apart) * rate
+
+
+def _adagrad(total: Array, weight: Array, history: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        h = history[i] + g * g
+        history[i] = h
+        weight[i] = weight[i] - g / (math.sqrt(h) + epsilon) * rate
+
+
+def _rmsprop(total: Array, weight: Array, variance: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon, largest, kept, taken = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    largest, kept, taken = number(largest), number(kept), number(taken)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        v = _averaged(variance[i], g * g, kept, taken)
+        variance[i] = v
+        weight[i] = _clipped(weight[i] - g / (math.sqrt(v) + epsilon) * rate, largest)
+
+
+def _rmsprop_centered(
+    total: Array, weight: Array, mean: Array, variance: Array, velocity: Array, *numbers: float
+) -> None:
+    scale, bound, wd, rate, epsilon, largest, kept, taken, momentum = numbers
+    number, decays, zero = weight.dtype.type, wd != 0, weight.dtype.type(0)
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    largest, kept, taken, momentum = number(largest), number(kept), number(taken), number(momentum)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        m = _averaged(mean[i], g, kept, taken)
+        s = _averaged(variance[i], g * g, kept, taken)
+        v = velocity[i] * momentum - g / math.sqrt(_maximum(s - m * m, zero) + epsilon) * rate
+        mean[i], variance[i], velocity[i] = m, s, v
+        weight[i] = _clipped(weight[i] + v, largest)
+
+
+def _adadelta(total: Array, weight: Array, squares: Array, deltas: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon, kept, taken = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    kept, taken = number(kept), number(taken)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        s = _averaged(squares[i], g * g, kept, taken)
+        d = g / math.sqrt(s + epsilon) * math.sqrt(deltas[i] + epsilon)
+        squares[i], deltas[i] = s, _averaged(deltas[i], d * d, kept, taken)
+        weight[i] = weight[i] - d * rate
+
+
+def _adam(total: Array, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        m = _averaged(mean[i], g, kept, taken)
+        v = _averaged(variance[i], g * g, kept_squares, taken_squares)
+        mean[i], variance[i] = m, v
+        weight[i] = weight[i] - m / (math.sqrt(v) + epsilon) * rate
+
+
+def _adamw(total: Array, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares, decay = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, rate, epsilon, decay = number(scale), number(bound), number(rate), number(epsilon), number(decay)
+    kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
+    for i in range(weight.size):
+        g = _clipped(total[i] * scale, bound)
+        m = _averaged(mean[i], g, kept, taken)
+        v = _averaged(variance[i], g * g, kept_squares, taken_squares)
+        mean[i], variance[i] = m, v
+        weight[i] = weight[i] - _decayed(m / (math.sqrt(v) + epsilon) * rate, weight[i], decay, decays)
+
+
+def _nadam(total: Array, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares, of_gradient, of_mean = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
+    of_gradient, of_mean = number(of_gradient), number(of_mean)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        m = _averaged(mean[i], g, kept, taken)
+        v = _averaged(variance[i], g * g, kept_squares, taken_squares)
+        mean[i], variance[i] = m, v
+        weight[i] = weight[i] - (g * of_gradient + m * of_mean) / (math.sqrt(v) + epsilon) * rate
+
+
+def _adamax(total: Array, weight: Array, mean: Array, largest: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, epsilon, kept, taken, kept_largest = numbers
+    number, decays = weight.dtype.type, wd != 0
+    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    kept, taken, kept_largest = number(kept), number(taken), number(kept_largest)
+    for i in range(weight.size):
+        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        m = _averaged(mean[i], g, kept, taken)
+        u = _maximum(largest[i] * kept_largest, abs(g) + epsilon)
+        mean[i], largest[i] = m, u
+        weight[i] = weight[i] - m / u * rate
+
+
+def _ftrl(total: Array, weight: Array, z: Array, n: Array, *numbers: float) -> None:
+    scale, bound, wd, rate, lamda1, beta = numbers
+    if rate == 0:
+        return
+    number = weight.dtype.type
+    scale, bound, wd, rate = number(scale), number(bound), number(wd), number(rate)
+    lamda1, beta = number(lamda1), number(beta)
+    for i in range(weight.size):
+        g = _clipped(total[i] * scale, bound)
+        before, squares = math.sqrt(n[i]), n[i] + g * g
+        root = math.sqrt(squares)
+        evidence = z[i] + (g - (root - before) / rate * weight[i])
+        z[i], n[i] = evidence, squares
+        weight[i] = (_clipped(evidence, lamda1) - evidence) / ((root + beta) / rate + wd)
+
+
+# --- Forms
+
+
+def _of_sgd(optimizer: SGD, step: Step) -> Call:
+    if not optimizer.momentum:
+        return _descent, (step.rate,)
+    return _nesterov if optimizer.nesterov else _momentum, (step.rate, optimizer.momentum)
+
+
+def _of_test(optimizer: Test, step: Step) -> Call:
+    return _descent, (step.rate,)
+
+
+def _of_signum(optimizer: Signum, step: Step) -> Call:
+    if not optimizer.momentum:
+        return _sign, (step.rate, optimizer.wd_lh)
+    return _signum, (step.rate, optimizer.wd_lh, optimizer.momentum, 1.0 - optimizer.momentum)
+
+
+def _of_adagrad(optimizer: AdaGrad, step: Step) -> Call:
+    return _adagrad, (step.rate, optimizer.epsilon)
+
+
+def _of_rmsprop(optimizer: RMSProp, step: Step) -> Call:
+    largest = math.inf if optimizer.clip_weights is None else optimizer.clip_weights
+    numbers = step.rate, optimizer.epsilon, largest, optimizer.rho, 1.0 - optimizer.rho
+    return (_rmsprop_centered, (*numbers, optimizer.momentum)) if optimizer.centered else (_rmsprop, numbers)
+
+
+def _of_adadelta(optimizer: AdaDelta, step: Step) -> Call:
+    return _adadelta, (step.rate, optimizer.epsilon, optimizer.rho, 1.0 - optimizer.rho)
+
+
+def _of_adam(optimizer: Adam, step: Step) -> Call:
+    first, second = step.correction
+    return _adam, (step.rate * second / first, optimizer.epsilon * second, *_shares(optimizer))
+
+
+def _of_adamw(optimizer: AdamW, step: Step) -> Call:
+    first, second = step.correction
+    rate, epsilon = step.rate * second / first, optimizer.epsilon * second
+    return _adamw, (rate, epsilon, *_shares(optimizer), step.rate * step.wd)
+
+
+def _of_nadam(optimizer: Nadam, step: Step) -> Call:
+    of_gradient, of_mean, second = step.correction
+    return _nadam, (step.rate * second, optimizer.epsilon * second, *_shares(optimizer), of_gradient, of_mean)
+
+
+def _of_adamax(optimizer: Adamax, step: Step) -> Call:
+    (first,) = step.correction
+    return _adamax, (step.rate / first, optimizer.epsilon, optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2)
+
+
+def _of_ftrl(optimizer: FTRL, step: Step) -> Call:
+    return _ftrl, (step.rate, optimizer.lamda1, optimizer.beta)
+
+
+def _shares(optimizer: Adam | AdamW | Nadam) -> tuple[float, float, float, float]:
+    """Return what both averages keep of themselves and take of the gradient."""
+    return optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2, 1.0 - optimizer.beta2
+
+
+FORMS: Mapping[type[Optimizer], Form] = {
+    SGD: _of_sgd,
+    Test: _of_test,
+    Signum: _of_signum,
+    AdaGrad: _of_adagrad,
+    RMSProp: _of_rmsprop,
+    AdaDelta: _of_adadelta,
+    Adam: _of_adam,
+    AdamW: _of_adamw,
+    Nadam: _of_nadam,
+    Adamax: _of_adamax,
+    FTRL: _of_ftrl,
+}
+"""The optimizers that have a compiled form."""
+
+rules = tuple(sorted(kind.__name__.lower() for kind in FORMS))
