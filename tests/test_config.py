@@ -15,6 +15,7 @@ ENVIRON = {
     "MPIKV_BUCKET_BYTES": "8192",
     "MPIKV_TIMEOUT": "2.5",
     "MPIKV_CHECK": "off",
+    "MPIKV_KERNELS": "numba",
     "MPIKV_ABORT": "No",
     "PATH": "/bin",
 }
@@ -24,12 +25,13 @@ def test_defaults():
     assert Config.read({}) == Config()
     assert (Config().transport, Config().placement, Config().bucket_bytes) == ("auto", "auto", 1 << 20)
     assert (Config().timeout, Config().check, Config().abort) == (60.0, True, True)
+    assert Config().kernels == "numpy"
 
 
 def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
-    assert (config.timeout, config.check, config.abort) == (2.5, False, False)
+    assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
 
 
 def test_arguments_come_first():
@@ -67,6 +69,7 @@ def test_bad_variables(variable, text, pattern):
         {"transport": "gpu"},
         {"transport": 3},
         {"placement": "everywhere"},
+        {"kernels": "cython"},
         {"bucket_bytes": 4095},
         {"bucket_bytes": 4096 + 32},
         {"bucket_bytes": 1 << 31},

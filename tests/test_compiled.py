@@ -1,0 +1,293 @@
+"""Compiled rules give the bits of the rules in numpy, for all numbers there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpikv
+from mpikv import optimizers
+from mpikv.cli.launchers import clean
+from mpikv.kernels import NumpyKernels
+from mpikv.optimizers import BLOCK
+from mpikv.testing import UpdaterContract
+
+WHY = "numba is not installed: pip install 'mpikv[numba]'"
+numba = pytest.importorskip("numba", reason=WHY)
+compiled = pytest.importorskip("mpikv.optimizers.compiled", reason=WHY)
+
+FLOATS = ("float32", "float64")
+
+# Around the widths of SIMD registers, and around a block.
+SIZES = st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1]))
+
+POSITIVE = st.one_of(st.sampled_from([1e-50, 1e-8, 0.3, 1.0, 1e30, 1e300]), st.floats(1e-12, 1e12))
+NOT_NEGATIVE = st.one_of(st.just(0.0), POSITIVE)
+SHARE = st.one_of(st.sampled_from([0.0, 1e-50, 0.9, 0.999]), st.floats(0, 1, exclude_max=True))
+COMMON = {
+    "learning_rate": NOT_NEGATIVE,
+    "wd": NOT_NEGATIVE,
+    "rescale_grad": st.one_of(st.just(1.0), NOT_NEGATIVE, NOT_NEGATIVE.map(float.__neg__)),
+    "clip_gradient": st.one_of(st.none(), POSITIVE),
+}
+SOME_SHARE = SHARE.filter(bool)
+BETAS = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
+CLIPPED = {"rho": SHARE, "epsilon": POSITIVE, "clip_weights": st.one_of(st.none(), POSITIVE)}
+
+# What each loop is reached by, and all options that it reads.
+RULES = {
+    "sgd": ("sgd", {}),
+    "sgd-momentum": ("sgd", {"momentum": SOME_SHARE}),
+    "sgd-nesterov": ("sgd", {"momentum": SOME_SHARE, "nesterov": st.just(True)}),
+    "test": ("test", {}),
+    "signum": ("signum", {"momentum": SOME_SHARE, "wd_lh": NOT_NEGATIVE}),
+    "signum-plain": ("signum", {"momentum": st.just(0.0), "wd_lh": NOT_NEGATIVE}),
+    "adagrad": ("adagrad", {"epsilon": POSITIVE}),
+    "rmsprop": ("rmsprop", CLIPPED),
+    "rmsprop-centered": ("rmsprop", {"centered": st.just(True), "momentum": SHARE, **CLIPPED}),
+    "adadelta": ("adadelta", {"rho": SHARE, "epsilon": POSITIVE}),
+    "adam": ("adam", BETAS),
+    "adamw": ("adamw", {"correct_bias": st.booleans(), **BETAS}),
+    "nadam": ("nadam", {"schedule_decay": NOT_NEGATIVE, **BETAS}),
+    "adamax": ("adamax", BETAS),
+    "ftrl": ("ftrl", {"lamda1": NOT_NEGATIVE, "beta": POSITIVE}),
+}
+# What only ever grows from zero by squares and magnitudes.
+MAGNITUDES = {"variance", "history", "largest", "n", "gradient", "delta"}
+
+
+def numbers(random, size, dtype, wild):
+    """Return ordinary numbers, and among them a share of those at the edges of the dtype."""
+    facts = np.finfo(dtype)
+    edges = [0.0, np.inf, np.nan, facts.max, facts.tiny, facts.smallest_subnormal, 3 * facts.smallest_subnormal]
+    array = random.standard_normal(size) * 10.0 ** random.uniform(-3, 3, size)
+    at = random.random(size) < wild
+    array[at] = random.choice(edges, size)[at] * random.choice([-1, 1], size)[at]
+    return array.astype(dtype)
+
+
+def bits(array):
+    """Return the bytes, with one NaN for all: which one comes out of an operation of two is not said by IEEE 754."""
+    return np.where(np.isnan(array), np.nan, array).astype(array.dtype).tobytes()
+
+
+def run(bind, optimizer, arrays, state, updates):
+    """Return the bits after each update."""
+    weight, *totals = (array.copy() for array in arrays)
+    state = {name: array.copy() for name, array in state.items()}
+    seen = []
+    for count, total in zip(updates, totals, strict=True):
+        bind(optimizer, total, weight, state)(optimizer.step("key", count))
+        seen.append({name: bits(array) for name, array in {"weight": weight, **state}.items()})
+    return seen
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=60)
+@given(st.data())
+def test_same_bits_as_numpy(rule, dtype, data):
+    name, options = RULES[rule]
+    optimizer = optimizers.create(name, **data.draw(st.fixed_dictionaries({**COMMON, **options})))
+    size, wild = data.draw(SIZES), data.draw(st.sampled_from([0.0, 0.1, 0.9]))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    updates = [1, 2, data.draw(st.integers(3, 10**6))]
+    arrays = [numbers(random, size, dtype, wild) for _ in range(1 + len(updates))]
+    state = {name: numbers(random, size, dtype, wild) for name in optimizer.states}
+    state = {name: np.abs(array) if name in MAGNITUDES else array for name, array in state.items()}
+    with np.errstate(all="ignore"):
+        expected = run(NumpyKernels().bind, optimizer, arrays, state, updates)
+    assert run(compiled.bind, optimizer, arrays, state, updates) == expected
+
+
+def test_every_loop_is_tested():
+    assert {name for name, _ in RULES.values()} == set(compiled.rules)
+
+
+class Compiled:
+    """An optimizer that updates as a store with compiled kernels has it do."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def bind(self, total, value, state):
+        return compiled.bind(self._optimizer, total, value, state)
+
+    def update(self, step, total, value, state):
+        if not self.elementwise:
+            self._optimizer.update(step, total, value, state)
+            return
+        with np.errstate(all="ignore"):
+            self.bind(total, value, state)(step)
+
+
+class TestContract(UpdaterContract):
+    @pytest.fixture(autouse=True, params=[*RULES, "adam-master", "lamb"])
+    def settle(self, request):
+        self.name, _, kind = request.param.partition("-")
+        self.options = {
+            "momentum": {"momentum": 0.9},
+            "nesterov": {"momentum": 0.9, "nesterov": True},
+            "plain": {"momentum": 0.0},
+            "centered": {"centered": True},
+            "master": {"multi_precision": True},
+        }.get(kind, {})
+
+    def updater(self):
+        return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.75, **self.options))
+
+    def other(self):
+        return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.5, **self.options))
+
+
+def is_compiled(optimizer, total, value, state):
+    """Return whether the bound function leaves the sum alone, as no rule in numpy does."""
+    before = total.copy()
+    with np.errstate(all="ignore"):
+        compiled.bind(optimizer, total, value, state)(optimizer.step("key", 1))
+    return bits(total) == bits(before)
+
+
+class TestWhatIsCompiled:
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_plain_arrays(self, dtype):
+        total, value = np.ones((2, 5), dtype)
+        assert is_compiled(optimizers.SGD(), total, value, {})
+
+    def test_a_subclass_keeps_its_own_rule(self):
+        class Upwards(optimizers.SGD):
+            def rule(self, step, block):
+                block.weight += step.rate * block.gradient
+
+        optimizer = Upwards(learning_rate=0.5)
+        total, value = np.ones((2, 5))
+        compiled.bind(optimizer, total, value, {})(optimizer.step("key", 1))
+        np.testing.assert_array_equal(value, np.full(5, 1.5))
+
+    def test_half_precision_is_left_to_numpy(self):
+        value = np.ones(5, np.float16)
+        assert not is_compiled(optimizers.SGD(), np.ones(5, np.float32), value, {})
+        np.testing.assert_array_equal(value, np.full(5, 0.9, np.float16))
+
+    def test_unaligned_arrays_are_left_to_numpy(self):
+        total, value = (np.zeros(41, np.uint8)[1:].view(np.float64) for _ in range(2))
+        value[:] = total[:] = 1
+        assert not is_compiled(optimizers.SGD(), total, value, {})
+        np.testing.assert_array_equal(value, np.full(5, 0.9))
+
+    def test_a_rule_that_was_given_too_little_state(self):
+        with pytest.raises(KeyError, match="variance"):
+            is_compiled(optimizers.Adam(), np.ones(5), np.ones(5), {"mean": np.zeros(5)})
+
+
+def test_options_may_change_at_any_time():
+    """What was bound once does what an optimizer of the present options does."""
+    changes = [
+        {"learning_rate": 0.3},
+        {"momentum": 0.5},
+        {"nesterov": True},
+        {"wd": 0.25},
+        {"clip_gradient": 0.5},
+        {"rescale_grad": 1 / 3, "clip_gradient": None},
+        {"nesterov": False, "wd": 0.0},
+        {"momentum": 0.0},
+    ]
+    results = []
+    for kernels in (NumpyKernels(), compiled):
+        random = np.random.default_rng(0)
+        optimizer = optimizers.SGD(momentum=0.9)
+        total, value, velocity = random.standard_normal((3, 100)).astype(np.float32)
+        update = kernels.bind(optimizer, total, value, {"momentum": velocity})
+        seen = []
+        for change in changes:
+            for name, setting in change.items():
+                setattr(optimizer, name, setting)
+            total[:] = random.standard_normal(100)
+            update(optimizer.step("key", 1))
+            seen.append((bits(value), bits(velocity)))
+        results.append(seen)
+    assert results[0] == results[1]
+
+
+def signatures(optimizer, dtype):
+    loop, _ = compiled.FORMS[type(optimizer)](optimizer, optimizer.step("key", 1))
+    return compiled._compiled(loop, np.dtype(dtype)).signatures
+
+
+def test_a_push_finds_everything_compiled(monkeypatch):
+    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    optimizer = optimizers.Adam()
+    with mpikv.create(kernels="numba") as kv:
+        kv.init("a", np.zeros(3, np.float32))
+        assert signatures(optimizer, "float32") == []
+        kv.set_optimizer(optimizer)
+        assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 0)
+        kv.init("b", np.zeros(300_000))
+        assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 1)
+        for _ in range(2):
+            kv.push(["a", "b"], [np.ones(3, np.float32), np.ones(300_000)])
+        # An array that differs in anything would have been compiled for.
+        assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 1)
+
+
+def test_without_a_directory_for_what_was_compiled(monkeypatch):
+    njit = numba.njit
+
+    def refuse(function, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(function, **options)
+
+    monkeypatch.setattr(numba, "njit", refuse)
+    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    compiled.prepare(optimizers.SGD(), np.dtype(np.float32))
+    assert len(signatures(optimizers.SGD(), "float32")) == 1
+
+
+TRAINING = """
+import numpy as np, mpikv
+with mpikv.create(kernels="numba") as kv:
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+    kv.push("w", np.ones(3))
+    assert (kv.pull("w") == -0.5 * kv.size).all()
+"""
+
+
+@pytest.mark.deadline(60)
+def test_a_full_disk(tmp_path):
+    # No file may have any content.
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", full + TRAINING],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.deadline(60)
+def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(script)]
+    kept = []
+    for _ in range(2):
+        environ = {**clean(os.environ), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
+        assert done.returncode == 0, done.stderr
+        kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
+    assert [name.partition("-")[0] for name in sorted(kept[0])] == ["compiled._momentum"] * 2
+    assert kept[0] == kept[1]

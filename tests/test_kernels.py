@@ -1,0 +1,44 @@
+"""Which kernels there are. What numba's compute is in test_compiled.py."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import mpikv
+from mpikv import optimizers
+from mpikv.kernels import NumpyKernels, find
+
+
+def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    with mpikv.create() as kv:
+        assert isinstance(kv._exchange._kernels, NumpyKernels)
+
+
+@pytest.fixture
+def without_numba(monkeypatch):
+    for name in ("numba", "mpikv.optimizers.compiled"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delattr(optimizers, "compiled", raising=False)
+
+
+def test_numba_is_missing(without_numba):
+    with pytest.raises(mpikv.TransportUnavailable, match=r"numba.*pip install 'mpikv\[numba\]'") as caught:
+        mpikv.create(kernels="numba")
+    assert str(caught.value).startswith("create: kernels='numba' needs the package numba")
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_numba_is_missing_by_the_variable(without_numba, monkeypatch):
+    monkeypatch.setenv("MPIKV_KERNELS", "numba")
+    with pytest.raises(mpikv.TransportUnavailable, match="numba"):
+        mpikv.create()
+
+
+def test_names():
+    assert find("numpy").rules == ()
+    with pytest.raises(mpikv.ConfigError, match=r"unknown kernels 'numbas' \(known: numba, numpy\); did you mean"):
+        mpikv.create(kernels="numbas")
