@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,17 @@ def test_bad_settings_are_a_finding() -> None:
     found = report(MPIKV_TIMEOUT="soon", MPIKV_PLACEMENT="root")["settings"]
     assert "MPIKV_TIMEOUT='soon'" in " ".join(found["problems"])
     assert {setting["origin"] for setting in found["values"].values()} == {"default"}
+
+
+def test_compiled_rules() -> None:
+    assert report()["settings"]["compiled"] == []
+    found = report(MPIKV_KERNELS="numba")["settings"]
+    if find_spec("numba"):
+        assert {"adam", "sgd"} <= set(found["compiled"])
+        assert "compiled: adadelta, adagrad, adam, adamax" in info(MPIKV_KERNELS="numba")
+    else:
+        assert found["compiled"] == []
+        assert "pip install 'mpikv[numba]'" in " ".join(found["problems"])
 
 
 def test_transport_that_cannot_be_had(mpi: tuple[Library, Launcher]) -> None:

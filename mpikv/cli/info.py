@@ -15,13 +15,14 @@ from typing import Any
 from .. import __version__
 from ..config import TRANSPORTS, Config, Launch, launch_of
 from ..errors import MPIKVError
+from ..kernels import find
 from ..transports import choose
 from ..world import Group, connect
 from .launchers import core_count, environment, find_launcher, find_library
 
 __all__ = ["main"]
 
-OPTIONAL = ("ml_dtypes", "rich", "matplotlib", "scikit-learn")
+OPTIONAL = ("ml_dtypes", "numba", "rich", "matplotlib", "scikit-learn")
 
 Report = dict[str, Any]
 
@@ -91,7 +92,11 @@ def _describe_settings(environ: Mapping[str, str]) -> Report:
         variable = f"MPIKV_{field.name.upper()}"
         origin = variable if usable and variable in environ else "default"
         values[field.name] = {"value": getattr(config, field.name), "origin": origin}
-    return {"values": values, "problems": problems}
+    try:
+        compiled = list(find(config.kernels).rules)
+    except MPIKVError as error:
+        compiled, problems = [], [*problems, str(error)]
+    return {"values": values, "problems": problems, "compiled": compiled}
 
 
 def _settings() -> tuple[Config, list[str], bool]:
@@ -157,6 +162,7 @@ def _lines(report: Report) -> Iterator[str]:
         [(name, f"{setting['value']!s:<12} {setting['origin']}") for name, setting in values.items()], "  "
     )
     yield from (f"  problem: {text}" for text in report["settings"]["problems"])
+    yield from (f"  compiled: {', '.join(names)}" for names in [report["settings"]["compiled"]] if names)
     yield "\ntransports"
     transports = report["transports"].items()
     yield from _table(
