@@ -4,33 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from . import optimizers
-from .agreement import JOINED, Agreement, Call, Said
-from .arguments import (
-    in_form,
-    like,
-    new_arrays,
-    outs_of,
-    plain,
-    priorities,
-    singles,
-    sources,
-    targets,
-    updater_function,
-    writable,
-)
+from .agreement import JOINED, Agreement, Call
+from .arguments import in_form, updater_function
 from .arrays import quiet, run_quietly
 from .board import Board
+from .calls import Calls, Prepared
 from .config import Config
-from .errors import Closed, ConfigError, RankMismatch, Stalled, TransportError, Unsupported, ValueMismatch, known_names
-from .exchange import Arrays, Confirm, Exchange, Steps
+from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
+from .exchange import Exchange
 from .kernels import find
-from .keys import Form, flatten, parse
-from .plan import Plan, describe, digest, label
+from .plan import digest
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .world import Group
@@ -39,7 +27,6 @@ __all__ = ["LOST", "OPEN", "KVStore"]
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
-Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 
 # In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
 # closed: the garbage collector would take it at another moment on each rank.
@@ -48,18 +35,8 @@ OPEN: list[KVStore] = []
 LOST: list[KVStore] = []
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
-# What a push adds to its description when it takes the buffers.
-_BUFFERS = "from the buffers"
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
-
-
-def _bare(verb: str) -> Callable[[], Prepared]:
-    """Return what prepares a call that has no arguments."""
-    prepared = Call(verb, digest(verb)), ()
-    return lambda: prepared
-
-
-_BARRIER, _CLOSE = _bare("barrier"), _bare("close")
+_BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 
 
 class KVStore:
@@ -90,6 +67,7 @@ class KVStore:
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root, find(config.kernels), config.deterministic)
+        self._calls = Calls(self._exchange, self._agreement, group.rank)
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()
@@ -213,7 +191,7 @@ class KVStore:
             >>> len(kv), "a" in kv
             (2, True)
         """
-        self._collective("init", self._prepare_init, self._quietly, key, value, overwrite)
+        self._collective("init", self._calls.init, key, value, overwrite)
 
     def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
         """Add up one value per rank and give the sum to the updater.
@@ -245,7 +223,7 @@ class KVStore:
             >>> kv.pull(3)
             array([2., 2.])
         """
-        self._collective("push", self._prepare_push, self._quietly, key, value, priority)
+        self._collective("push", self._calls.push, key, value, priority)
 
     def pull(self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True) -> Any:
         """Read the stored value of a key, or of each key of a list.
@@ -276,7 +254,7 @@ class KVStore:
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        return self._collective("pull", self._prepare_pull, self._pull, key, out, priority)
+        return self._collective("pull", self._calls.pull, key, out, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.
@@ -305,7 +283,7 @@ class KVStore:
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        return self._collective("pushpull", self._prepare_pushpull, self._pushpull, key, value, out, priority)
+        return self._collective("pushpull", self._calls.pushpull, key, value, out, priority)
 
     def buffer(self, key: Any) -> Any:
         """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
@@ -338,7 +316,7 @@ class KVStore:
             >>> weight
             array([3., 6.])
         """
-        return self._collective("buffer", self._prepare_buffer, self._buffer, key)
+        return self._collective("buffer", self._calls.buffer, key)
 
     def view(self, key: Any) -> Any:
         """Return a read-only view of the value of a key, or the list of those of a list of keys. Local.
@@ -364,7 +342,7 @@ class KVStore:
             array([1., 1.])
         """
         self._check_open("view")
-        plan = self._known(key)
+        plan = self._calls.known(key)
         return in_form(key, plan, plan.views)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
@@ -390,7 +368,7 @@ class KVStore:
             >>> mpikv.create().broadcast("w", np.ones(2))
             array([1., 1.])
         """
-        return self._collective("broadcast", self._prepare_broadcast, self._quietly, key, value, out, priority)
+        return self._collective("broadcast", self._calls.broadcast, key, value, out, priority)
 
     def set(self, key: Any, value: Any = None) -> None:
         """Overwrite stored values by the root's, without the updater. Optimizer state stays.
@@ -413,7 +391,7 @@ class KVStore:
             >>> kv.pull("w")
             array([1., 1.])
         """
-        self._collective("set", self._prepare_set, self._quietly, key, value)
+        self._collective("set", self._calls.set, key, value)
 
     def delete(self, key: Any) -> None:
         """Remove keys, their values and their optimizer state.
@@ -435,7 +413,7 @@ class KVStore:
             >>> "w" in kv
             False
         """
-        self._collective("delete", self._prepare_delete, self._exchange.delete, key)
+        self._collective("delete", self._calls.delete, key)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Collective.
@@ -443,7 +421,7 @@ class KVStore:
         Raises:
             Stalled: a rank did not come within the store's timeout.
         """
-        self._collective("barrier", _BARRIER, self._meet)
+        self._collective("barrier", lambda: (_BARRIER, (self._meet,)))
 
     # MXNet's scripts call it so, and set_updater below.
     _barrier = barrier
@@ -561,7 +539,7 @@ class KVStore:
         """
         if self._ended is not None:
             return
-        self._collective("close", _CLOSE, self._free)
+        self._collective("close", lambda: (_CLOSE, (self._free,)))
         self._leave("the store was closed")
 
     def abandon(self, why: str) -> None:
@@ -597,9 +575,7 @@ class KVStore:
 
     # --- The door of every collective call
 
-    def _collective(
-        self, verb: str, prepare: Callable[..., Prepared], run: Callable[..., Result], *arguments: Any
-    ) -> Result:
+    def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
         if self._running or self._ended is not None:
             self._check_open(verb)
@@ -607,11 +583,11 @@ class KVStore:
         self._running = verb
         try:
             try:
-                call, prepared = prepare(*arguments)
+                call, work = prepare(*arguments)
             except Exception as error:
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
             self._agreement.begin(call, self._exchange.staged is not None)
-            return run(*prepared)
+            return self._quietly(*work)
         except BaseException as error:
             self._exchange.staged = None
             self._end_unless_settled(verb, error)
@@ -648,248 +624,15 @@ class KVStore:
             work, failure = None, None
             with ExitStack() as until_done:
                 try:
-                    work = self._shadowed(said, call, until_done)
+                    work = self._calls.shadowed(said, call, until_done)
                 except Exception as error:
                     failure = error
                 self._agreement.confirm(call, failure)
                 if work:
                     work()
 
-    def _shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
-        """Return what a rank without work does in a call of the others, which read its buffers once all know that it
-        can.
-        """
-        if said.verb == "barrier":
-            return None
-        plan = self._exchange.plan(tuple(said.keys))
-        steps = self._exchange.steps(plan)
-        texts = self._described(plan, updates=said.verb != "pull")
-        mine = (
-            texts
-            if said.verb == "pull"
-            else self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe()
-        )
-        if not set(mine) <= set(said.parts):
-            text = (
-                f"others call {said.text} with {said.parts[0]}; rank {self.rank}, which has left join(), has {mine[0]}"
-            )
-            raise RankMismatch(f"ranks disagree: {text}; nothing was changed")
-        nothing = [()] * len(said.keys)
-        if said.verb == "pull":
-            return lambda: self._exchange.pull(plan, nothing)
-        confirm = self._confirmation(call) if self._exchange.updater.fallible else None
-        if _BUFFERS in said.parts:
-            until_done.enter_context(self._exchange.empty_buffers(plan))
-            if said.verb == "push":
-                return lambda: self._exchange.push_buffers(plan, steps, confirm)
-            return lambda: self._exchange.pushpull_buffers(plan, steps, nothing, confirm)
-        if said.verb == "push":
-            return lambda: self._exchange.push(plan, nothing, steps, confirm)
-        return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
-
-    def _planned(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
-        """Return what to compare with the other ranks before a plan is run that updates nothing."""
-        call = plan.memo.get(verb)
-        if call is None:
-            call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, lambda: self._described(plan))
-            plan.memo[verb] = call
-        return _prioritized(call, plan, priority)
-
-    def _update_of(self, verb: str, plan: Plan, priority: Any, option: str = "") -> tuple[Call, Steps, Confirm | None]:
-        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went."""
-        updater = self._exchange.updater
-        revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
-        if revision != updater.revision:
-            token = plan.digest ^ digest(verb + option) ^ digest(updater.settings())
-            call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
-            confirm = self._confirmation(call) if updater.fallible else None
-            steps = None if updater.by_count else self._exchange.steps(plan)
-            plan.memo[verb, option] = updater.revision, call, steps, confirm
-        if steps is None:
-            steps = self._exchange.steps(plan)
-            call = self._with_steps(call, steps)
-        return _prioritized(call, plan, priority), steps, confirm
-
-    def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
-        texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
-        return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
-
-    def _with_steps(self, call: Call, steps: Steps) -> Call:
-        """Add what a user's schedule returned to what is compared: two functions may differ and have the same name."""
-        if self.optimizer is None or not self.optimizer.opaque:
-            return call
-        text = f"steps {list(dict.fromkeys(steps.each))}"
-        return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
-
-    def _valued(self, verb: str, form: Form, arrays: Sequence[Array], option: str) -> Call:
-        """Return the call of a verb that gives values to keys, which may be new."""
-        texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
-        return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
-
-    # --- The verbs: what each prepares, and runs once all ranks agree
-
-    def _prepare_init(self, key: Any, value: Any, overwrite: bool) -> Prepared:
-        form = parse(key, value)
-        table = self._exchange.table
-        table.check_kind(form.keys)
-        if not overwrite:
-            table.check_new(form.keys)
-        arrays = singles(form, None)
-        self._exchange.check_storable(arrays)
-        known = [name for name in form.keys if name in table]
-        return self._valued("init", form, arrays, f"overwrite {known}"), (self._init, form.keys, arrays)
-
-    def _init(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        self._exchange.enter(keys, arrays)
-        self._exchange.write(keys, arrays)
-
-    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
-        """Return the plan and the arrays of what is to be pushed."""
-        form = parse(key, value)
-        plan = self._exchange.plan(form.keys)
-        arrays = sources(plan.entries, form.groups)
-        if len(plan.buckets) > 1:
-            arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
-        return plan, arrays
-
-    def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
-        """Return the arrays to fill."""
-        arrays = plain(plan, key, out, writable=True)
-        return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
-
-    def _known(self, key: Any) -> Plan:
-        """Return the plan for keys, which bring no arrays."""
-        if isinstance(key, Mapping):
-            raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
-        return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
-
-    def _prepare_push(self, key: Any, value: Any, priority: Any) -> Prepared:
-        exchange = self._exchange
-        plan = exchange.known(key)
-        if plan is not None and (given := plain(plan, key, value)) is not None:
-            arrays = given
-        elif value is None and not isinstance(key, Mapping):
-            return self._prepare_push_buffers(key, priority)
-        else:
-            plan, arrays = self._sources(key, value)
-        call, steps, confirm = self._update_of("push", plan, priority)
-        exchange.stage(plan, arrays)
-        return call, (exchange.push, plan, arrays, steps, confirm)
-
-    def _prepare_push_buffers(self, key: Any, priority: Any) -> Prepared:
-        plan = self._known(key)
-        self._check_buffers(plan)
-        call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
-        return call, (self._exchange.push_buffers, plan, steps, confirm)
-
-    def _prepare_pull(self, key: Any, out: Any, priority: Any) -> Prepared:
-        plan = self._exchange.known(key)
-        if plan is None and isinstance(key, Mapping):
-            form = parse(key, out, "out")
-            plan, result = self._exchange.plan(form.keys), key
-            arrays: Arrays = targets(plan.entries, form.groups)
-        else:
-            plan = plan or self._known(key)
-            result = new_arrays(key, plan) if out is None else out
-            arrays = self._targets(plan, key, result)
-        return self._planned("pull", plan, priority), (plan, arrays, result)
-
-    def _pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
-        self._exchange.pull(plan, arrays)
-        return result
-
-    def _prepare_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
-        exchange = self._exchange
-        plan = exchange.known(key)
-        if plan is not None and (given := plain(plan, key, value)) is not None:
-            result = value if out is None else out
-            arrays, filled = given, self._targets(plan, key, result)
-        elif isinstance(key, Mapping):
-            plan, arrays = self._sources(key, value)
-            result = key if out is None else out
-            filled = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
-        elif value is None:
-            return self._prepare_pushpull_buffers(key, out, priority)
-        else:
-            plan, arrays = self._sources(key, value)
-            result = value if out is None else out
-            filled = self._targets(plan, key, result)
-        call, steps, confirm = self._update_of("pushpull", plan, priority)
-        exchange.stage(plan, arrays)
-        return call, (result, exchange.pushpull, plan, arrays, steps, filled, confirm)
-
-    def _prepare_pushpull_buffers(self, key: Any, out: Any, priority: Any) -> Prepared:
-        plan = self._known(key)
-        self._check_buffers(plan)
-        call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
-        filled = [()] * len(plan.keys) if out is None else self._targets(plan, key, out)
-        result = in_form(key, plan, plan.views) if out is None else out
-        return call, (result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
-
-    def _pushpull(self, result: Any, *arguments: Any) -> Any:
-        self._quietly(*arguments)
-        return result
-
-    def _check_buffers(self, plan: Plan) -> None:
-        if (key := self._exchange.unbuffered(plan)) is not None:
-            raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
-
-    def _confirmation(self, call: Call) -> Confirm:
-        return lambda failure: self._agreement.confirm(call, failure)
-
-    def _prepare_buffer(self, key: Any) -> Prepared:
-        plan = self._known(key)
-        return self._planned("buffer", plan), (plan, key)
-
-    def _buffer(self, plan: Plan, key: Any) -> Any:
-        self._exchange.add_buffers(plan)
-        return in_form(key, plan, self._exchange.buffers(plan))
-
-    def _prepare_broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
-        form = parse(key, value)
-        self._exchange.table.check_kind(form.keys)
-        arrays = singles(form, self._exchange.table)
-        self._exchange.check_storable(arrays)
-        table = self._exchange.table
-        stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
-        out = like(key, form, stored) if out is None else out
-        outs = [
-            tuple(writable(array, name, shape, dtype) for array in group)
-            for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
-        ]
-        call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
-        return call, (self._broadcast, form.keys, arrays, outs, out)
-
-    def _broadcast(
-        self, keys: tuple[Key, ...], arrays: Sequence[Array], outs: Sequence[Sequence[Array]], result: Any
-    ) -> Any:
-        new = [(key, array) for key, array in zip(keys, arrays, strict=True) if key not in self._exchange.table]
-        self._exchange.enter([key for key, _ in new], [array for _, array in new])
-        self._exchange.write(keys, arrays)
-        self._exchange.pull(self._exchange.plan(keys), outs)
-        return result
-
-    def _prepare_set(self, key: Any, value: Any) -> Prepared:
-        form = parse(key, value)
-        call = self._planned("set", self._exchange.plan(form.keys))
-        return call, (self._exchange.write, form.keys, singles(form, self._exchange.table))
-
-    def _prepare_delete(self, key: Any) -> Prepared:
-        keys = parse(key, None).keys
-        call = self._planned("delete", self._exchange.plan(keys))
-        return call, (keys,)
-
     def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
-        def prepare() -> Prepared:
-            updater = make()
-            self._exchange.placed(updater)
-            settings = updater.settings()
-            return Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings]), (
-                self._exchange.adopt,
-                updater,
-            )
-
-        self._collective(verb, prepare, self._quietly)
+        self._collective(verb, lambda: self._calls.updater(verb, make))
 
     def _meet(self) -> None:
         if not self._config.check:  # with it, comparing the calls was the barrier
@@ -912,19 +655,6 @@ def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
             f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use set_updater"
         )
     return optimizer
-
-
-def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
-    """Add priorities, which must be the same on all ranks, to what is compared."""
-    if priority == 0 or not any(wishes := priorities(priority, plan.keys)):
-        return call
-    wish = f"priority {wishes}"
-    return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
-
-
-def _filled(tree: Mapping[Any, Any], out: Any) -> tuple[Any, Any]:
-    """Return keys and arrays that a pushpull of a dict fills: its own, without others."""
-    return flatten(tree) if out is None else (tree, out)
 
 
 def _shown(arguments: Sequence[Any]) -> str:

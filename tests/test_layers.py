@@ -21,7 +21,7 @@ LAYERS = (
     ("arena", "board", "optimizers", "schedules", "transports", "updaters"),
     ("kernels", "keys", "plan"),
     ("agreement", "arguments", "placement"),
-    ("exchange", "store"),
+    ("calls", "exchange", "store"),
     ("registry",),
     ("__init__", "__main__", "cli", "testing"),
 )
@@ -34,6 +34,8 @@ SIDEWAYS = {
     ("world", "waiting"),
     ("optimizers", "schedules"),
     ("plan", "keys"),
+    ("calls", "exchange"),
+    ("store", "calls"),
     ("store", "exchange"),
     ("__main__", "cli"),
     ("cli", "__init__"),

@@ -1,0 +1,299 @@
+"""What the verbs make of their arguments: every check that one rank can make alone, what ranks compare, and the work.
+
+All of it is local. Nothing moves and nothing changes before all ranks have agreed on the call that a method returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+from .agreement import Agreement, Call, Said
+from .arguments import (
+    in_form,
+    like,
+    new_arrays,
+    outs_of,
+    plain,
+    priorities,
+    singles,
+    sources,
+    targets,
+    writable,
+)
+from .errors import RankMismatch, ValueMismatch
+from .exchange import Arrays, Confirm, Exchange, Steps
+from .keys import Form, flatten, parse
+from .optimizers import Optimizer
+from .plan import Plan, describe, digest, label
+from .typing import Array, Key, Updater
+
+__all__ = ["Calls", "Prepared"]
+
+Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
+"""What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
+arguments."""
+
+# What a push adds to its description when it takes the buffers.
+_BUFFERS = "from the buffers"
+
+
+class Calls:
+    """Prepares the calls of one store."""
+
+    def __init__(self, exchange: Exchange, agreement: Agreement, rank: int) -> None:
+        self._exchange, self._agreement, self._rank = exchange, agreement, rank
+
+    # --- Verbs
+
+    def init(self, key: Any, value: Any, overwrite: bool) -> Prepared:
+        form = parse(key, value)
+        table = self._exchange.table
+        table.check_kind(form.keys)
+        if not overwrite:
+            table.check_new(form.keys)
+        arrays = singles(form, None)
+        self._exchange.check_storable(arrays)
+        known = [name for name in form.keys if name in table]
+        return self._valued("init", form, arrays, f"overwrite {known}"), (self._run_init, form.keys, arrays)
+
+    def push(self, key: Any, value: Any, priority: Any) -> Prepared:
+        exchange = self._exchange
+        plan = exchange.known(key)
+        if plan is not None and (given := plain(plan, key, value)) is not None:
+            arrays = given
+        elif value is None and not isinstance(key, Mapping):
+            return self._push_buffers(key, priority)
+        else:
+            plan, arrays = self._sources(key, value)
+        call, steps, confirm = self._update_of("push", plan, priority)
+        exchange.stage(plan, arrays)
+        return call, (exchange.push, plan, arrays, steps, confirm)
+
+    def _push_buffers(self, key: Any, priority: Any) -> Prepared:
+        plan = self.known(key)
+        self._check_buffers(plan)
+        call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
+        return call, (self._exchange.push_buffers, plan, steps, confirm)
+
+    def pull(self, key: Any, out: Any, priority: Any) -> Prepared:
+        plan = self._exchange.known(key)
+        if plan is None and isinstance(key, Mapping):
+            form = parse(key, out, "out")
+            plan, result = self._exchange.plan(form.keys), key
+            arrays: Arrays = targets(plan.entries, form.groups)
+        else:
+            plan = plan or self.known(key)
+            result = new_arrays(key, plan) if out is None else out
+            arrays = self._targets(plan, key, result)
+        return self._planned("pull", plan, priority), (self._run_pull, plan, arrays, result)
+
+    def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
+        exchange = self._exchange
+        plan = exchange.known(key)
+        if plan is not None and (given := plain(plan, key, value)) is not None:
+            result = value if out is None else out
+            arrays, filled = given, self._targets(plan, key, result)
+        elif isinstance(key, Mapping):
+            plan, arrays = self._sources(key, value)
+            result = key if out is None else out
+            filled = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
+        elif value is None:
+            return self._pushpull_buffers(key, out, priority)
+        else:
+            plan, arrays = self._sources(key, value)
+            result = value if out is None else out
+            filled = self._targets(plan, key, result)
+        call, steps, confirm = self._update_of("pushpull", plan, priority)
+        exchange.stage(plan, arrays)
+        return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
+
+    def _pushpull_buffers(self, key: Any, out: Any, priority: Any) -> Prepared:
+        plan = self.known(key)
+        self._check_buffers(plan)
+        call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
+        filled = [()] * len(plan.keys) if out is None else self._targets(plan, key, out)
+        result = in_form(key, plan, plan.views) if out is None else out
+        return call, (_run_for, result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
+
+    def buffer(self, key: Any) -> Prepared:
+        plan = self.known(key)
+        return self._planned("buffer", plan), (self._run_buffer, plan, key)
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
+        form = parse(key, value)
+        self._exchange.table.check_kind(form.keys)
+        arrays = singles(form, self._exchange.table)
+        self._exchange.check_storable(arrays)
+        table = self._exchange.table
+        stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
+        out = like(key, form, stored) if out is None else out
+        outs = [
+            tuple(writable(array, name, shape, dtype) for array in group)
+            for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
+        ]
+        call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
+        return call, (self._run_broadcast, form.keys, arrays, outs, out)
+
+    def set(self, key: Any, value: Any) -> Prepared:
+        form = parse(key, value)
+        call = self._planned("set", self._exchange.plan(form.keys))
+        return call, (self._exchange.write, form.keys, singles(form, self._exchange.table))
+
+    def delete(self, key: Any) -> Prepared:
+        keys = parse(key, None).keys
+        call = self._planned("delete", self._exchange.plan(keys))
+        return call, (self._exchange.delete, keys)
+
+    def updater(self, verb: str, make: Callable[[], Updater]) -> Prepared:
+        """Prepare a change of the updater to what ``make`` returns."""
+        updater = make()
+        self._exchange.placed(updater)
+        settings = updater.settings()
+        call = Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings])
+        return call, (self._exchange.adopt, updater)
+
+    def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
+        """Return what a rank without work does in a call of the others, which read its buffers once all know that it
+        can.
+        """
+        if said.verb == "barrier":
+            return None
+        plan = self._exchange.plan(tuple(said.keys))
+        steps = self._exchange.steps(plan)
+        texts = self._described(plan, updates=said.verb != "pull")
+        mine = (
+            texts
+            if said.verb == "pull"
+            else self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe()
+        )
+        if not set(mine) <= set(said.parts):
+            text = (
+                f"others call {said.text} with {said.parts[0]}; rank {self._rank}, which has left join(), has {mine[0]}"
+            )
+            raise RankMismatch(f"ranks disagree: {text}; nothing was changed")
+        nothing = [()] * len(said.keys)
+        if said.verb == "pull":
+            return lambda: self._exchange.pull(plan, nothing)
+        confirm = self._confirmation(call) if self._exchange.updater.fallible else None
+        if _BUFFERS in said.parts:
+            until_done.enter_context(self._exchange.empty_buffers(plan))
+            if said.verb == "push":
+                return lambda: self._exchange.push_buffers(plan, steps, confirm)
+            return lambda: self._exchange.pushpull_buffers(plan, steps, nothing, confirm)
+        if said.verb == "push":
+            return lambda: self._exchange.push(plan, nothing, steps, confirm)
+        return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
+
+    # --- Keys and arrays
+
+    def known(self, key: Any) -> Plan:
+        """Return the plan for keys, which bring no arrays."""
+        if isinstance(key, Mapping):
+            raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
+        return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
+
+    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
+        """Return the plan and the arrays of what is to be pushed."""
+        form = parse(key, value)
+        plan = self._exchange.plan(form.keys)
+        arrays = sources(plan.entries, form.groups)
+        if len(plan.buckets) > 1:
+            arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
+        return plan, arrays
+
+    def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
+        """Return the arrays to fill."""
+        arrays = plain(plan, key, out, writable=True)
+        return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
+
+    def _check_buffers(self, plan: Plan) -> None:
+        if (key := self._exchange.unbuffered(plan)) is not None:
+            raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
+
+    # --- What ranks compare
+
+    def _planned(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
+        """Return what to compare with the other ranks before a plan is run that updates nothing."""
+        call = plan.memo.get(verb)
+        if call is None:
+            call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, lambda: self._described(plan))
+            plan.memo[verb] = call
+        return _prioritized(call, plan, priority)
+
+    def _update_of(self, verb: str, plan: Plan, priority: Any, option: str = "") -> tuple[Call, Steps, Confirm | None]:
+        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went."""
+        updater = self._exchange.updater
+        revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
+        if revision != updater.revision:
+            token = plan.digest ^ digest(verb + option) ^ digest(updater.settings())
+            call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
+            confirm = self._confirmation(call) if updater.fallible else None
+            steps = None if updater.by_count else self._exchange.steps(plan)
+            plan.memo[verb, option] = updater.revision, call, steps, confirm
+        if steps is None:
+            steps = self._exchange.steps(plan)
+            call = self._with_steps(call, steps)
+        return _prioritized(call, plan, priority), steps, confirm
+
+    def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
+        texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
+        return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
+
+    def _with_steps(self, call: Call, steps: Steps) -> Call:
+        """Add what a user's schedule returned to what is compared: two functions may differ and have the same name."""
+        updater = self._exchange.updater
+        if not isinstance(updater, Optimizer) or not updater.opaque:
+            return call
+        text = f"steps {list(dict.fromkeys(steps.each))}"
+        return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
+
+    def _valued(self, verb: str, form: Form, arrays: Sequence[Array], option: str) -> Call:
+        """Return the call of a verb that gives values to keys, which may be new."""
+        texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
+        return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
+
+    def _confirmation(self, call: Call) -> Confirm:
+        return lambda failure: self._agreement.confirm(call, failure)
+
+    # --- What is run once they agree
+
+    def _run_init(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
+        self._exchange.enter(keys, arrays)
+        self._exchange.write(keys, arrays)
+
+    def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
+        self._exchange.pull(plan, arrays)
+        return result
+
+    def _run_buffer(self, plan: Plan, key: Any) -> Any:
+        self._exchange.add_buffers(plan)
+        return in_form(key, plan, self._exchange.buffers(plan))
+
+    def _run_broadcast(
+        self, keys: tuple[Key, ...], arrays: Sequence[Array], outs: Sequence[Sequence[Array]], result: Any
+    ) -> Any:
+        new = [(key, array) for key, array in zip(keys, arrays, strict=True) if key not in self._exchange.table]
+        self._exchange.enter([key for key, _ in new], [array for _, array in new])
+        self._exchange.write(keys, arrays)
+        self._exchange.pull(self._exchange.plan(keys), outs)
+        return result
+
+
+def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
+    """Add priorities, which must be the same on all ranks, to what is compared."""
+    if priority == 0 or not any(wishes := priorities(priority, plan.keys)):
+        return call
+    wish = f"priority {wishes}"
+    return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
+
+
+def _filled(tree: Mapping[Any, Any], out: Any) -> tuple[Any, Any]:
+    """Return keys and arrays that a pushpull of a dict fills: its own, without others."""
+    return flatten(tree) if out is None else (tree, out)
+
+
+def _run_for(result: Any, run: Callable[..., None], *arguments: Any) -> Any:
+    run(*arguments)
+    return result
