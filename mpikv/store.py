@@ -291,7 +291,8 @@ class KVStore:
         Collective. What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then
         copy nothing on one host: every rank reads the others' buffers. Buffers may be filled again when these return,
         and are never changed by the store; at first they hold zeros, or what a deleted key left. They may be the
-        ``out=`` of any numpy operation, and are valid until the key is deleted or the store closed.
+        ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten or the store closed. A
+        key that is initialised anew has no buffer until it is asked for.
 
         Args:
             key: an int or a str, or a list of them.
@@ -323,8 +324,8 @@ class KVStore:
 
         The view is the store's own memory. It holds the newest value after ``init``, ``set`` and ``broadcast`` of the
         key, after each ``pushpull``, and after each ``pull`` that has it as ``out``, which moves nothing on one host.
-        It stays as it is until this rank's next push of the key, and is valid until the key is deleted or the store
-        closed; it may be read, but not relied on, after that.
+        It stays as it is until this rank's next push of the key, and is valid until the key is deleted or overwritten
+        or the store closed. After that it may be read, but holds anything.
 
         Args:
             key: an int or a str, or a list of them.
@@ -502,9 +503,9 @@ class KVStore:
         leave.
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
-        of times. A rank that has left contributes nothing to their sums and is given nothing; a sum then has fewer
-        terms, by which a mean over ranks has to be corrected by the caller. Only one store can be used in the
-        block: a rank that has left waits in it.
+        of times. A rank that has left contributes nothing to their sums, whatever its buffers hold, and is given
+        nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller. Only one
+        store can be used in the block: a rank that has left waits in it.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.

@@ -210,6 +210,17 @@ def work_with_buffers(kv, oracle, steps, buffers, views):
 
 @SEVERAL
 @pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_a_call_that_failed_before_the_block(kv, verb):
+    """What a rank had prepared for it is not what it brings once it has left."""
+    kv.init("w", np.zeros(5))
+    with pytest.raises((mpikv.ValueMismatch, PeerFailed), match="shape"):
+        getattr(kv, verb)("w", np.full(6 if is_last(kv) else 5, 7.0))
+    in_block(kv, lambda: is_last(kv) and getattr(kv, verb)("w", np.ones(5)))
+    np.testing.assert_array_equal(kv.pull("w"), np.ones(5))
+
+
+@SEVERAL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
 def test_errors_with_buffers(kv, verb):
     """Whatever goes wrong, a rank that has left gets its buffers back."""
 
