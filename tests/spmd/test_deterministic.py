@@ -44,6 +44,7 @@ def same_bits(results, expected):
     return all(np.asarray(results[key]).tobytes() == value.tobytes() for key, value in expected.items())
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 def test_bits_do_not_depend_on_how_a_sum_is_made(transport, placement, ranks):
@@ -79,6 +80,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(transport):
         assert same_bits({key: kv.pull(key) for key in SHAPES}, expected)
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 def test_half_precision_and_buffers(transport, ranks):
     """Halves are summed in float32 and rounded once; a buffer is as good as an array."""
