@@ -80,7 +80,7 @@ def test_ten_thousand_keys(transport):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 @pytest.mark.deadline(120)
 def test_more_elements_than_fit_into_32_bits(ranks):
     size = 2**31 + 5
