@@ -199,7 +199,8 @@ class Optimizer:
     @property
     def by_count(self) -> bool:
         """Whether updates of the same key may have different steps."""
-        return self.lr_scheduler is not None or type(self).correction is not Optimizer.correction
+        own = any(getattr(type(self), name) is not getattr(Optimizer, name) for name in ("correction", "rate", "step"))
+        return own or self.lr_scheduler is not None
 
     @property
     def opaque(self) -> bool:
