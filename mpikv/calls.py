@@ -1,6 +1,7 @@
 """What the verbs make of their arguments: every check that one rank can make alone, what ranks compare, and the work.
 
-All of it is local. Nothing moves and nothing changes before all ranks have agreed on the call that a method returns.
+The verbs are local. No value moves or changes before all ranks have agreed on the call that a method returns; what is
+run then is collective.
 """
 
 from __future__ import annotations
@@ -160,22 +161,12 @@ class Calls:
         """
         if said.verb == "barrier":
             return None
-        plan = self._exchange.plan(tuple(said.keys))
-        steps = self._exchange.steps(plan)
-        texts = self._described(plan, updates=said.verb != "pull")
-        mine = (
-            texts
-            if said.verb == "pull"
-            else self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe()
-        )
-        if not set(mine) <= set(said.parts):
-            text = (
-                f"others call {said.text} with {said.parts[0]}; rank {self._rank}, which has left join(), has {mine[0]}"
-            )
-            raise RankMismatch(f"ranks disagree: {text}; nothing was changed")
-        nothing = [()] * len(said.keys)
+        plan, nothing = self._exchange.plan(tuple(said.keys)), [()] * len(said.keys)
         if said.verb == "pull":
+            self._check_same(said, self._described(plan))
             return lambda: self._exchange.pull(plan, nothing)
+        steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
+        self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
         if _BUFFERS in said.parts:
             until_done.enter_context(self._exchange.empty_buffers(plan))
@@ -187,6 +178,12 @@ class Calls:
         return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
 
     # --- Keys and arrays
+
+    def _check_same(self, said: Said, mine: Sequence[str]) -> None:
+        """Raise if this rank's view of a call of the others, which it has left to them, is another than theirs."""
+        if (differs := next((text for text in mine if text not in said.parts), None)) is not None:
+            text = f"others call {said.text} with {list(said.parts)[:4]}; rank {self._rank}, which has left join(), has"
+            raise RankMismatch(f"ranks disagree: {text} {differs}; nothing was changed")
 
     def known(self, key: Any) -> Plan:
         """Return the plan for keys, which bring no arrays."""

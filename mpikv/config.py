@@ -40,8 +40,8 @@ class Config:
     check: bool = True
     """Whether each call compares the ranks' calls before data move. False is for measurements only."""
     deterministic: bool = False
-    """Whether sums are added in an order that does not depend on the transport, the placement, the buckets, or which
-    rank brings which of a fixed number of arrays."""
+    """Whether sums are added in an order that does not depend on the transport, the placement or the buckets, nor on
+    the number of ranks, if that is a power of two and all push lists of equally many arrays."""
     kernels: str = "numpy"
     """What runs the rules of optimizers: ``numpy``, or ``numba``, which compiles most of them to code that passes over
     memory once and gives the same bits."""
@@ -89,6 +89,14 @@ class Config:
         except ConfigError as error:
             raise ConfigError(f"{error} (from the environment)") from None
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})
+
+
+def aborts(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the failure of one rank ends the whole job."""
+    try:
+        return Config.read(environ).abort
+    except ConfigError:
+        return True
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

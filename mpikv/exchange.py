@@ -24,7 +24,7 @@ from .updaters import Assign
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps"]
 
-_MOST_PLANS = 1024
+_MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
 # cache, and finding out whether that is safe would take longer.
 _STREAMED_BYTES = 8 << 20
@@ -47,9 +47,7 @@ class Steps(NamedTuple):
 
 
 class Exchange:
-    """The values of a store and the operations on them. All but :meth:`known`, :meth:`plan`, :meth:`steps`,
-    :meth:`stage` and the checks are collective.
-    """
+    """The values of a store and the operations on them, which are collective unless they say that they are local."""
 
     def __init__(
         self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool = False
@@ -78,21 +76,20 @@ class Exchange:
             return self._plans.get(key)
         # True and 1.0 equal 1, but are no keys.
         if (kind is list or kind is tuple) and len(kinds := set(map(type, key))) == 1 and kinds <= _KEYS:
-            return self._plans.get(tuple(key))
+            return self._plans.get(key[0] if len(key) == 1 else tuple(key))
         return None
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
         """Return the plan for known keys. Local."""
-        plan = self._plans.get(keys)
+        name = keys[0] if len(keys) == 1 else keys
+        plan = self._plans.get(name)
         if plan is None:
             self.table.check_kind(keys)
             entries = [self.table[key] for key in keys]
             plan = build(entries, self.placement, self.transport, self.updater, self._kernels, self._scratch)
             if len(self._plans) >= _MOST_PLANS:
-                self._forget_plans()
-            self._plans[keys] = plan
-            if len(keys) == 1:
-                self._plans[keys[0]] = plan
+                self._plans.pop(next(iter(self._plans))).memo.clear()
+            self._plans[name] = plan
         return plan
 
     def _forget_plans(self) -> None:
@@ -178,11 +175,10 @@ class Exchange:
             for array, value in zip(targets, plan.values, strict=True):
                 array[...] = value
             return
-        with np.errstate(all="ignore"):
-            for entry, group in zip(plan.entries, targets, strict=True):
-                for array in group:
-                    if array is not entry.view:
-                        np.copyto(array, entry.value, casting="unsafe")
+        for entry, group in zip(plan.entries, targets, strict=True):
+            for array in group:
+                if array is not entry.view:
+                    np.copyto(array, entry.value, casting="unsafe")
 
     def _refresh(self, plan: Plan) -> None:
         """Give this rank the newest values."""

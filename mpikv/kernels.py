@@ -34,7 +34,7 @@ def find(name: str) -> Kernels:
     if name == "numpy":
         return NumpyKernels()
     try:
-        # It takes tenths of a second, and may not be installed: only where it is asked for.
+        # It is slow to import and may not be installed: only where it is asked for.
         from .optimizers import compiled
     except ImportError as error:
         raise TransportUnavailable(

@@ -151,7 +151,10 @@ class Placement(Protocol):
         ...
 
     def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
-        """Sum ``send`` over ranks: return the terms of the sum of the elements that this rank owns, or ``total``."""
+        """Sum ``send`` over ranks: return the terms of the sum of the elements that this rank owns.
+
+        Where the transport's library adds, the only term is ``total`` itself.
+        """
         ...
 
     def publish(self, span: Span) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from ..config import aborts
 from .watch import Death, Watch
 
 __all__ = ["Job", "run_job"]
@@ -48,7 +49,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
 
         def deserted() -> None:
             # Open MPI's launcher waits for hosts that it cannot reach any more.
-            if _failures(_recorded(Path(directory)), watch.deaths):
+            if aborts(environ) and _failures(_recorded(Path(directory)), watch.deaths):
                 job.end_soon()
 
         status = watch.wait(job.process, deserted)
@@ -58,7 +59,7 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
             code, reason = 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
         job.finish(failed=code != 0)
         if not _descendants():
-            watch.remove_files()
+            watch.remove_files(orphans=code != 0)
         return code, reason
 
 

@@ -22,8 +22,7 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from ..config import FILES, Config, launch_of
-from ..errors import ConfigError
+from ..config import FILES, aborts, launch_of
 from .watch import PREFIX, shared_files
 
 INTERRUPTED = 130
@@ -50,7 +49,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # A child that the script forked comes here too, but it is no rank.
-    if size > 1 and os.getpid() == process and _may_abort():
+    if size > 1 and os.getpid() == process and aborts():
         _abort(status)
     sys.exit(status)
 
@@ -153,13 +152,6 @@ def _directory() -> Path | None:
     """Return where the launcher's side wants to be told about this rank; it is on the launcher's host only."""
     directory = Path(os.environ.get("MPIKV_RUN", ""))
     return directory if directory.is_absolute() and directory.is_dir() else None
-
-
-def _may_abort() -> bool:
-    try:
-        return Config.read().abort
-    except ConfigError:
-        return True
 
 
 def _abort(status: int) -> None:

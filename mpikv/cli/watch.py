@@ -80,23 +80,21 @@ class Watch:
             os.close(handle)
         return launcher.returncode
 
-    def remove_files(self) -> None:
-        """Remove what the ranks shared. Only after the last of them ended."""
+    def remove_files(self, orphans: bool) -> None:
+        """Remove what the ranks shared, and after a failure orphans. Only after the last of them ended."""
         told = "\n".join(path.read_text() for path in self._directory.glob(FILES + "*"))
-        for file in {*self._files, *filter(_FILES.match, told.split()), *self._orphans()}:
+        for file in {*self._files, *filter(_FILES.match, told.split()), *(self._orphans() if orphans else ())}:
             # A job that ends in peace removes its files itself.
             with contextlib.suppress(OSError):
                 os.unlink(file)
 
     def _orphans(self) -> set[str]:
         """Return new files that no process has: whoever made them was killed before it was seen to have them."""
-        with contextlib.suppress(OSError):
-            new = {str(file) for file in _SHARED.iterdir() if not self._knows(file) and _ours(file)}
-            # After the list: what another job makes at this moment is in its maker's maps by now.
-            for process in Path("/proc").glob("[0-9]*") if new else ():
-                new -= shared_files(int(process.name))
-            return new
-        return set()
+        new = {str(file) for file in _SHARED.glob("*") if not self._knows(file) and _ours(file)}
+        # After the list: what another job makes at this moment is in its maker's maps by now.
+        for process in Path("/proc").glob("[0-9]*") if new else ():
+            new -= shared_files(int(process.name))
+        return new
 
     def _look(self, seconds: float) -> None:
         self._see_deaths(seconds)
@@ -152,7 +150,9 @@ def shared_files(pid: int) -> set[str]:
 
 
 def _ours(file: Path) -> bool:
-    return _FILES.match(str(file)) is not None and file.stat().st_uid == os.getuid()
+    with contextlib.suppress(OSError):  # it was removed meanwhile
+        return _FILES.match(str(file)) is not None and file.stat().st_uid == os.getuid()
+    return False
 
 
 def _open(pid: int) -> int:

@@ -46,7 +46,6 @@ class LARS(Optimizer):
     """
 
     elementwise = False
-    by_key = True
 
     learning_rate: float | None = rate(0.1)
     """In [0, inf), default 0.1."""

@@ -194,7 +194,7 @@ class Optimizer:
     @property
     def by_key(self) -> bool:
         """Whether keys of the same count may have different steps."""
-        return bool(self.lr_mult or self.wd_mult)
+        return bool(self.lr_mult or self.wd_mult) or type(self).step is not Optimizer.step
 
     @property
     def by_count(self) -> bool:
@@ -226,10 +226,15 @@ class Optimizer:
         """Change ``value`` and ``state`` in place by the sum of a push, ``total``, which is overwritten."""
         # Training that diverges makes inf and nan: where a warning is an error it would leave the value half updated.
         with np.errstate(all="ignore"):
-            self.bind(total, value, state)(step)
+            self._bound(total, value, state)(step)
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
         """Return a function of a step that makes one update of these arrays, under the caller's rules for overflows."""
+        if type(self).update is not Optimizer.update:
+            return lambda step: self.update(step, total, value, state)
+        return self._bound(total, value, state)
+
+    def _bound(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
         blocks, prepare, rule = self.blocks(total, value, state), self.prepare, self.rule
 
         def run(step: Step) -> None:

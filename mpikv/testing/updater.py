@@ -77,6 +77,27 @@ class UpdaterContract:
         for count in (1, 2, 1000):
             assert updater.step("key", count) == updater.step("key", count) == self.updater().step("key", count)
 
+    def test_what_a_step_depends_on_is_told(self) -> None:
+        updater = self.updater()
+        if not updater.by_count:
+            assert updater.step("key", 1) == updater.step("key", 2)
+        if not updater.by_key:
+            assert updater.step("key", 3) == updater.step("layer_bias", 3)
+
+    def test_a_bound_update_gives_the_same_bits(self) -> None:
+        random = np.random.default_rng(3)
+        for dtype in available():
+            updater, value = self.updater(), self.value(self.block + 1, dtype)
+            bound, state = value.copy(), zeros(updater, value)
+            bound_state, total = zeros(updater, value), np.empty(value.shape, wide(dtype))
+            update = updater.bind(total, bound, bound_state)
+            for count in (1, 2, 3):
+                given = random.standard_normal(value.shape).astype(total.dtype)
+                np.copyto(total, given)
+                update(updater.step("key", count))
+                updater.update(updater.step("key", count), given, value, state)
+            assert same_bits({"value": bound, **bound_state}, {"value": value, **state})
+
     def test_zero_elements(self) -> None:
         for dtype in available():
             self.run(self.updater(), self.value(0, dtype))
