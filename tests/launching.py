@@ -44,7 +44,7 @@ FINISH = 15.0  # seconds that a job may take to end after its last test
 STACKS = signal.SIGUSR1
 
 # What MPICH and Open MPI call their shared memory. A killed job leaves it behind.
-SHARED_MEMORY = ("mpich_*", "sm_segment.*", "vader_segment.*")
+SHARED_MEMORY = ("mpich_*", "sm_segment.*", "vader_segment.*", "ucx_shm_*")
 
 # Notes how each rank ended, in order: launchers end the other ranks too, and MPICH names any of them as the cause.
 WATCH = """RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-?}}}
@@ -409,6 +409,12 @@ class Here:
         self.job: Job | None = None
         self.broken: dict[int, str] = {}
         self.counts: dict[int, list[int]] = {}
+        self.shared_before = shared_memory()
+
+    def pytest_unconfigure(self) -> None:
+        """Remove what no job of a test removed: Open MPI leaves the file of a process without a launcher."""
+        # This process ends: it needs no name for the files that it alone still has.
+        remove_abandoned(shared_memory() - self.shared_before, ending=os.getpid())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
@@ -520,8 +526,8 @@ def shared_memory() -> set[Path]:
     return found
 
 
-def remove_abandoned(files: Iterable[Path]) -> None:
-    """Remove files that no process maps: another job, not of this session, may have made some of them."""
+def remove_abandoned(files: Iterable[Path], ending: int = 0) -> None:
+    """Remove files that no process maps, but for one that is ending: another job may have made some of them."""
     files = set(files)
     if not files:
         return
@@ -530,7 +536,7 @@ def remove_abandoned(files: Iterable[Path]) -> None:
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
-            mapped += maps.read_text()
+            mapped += maps.read_text() if maps.parent.name != str(ending) else ""
     for path in files:
         if str(path) not in mapped:
             path.unlink(missing_ok=True)
