@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import why_no_mpi
@@ -23,6 +25,7 @@ LocalTransport.reduce_scatter = LocalTransport.allreduce = lossy
 
 """
 SOAK = Path(__file__).parents[1] / "scripts" / "soak"
+SOAK_NAMES = runpy.run_path(str(SOAK))
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,3 +56,24 @@ def test_a_wrong_sum_is_found(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "WRONG in round" in done.stdout
     assert "again:  scripts/soak --seed 7 --round" in done.stdout
+
+
+def resources(**samples: list[int]) -> Any:
+    """Return what a soak would have sampled in so many rounds."""
+    found = SOAK_NAMES["Resources"](None)
+    found.samples = [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
+    return found
+
+
+def test_what_is_kept_each_round_is_growth() -> None:
+    assert resources(**{"open files": [*range(28)]}).growth() == ["open files rose from 13 to 21"]
+    assert resources(**{"open files": [9] * 20 + [10] * 8}).growth() == ["open files rose from 9 to 10"]
+
+
+def test_a_busy_round_is_no_growth() -> None:
+    assert resources(**{"open files": [9] * 10 + [12] + [9, 10] * 9}).growth() == []
+
+
+def test_memory_has_room_for_what_an_allocator_keeps() -> None:
+    assert resources(**{"resident KiB": [30_000] * 100 + [34_000] * 100}).growth() == []
+    assert resources(**{"resident KiB": [30_000] * 100 + [35_000] * 100}).growth() != []
