@@ -80,10 +80,11 @@ class Group:
         """Whether all ranks share the memory of one host."""
         return len(self.host_ranks) == self.size
 
-    def share(self, nbytes: int) -> Array:
-        """Return zeroed memory that all ranks of this host share, aligned to 128 bytes. Freed by :meth:`close`.
+    def share(self, nbytes: int, zeroed: bool = True) -> Array:
+        """Return memory that all ranks of this host share, aligned to 128 bytes. Freed by :meth:`close`.
 
-        Collective over the host.
+        Collective over the host. ``zeroed=False`` leaves its pages alone: the system makes each when it is first used,
+        which takes a millisecond per megabyte.
 
         Raises:
             MemoryError: on every rank of the host, if its shared memory is too small.
@@ -96,9 +97,9 @@ class Group:
             text = f"{nbytes} bytes of shared memory are needed and {_SHARED} has {free} free"
             raise settled(MemoryError(f"{text}; enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"))
         with self.translated("allocating shared memory"):
-            return self._window(nbytes)
+            return self._window(nbytes, zeroed)
 
-    def _window(self, nbytes: int) -> Array:
+    def _window(self, nbytes: int, zeroed: bool) -> Array:
         mpi = _mpi()
         own = nbytes + _ALIGNMENT if self.local_rank == 0 else 0
         window = mpi.Win.Allocate_shared(own, 1, comm=self.host_comm)
@@ -108,7 +109,7 @@ class Group:
         self._windows.append((window, weakref.ref(memory)))
         start = -memory.__array_interface__["data"][0] % _ALIGNMENT
         memory = memory[start : start + nbytes]
-        if self.local_rank == 0:
+        if zeroed and self.local_rank == 0:
             memory[:] = 0
         self.host_comm.Barrier()
         return memory

@@ -13,7 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from launching import Deadline, Here, Launched, Together, ranks_of
+from launching import Deadline, Frozen, Here, Launched, Together, ranks_of
 
 from mpikv.config import launch_of
 
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         plugins = [Together(config, launch.size), Deadline(margin=5)]
     else:
         plugins = [Here(), Deadline(margin=5, all_items=False)]
-    for plugin in plugins:
+    for plugin in [*plugins, Frozen()]:
         config.pluginmanager.register(plugin)
 
 

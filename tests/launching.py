@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import fnmatch
 import functools
+import gc
 import json
 import os
 import re
@@ -98,6 +99,15 @@ def write_terminal_to(config: pytest.Config, path: str) -> None:
     config.pluginmanager.unregister(reporter)
     file = open(path, "w", buffering=1)  # noqa: SIM115 - it stays open to the end of the process
     config.pluginmanager.register(type(reporter)(config, file), "terminalreporter")
+
+
+class Frozen:
+    """Keeps the collector of garbage away from all that was imported: a store that is closed may have to call it."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self) -> None:
+        gc.collect()
+        gc.freeze()
 
 
 class Launched:

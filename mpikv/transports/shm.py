@@ -52,7 +52,7 @@ class ShmTransport:
         self._peers = [rank * _SLOT for rank in range(group.size) if rank != group.rank]
         self._arrivals = 0
         self._spins = _SPINS if group.size <= group.host_cores else 0
-        staging = group.share(2 * group.size * limit)
+        staging = group.share(2 * group.size * limit, zeroed=False)
         self._halves: Any = staging.reshape(2, group.size, limit)
         self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.turn = 0
