@@ -30,6 +30,7 @@ __all__ = [
 
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+_can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
 _LISTS, _NUMPYS = (list, tuple), {np.ndarray}
 
 
@@ -51,10 +52,10 @@ def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[
         if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
             return None
         arrays = given
-    if plan.cut and not all(array.flags.c_contiguous for array in arrays):
+    if plan.cut and not all(map(_is_contiguous, arrays)):
         return None
     # Arrays that cannot be written may be views of values, which a push changes bucket by bucket.
-    if (writable or len(plan.buckets) > 1) and not all(array.flags.writeable for array in arrays):
+    if (writable or len(plan.buckets) > 1) and not all(map(_can_be_written, arrays)):
         return None
     return arrays
 

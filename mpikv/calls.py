@@ -65,15 +65,14 @@ class Calls:
         if plan is not None and (given := plain(plan, key, value)) is not None:
             arrays = given
         elif value is None and not isinstance(key, Mapping):
-            return self._push_buffers(key, priority)
+            return self._push_buffers(plan or self.known(key), priority)
         else:
             plan, arrays = self._sources(key, value)
         call, steps, confirm = self._update_of("push", plan, priority)
         exchange.stage(plan, arrays)
         return call, (exchange.push, plan, arrays, steps, confirm)
 
-    def _push_buffers(self, key: Any, priority: Any) -> Prepared:
-        plan = self.known(key)
+    def _push_buffers(self, plan: Plan, priority: Any) -> Prepared:
         self._check_buffers(plan)
         call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
         return call, (self._exchange.push_buffers, plan, steps, confirm)
@@ -93,15 +92,15 @@ class Calls:
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan = exchange.known(key)
-        if plan is not None and (given := plain(plan, key, value)) is not None:
+        if plan is not None and (given := plain(plan, key, value, writable=out is None)) is not None:
             result = value if out is None else out
-            arrays, filled = given, self._targets(plan, key, result)
+            arrays, filled = given, given if out is None else self._targets(plan, key, out)
         elif isinstance(key, Mapping):
             plan, arrays = self._sources(key, value)
             result = key if out is None else out
             filled = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
         elif value is None:
-            return self._pushpull_buffers(key, out, priority)
+            return self._pushpull_buffers(plan or self.known(key), key, out, priority)
         else:
             plan, arrays = self._sources(key, value)
             result = value if out is None else out
@@ -110,11 +109,10 @@ class Calls:
         exchange.stage(plan, arrays)
         return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
 
-    def _pushpull_buffers(self, key: Any, out: Any, priority: Any) -> Prepared:
-        plan = self.known(key)
+    def _pushpull_buffers(self, plan: Plan, key: Any, out: Any, priority: Any) -> Prepared:
         self._check_buffers(plan)
         call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
-        filled = [()] * len(plan.keys) if out is None else self._targets(plan, key, out)
+        filled = () if out is None else self._targets(plan, key, out)
         result = in_form(key, plan, plan.views) if out is None else out
         return call, (_run_for, result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
 

@@ -169,8 +169,10 @@ class Exchange:
         self.pull(plan, targets)
 
     def pull(self, plan: Plan, targets: Arrays) -> None:
-        """Copy the values to the targets."""
+        """Copy the values to the targets, if there are any."""
         self._refresh(plan)
+        if not targets:
+            return
         if _plain(targets):
             for array, value in zip(targets, plan.values, strict=True):
                 array[...] = value
