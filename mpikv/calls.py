@@ -24,7 +24,7 @@ from .arguments import (
     writable,
 )
 from .errors import RankMismatch, ValueMismatch
-from .exchange import Arrays, Confirm, Exchange, Steps
+from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
@@ -61,21 +61,13 @@ class Calls:
 
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
-        plan = exchange.known(key)
-        if plan is not None and (given := plain(plan, key, value)) is not None:
-            arrays = given
-        elif value is None and not isinstance(key, Mapping):
-            return self._push_buffers(plan or self.known(key), priority)
-        else:
-            plan, arrays = self._sources(key, value)
+        plan, arrays = self._pushed(key, value)
+        if arrays is None:
+            call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
+            return call, (exchange.push_buffers, plan, steps, confirm)
         call, steps, confirm = self._update_of("push", plan, priority)
         exchange.stage(plan, arrays)
         return call, (exchange.push, plan, arrays, steps, confirm)
-
-    def _push_buffers(self, plan: Plan, priority: Any) -> Prepared:
-        self._check_buffers(plan)
-        call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
-        return call, (self._exchange.push_buffers, plan, steps, confirm)
 
     def pull(self, key: Any, out: Any, priority: Any) -> Prepared:
         plan = self._exchange.known(key)
@@ -91,26 +83,20 @@ class Calls:
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
-        plan = exchange.known(key)
-        if plan is not None and (given := plain(plan, key, value, writable=out is None)) is not None:
-            result = value if out is None else out
-            arrays, filled = given, given if out is None else self._targets(plan, key, out)
-        elif isinstance(key, Mapping):
-            plan, arrays = self._sources(key, value)
+        plan, arrays = self._pushed(key, value, filled=out is None)
+        if arrays is None:
+            return self._pushpull_buffers(plan, key, out, priority)
+        if isinstance(key, Mapping):
             result = key if out is None else out
-            filled = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
-        elif value is None:
-            return self._pushpull_buffers(plan or self.known(key), key, out, priority)
+            filled: Arrays = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
         else:
-            plan, arrays = self._sources(key, value)
             result = value if out is None else out
-            filled = self._targets(plan, key, result)
+            filled = arrays if out is None and are_plain(arrays) else self._targets(plan, key, result)
         call, steps, confirm = self._update_of("pushpull", plan, priority)
         exchange.stage(plan, arrays)
         return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
 
     def _pushpull_buffers(self, plan: Plan, key: Any, out: Any, priority: Any) -> Prepared:
-        self._check_buffers(plan)
         call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
         filled = () if out is None else self._targets(plan, key, out)
         result = in_form(key, plan, plan.views) if out is None else out
@@ -189,8 +175,19 @@ class Calls:
             raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
         return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
 
+    def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | None]:
+        """Return the plan and the arrays of what is to be pushed, and perhaps filled; None for the buffers."""
+        plan = self._exchange.known(key)
+        if plan is not None and (arrays := plain(plan, key, value, filled)) is not None:
+            return plan, arrays
+        if value is not None or isinstance(key, Mapping):
+            return self._sources(key, value)
+        plan = plan or self.known(key)
+        self._check_buffers(plan)
+        return plan, None
+
     def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
-        """Return the plan and the arrays of what is to be pushed."""
+        """Return the plan and the arrays of any form."""
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
         arrays = sources(plan.entries, form.groups)

@@ -22,7 +22,7 @@ from .plan import Bucket, Part, Plan, build
 from .typing import Array, Kernels, Key, Placement, Transport, Updater
 from .updaters import Assign
 
-__all__ = ["Arrays", "Confirm", "Exchange", "Steps"]
+__all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
 
 _MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
@@ -136,7 +136,7 @@ class Exchange:
         """Prepare the first message of the push that comes next. Local."""
         if plan.buckets:
             # Copies of plain arrays cannot overflow.
-            pack = self._pack if _plain(sources) else partial(run_quietly, self._pack)
+            pack = self._pack if are_plain(sources) else partial(run_quietly, self._pack)
             self.staged = pack(plan.buckets[0], sources)
 
     def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
@@ -173,7 +173,7 @@ class Exchange:
         self._refresh(plan)
         if not targets:
             return
-        if _plain(targets):
+        if are_plain(targets):
             for array, value in zip(targets, plan.values, strict=True):
                 array[...] = value
             return
@@ -236,7 +236,7 @@ class Exchange:
         send = bucket.sends[transport.turn]
         if not bucket.dense:
             send.fill(0)
-        if bucket.items is not None and _plain(sources):
+        if bucket.items is not None and are_plain(sources):
             for slot, array in zip(bucket.slots[transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
             return send
@@ -450,9 +450,10 @@ def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequ
     return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]
 
 
-def _plain(arrays: Arrays) -> bool:
+def are_plain(arrays: Arrays) -> bool:
+    """Return whether there is one numpy array per key, as :data:`Arrays` says."""
     return len(arrays) > 0 and type(arrays[0]) is np.ndarray
 
 
 def _groups(arrays: Arrays) -> Sequence[Sequence[Array]]:
-    return [(array,) for array in arrays] if _plain(arrays) else arrays
+    return [(array,) for array in arrays] if are_plain(arrays) else arrays

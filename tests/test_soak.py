@@ -38,7 +38,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_some_rounds(size: str) -> None:
-    done = soak("--minutes", "0.04", "--seed", "7", "-n", size)
+    done = soak("--minutes", "0.03", "--seed", "7", "-n", size)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("nothing lost, nothing wrong, nothing grew\n")
     assert "fault a bad argument" in done.stdout
