@@ -21,7 +21,7 @@ import pytest
 from launching import mpi, processes_in, remove_abandoned, shared_memory, why_no_mpi
 
 import mpikv
-from mpikv.cli.bench import machine, oracle, report, rounds, worker
+from mpikv.cli.bench import machine, main, oracle, report, rounds, worker
 from mpikv.cli.bench.cases import Group, Skipped, unless
 from mpikv.cli.bench.keysets import KeySet, bert_base, gradients, key_set, many_small, resnet50
 from mpikv.cli.bench.memory import Memory
@@ -237,8 +237,8 @@ def test_each_round_begins_with_another_case(clock: Clock) -> None:
 
 def test_a_case_that_cannot_be_had_says_why() -> None:
     with pytest.raises(Skipped, match="no such thing"):
-        unless(lambda: "no such thing", lambda: Plain(1))()
-    assert unless(str, lambda: Plain(1))().exact
+        unless(lambda: "no such thing", lambda: lambda: Plain(1))()
+    assert unless(str, lambda: lambda: Plain(1))()().exact
 
 
 def test_a_group_too_large_for_the_host_is_left_out() -> None:
@@ -289,7 +289,7 @@ def test_memory_grows_with_an_array() -> None:
         ("--only resnet5", "did you mean 'resnet50'?"),
         ("--only many,", "unknown group ''"),
         ("--suite fast", "invalid choice: 'fast'"),
-        ("--optimizer momentum", "invalid choice: 'momentum'"),
+        ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
         ("--rounds 0", "'0' is not a positive number"),
         ("--json /no/such/folder/file", "'/no/such/folder/file' cannot be written"),
         ("--json /tmp", "'/tmp' cannot be written"),
@@ -397,6 +397,7 @@ def test_ratios_come_first() -> None:
     assert lines[3].startswith("ratios of medians")
     assert lines[4].split() == ["goal", "ours", "peer", "ratio", "bound"]
     assert lines[5].split() == ["store", "/", "memcpy", "1.00", "ms", "4.00", "ms", "0.25", "≤", "0.30"]
+    assert lines[6].startswith("bound: ")
 
 
 def test_all_else_follows() -> None:
@@ -434,6 +435,28 @@ def test_several_jobs_tell_their_ranks() -> None:
     text = text_of(job(), job(ranks=1))
     assert "store / memcpy, 2 ranks" in text
     assert "store / memcpy, 1 rank " in text
+    beside = text.partition("medians by the number of ranks")[2].splitlines()
+    assert beside[1].split() == ["case", "2", "ranks", "1", "rank"]
+    assert beside[2].split() == ["a", "set,", "LAMB:", "store", "1.00", "ms", "1.00", "ms"]
+
+
+def test_jobs_that_were_measured_are_told_when_a_later_one_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def start(arguments: Sequence[str]) -> int:
+        if arguments[1] == "2":
+            return 9
+        Path(arguments[arguments.index("--report") + 1]).write_text(json.dumps(job(ranks=1)))
+        return 0
+
+    monkeypatch.setattr("mpikv.cli.run.main", start)
+    assert main(["--ranks-scaling", "1,2,4", "--json", str(tmp_path / "all.json")]) == 9
+    said = capsys.readouterr()
+    assert [job["ranks"] for job in json.loads((tmp_path / "all.json").read_text())["jobs"]] == [1]
+    assert "mpikv 1, 1 rank" in said.out.replace(mpikv.__version__, "1")
+    assert said.err == (
+        "mpikv bench: the job of 2 ranks failed with status 9 and was not measured, nor was any after it\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -509,7 +532,7 @@ def test_sets_on_several_numbers_of_ranks(bench: Run, tmp_path: Path) -> None:
     assert [job["ranks"] for job in jobs] == [1, 3]
     assert [job["transport"] for job in jobs] == ["local", "shm"]
     for job in jobs:
-        assert [group["name"] for group in job["groups"]] == ["resnet50", "many"]
+        assert [group["name"] for group in job["groups"]] == ["resnet50/sgd", "many/sgd"]
         for group in job["groups"]:
             assert group["wrong"] == {}
             names = {case["name"] for case in group["cases"]}
@@ -521,16 +544,18 @@ def test_sets_on_several_numbers_of_ranks(bench: Run, tmp_path: Path) -> None:
     assert "private arrays / memcpy, 3 ranks" in done.stdout
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
-def test_other_optimizers_and_transports_are_right(bench: Run, optimizer: str) -> None:
+def test_other_optimizers_and_transports_are_right(bench: Run) -> None:
     done = bench(
-        "--quick", "--only", "resnet50", "--optimizer", optimizer, "--transport", "mpi", "--no-pin", "--rounds", "1"
+        *("--quick", "--only", "many", "--optimizer", "sgd,adam,lamb", "--transport", "mpi"),
+        "--no-pin",
+        "--rounds",
+        "1",
     )
     assert done.returncode == 0, done.stderr
     assert "transport mpi" in done.stdout
     assert "ranks not pinned" in done.stdout
-    assert RULES[optimizer].title in done.stdout
-    assert "32 B/element" in done.stdout
+    assert all(f"{rule.title}, 1 rounds" in done.stdout for rule in RULES.values())
+    assert all(f"  {floor} B/element" in done.stdout for floor in (24, 32, 40))
 
 
 WRONG = """
@@ -559,6 +584,41 @@ def test_a_wrong_result_is_an_error(bench: Run, tmp_path: Path) -> None:
     assert "mpikv bench: wrong result: push-pull/100 keys, pushpull, rank 1: key 7 after " in done.stderr
     row = next(line for line in done.stdout.splitlines() if line.startswith("100 keys of 64 B, SGD-momentum: "))
     assert row.endswith("wrong")
+
+
+FAILING = """
+import sys
+from mpikv import MPIKVError, config
+from mpikv.cli.bench import main, sets, stores
+
+def fail(*arguments):
+    raise MemoryError("no room")
+
+def step(self):
+    self._kv.pushpull(self._keys)
+    raise MPIKVError("no step")
+
+if config.launch_of().rank == 1:
+    sets.kernels_problem = lambda kernels: "no kernels"
+    sets.ReducePerKey = fail
+    stores.ZeroCopy.step = step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_one_rank_cannot_have_all_leave_out(bench: Run, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = bench("--quick", "--only", "many", "--json", "all.json", command=("run", "-n", "2", "failing.py"))
+    assert done.returncode == 0, done.stderr
+    (group,) = json.loads((tmp_path / "all.json").read_text())["jobs"][0]["groups"]
+    assert {case["name"] for case in group["cases"]} - {"torch DDP"} == {"store", "memcpy"}
+    skipped = {name: text for name, text in group["skipped"].items() if name != "torch DDP"}
+    assert skipped.pop("store numba") in ("rank 1: no kernels", "numba is not installed")
+    assert skipped == {
+        "zero copy": "rank 1: no step",
+        "zero copy numba": group["skipped"]["store numba"],
+        "Reduce per key": "rank 1: no room",
+    }
 
 
 def test_ranks_of_a_launcher_measure_and_print_once(bench: Run) -> None:

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
-from typing import NoReturn
 
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
 from .job import run_job
+from .parser import Parser
 
 __all__ = ["main", "parse_hosts"]
 
@@ -44,11 +44,6 @@ there is.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = _parser()
@@ -63,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="mpikv run",
         usage="mpikv run -n N [options] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description=DESCRIPTION,

@@ -33,7 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments, launched=max(1, launch.size) if launch else None)
     if launch is None:
         jobs, status = _start(arguments, options)
-        return status or _deliver(jobs, options)
+        delivered = _deliver(jobs, options) if jobs else 0
+        if status:
+            size = options.sizes[len(jobs)]
+            left = ", nor was any after it" if len(jobs) + 1 < len(options.sizes) else ""
+            _complain(
+                f"the job of {size} rank{'s' * (size > 1)} failed with status {status} and was not measured{left}"
+            )
+        return status or delivered
     from .worker import run as measure
 
     report = measure(options)
@@ -64,7 +71,7 @@ def _columns() -> int:
 
 def _deliver(jobs: list[dict[str, Any]], options: Options) -> int:
     """Write the files, print the report, and return the exit status."""
-    document = {"mpikv": __version__, "quick": options.quick, "optimizer": options.optimizer, "jobs": jobs}
+    document = {"mpikv": __version__, "quick": options.quick, "optimizers": options.optimizers, "jobs": jobs}
     complaints = errors(document)
     status = 2 if any("error" in job for job in jobs) else 1 if complaints else 0
     try:
@@ -78,5 +85,9 @@ def _deliver(jobs: list[dict[str, Any]], options: Options) -> int:
     if any("groups" in job for job in jobs):
         print("\n".join(lines(document)), flush=True)
     for complaint in complaints:
-        print(f"mpikv bench: {complaint}", file=sys.stderr, flush=True)
+        _complain(complaint)
     return status
+
+
+def _complain(text: str) -> None:
+    print(f"mpikv bench: {text}", file=sys.stderr, flush=True)

@@ -14,7 +14,9 @@ from .rules import Rule
 
 __all__ = ["Comparison", "Factory", "Group", "Inputs", "Skipped", "unless"]
 
-Factory = Callable[[], Contender]
+Factory = Callable[[], Callable[[], Contender]]
+"""Looks whether a case can be had and makes its arrays; returns what makes the contender, which may be collective. So
+what fails on one rank alone, as memory that is short, fails before any rank waits for it."""
 
 
 class Skipped(Exception):
@@ -44,7 +46,7 @@ class Group:
     """None: the values are sums."""
     rounds: int
     factories: Mapping[str, Factory]
-    """By the names of the cases, in the order of their making. Collective; they may raise :class:`Skipped`."""
+    """By the names of the cases, in the order of their making. They may raise :class:`Skipped`."""
     comparisons: Sequence[Comparison] = ()
     floors: Mapping[str, int] = field(default_factory=dict)
     """Bytes per element that a case must move, over all ranks, where that is known."""
@@ -86,9 +88,9 @@ class Inputs:
 def unless(problem: Callable[[], str], factory: Factory) -> Factory:
     """Return a factory that raises :class:`Skipped` where there is a problem."""
 
-    def make() -> Contender:
+    def prepare() -> Callable[[], Contender]:
         if why := problem():
             raise Skipped(why)
         return factory()
 
-    return make
+    return prepare

@@ -46,8 +46,13 @@ def lines(document: Report) -> Iterator[str]:
     if rows:
         yield "\nratios of medians over the rounds (below 1: ours takes less time)"
         yield from _table([("goal", "ours", "peer", "ratio", "bound"), *rows])
+        if any(row[-1] for row in rows):
+            yield "bound: what this project wants the ratio to be at most, on two ranks with a core each; no limit."
         if any("PyTorch" in row[0] for row in rows):
             yield "PyTorch hides its exchange behind the backward pass; this compares exchange and update alone."
+    if len(jobs) > 1:
+        yield "\nmedians by the number of ranks (each rank brings as much: more ranks, more work)"
+        yield from _table(list(_scaling(jobs)))
     for job in jobs:
         yield from _details(job, f" ({_ranks(job)})" if len(jobs) > 1 else "")
     if any("memory" in group for job in jobs for group in job["groups"]):
@@ -89,6 +94,17 @@ def _ratios(job: Report, *, several: bool) -> Iterator[tuple[str, ...]]:
             yield one["goal"] + ranks, *map(seconds_text, times), ratio, bound
 
 
+def _scaling(jobs: Sequence[Report]) -> Iterator[tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for column, job in enumerate(jobs):
+        for group in job["groups"]:
+            for case in group["cases"]:
+                row = found.setdefault(f"{group['title']}: {case['name']}", [""] * len(jobs))
+                row[column] = "wrong" if case["name"] in group["wrong"] else seconds_text(case["median"])
+    yield "case", *map(_ranks, jobs)
+    yield from ((name, *row) for name, row in found.items())
+
+
 def _details(job: Report, ranks: str) -> Iterator[str]:
     sizes = [group for group in job["groups"] if group["name"].startswith("sizes/")]
     if sizes:
@@ -109,14 +125,18 @@ def _details(job: Report, ranks: str) -> Iterator[str]:
 
 
 def _size_rows(sizes: Iterable[Report]) -> Iterator[tuple[str, ...]]:
-    yield "size", "push", "pull", "pushpull", "Allreduce", "pushpull / Allreduce", "GB/s of pushpull"
+    verbs = "push", "pull", "pushpull", "Allreduce"
+    yield "size", *verbs, "pushpull / Allreduce", *(f"GB/s, {verb}" for verb in verbs[:3])
     for group in sizes:
         medians = {case["name"]: case["median"] for case in group["cases"]}
-        ours, peer = medians.get("pushpull"), medians.get("Allreduce")
-        if ours is not None and peer is not None:
-            times = [seconds_text(medians[name]) for name in ("push", "pull", "pushpull", "Allreduce")]
-            size = group["title"].removeprefix("sum of ")
-            yield size, *times, f"{ours / peer:.2f}", f"{4e-9 * group['elements'] / ours:.3g}"
+        times = [medians.get(verb) for verb in verbs]
+        *_, ours, peer = times
+        yield (
+            group["title"].removeprefix("sum of "),
+            *("" if time is None else seconds_text(time) for time in times),
+            "" if ours is None or peer is None else f"{ours / peer:.2f}",
+            *("" if time is None else f"{4e-9 * group['elements'] / time:.3g}" for time in times[:3]),
+        )
 
 
 def _cases(group: Report) -> Iterator[str]:

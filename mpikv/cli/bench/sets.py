@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ...typing import Array
@@ -10,7 +11,7 @@ from .cases import Comparison, Factory, Group, Inputs, unless
 from .keysets import KeySet, key_set
 from .options import Options
 from .peers import Memcpy, ReducePerKey
-from .rules import RULES, Rule
+from .rules import Rule
 from .stores import PrivateArrays, ZeroCopy, kernels_problem
 from .torch_peer import TorchBuckets, torch_problem
 
@@ -43,19 +44,19 @@ _BOUNDS = {
 }
 
 
-def whole_set(comm: Any, options: Options, name: str) -> Group:
-    """Return the group of the key set of that name: the store, the yardstick and peers."""
-    keys, rule = key_set(name, quick=options.quick), RULES[options.optimizer]
+def whole_set(comm: Any, options: Options, name: str, rule: Rule) -> Group:
+    """Return the group of the key set of that name with an optimizer: the store, the yardstick and peers."""
+    keys = key_set(name, quick=options.quick)
     inputs = Inputs(comm.rank, keys)
     bounded = name != "many" and (rule.name, comm.size, options.quick) == ("sgd", 2, False)
     return Group(
-        name,
+        f"{name}/{rule.name}",
         f"{keys.title} ({len(keys.shapes):,} keys, {keys.nbytes / 1e6:.3g} MB), {rule.title}",
         keys,
         rule,
         options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
         _contenders(comm, options, keys, rule, inputs),
-        _comparisons(keys.title, _BOUNDS if bounded else {}),
+        _comparisons(f"{keys.title}, {rule.title}", _BOUNDS if bounded else {}),
         _floors(rule, comm.size),
         inputs,
         # Each rank: gradients, outputs and buffers (twice), weights of a peer, and PyTorch's buckets, weights, states
@@ -68,13 +69,10 @@ def _contenders(comm: Any, options: Options, keys: KeySet, rule: Rule, inputs: I
     numba = {**options.settings, "kernels": "numba"}
 
     def private(settings: Mapping[str, Any], outs: Callable[[], list[Array]]) -> Factory:
-        return lambda: PrivateArrays(keys, rule, settings, inputs.gradients, outs())
+        return lambda: partial(PrivateArrays, keys, rule, settings, inputs.gradients, outs())
 
     def zero_copy(settings: Mapping[str, Any]) -> Factory:
-        return lambda: ZeroCopy(keys, rule, settings, inputs.gradients)
-
-    def torch() -> TorchBuckets:
-        return TorchBuckets(comm, inputs.gradients, rule)
+        return lambda: partial(ZeroCopy, keys, rule, settings, inputs.gradients)
 
     return {
         "store": private(options.settings, lambda: inputs.outs),
@@ -82,9 +80,11 @@ def _contenders(comm: Any, options: Options, keys: KeySet, rule: Rule, inputs: I
         "zero copy": zero_copy(options.settings),
         "zero copy numba": unless(lambda: kernels_problem("numba"), zero_copy(numba)),
         # Into the outputs of the store, which are checked after one more step of the store.
-        "memcpy": lambda: Memcpy(inputs.gradients, inputs.outs),
-        "Reduce per key": lambda: ReducePerKey(comm, inputs.gradients, rule),
-        "torch DDP": unless(lambda: torch_problem(comm, rule), torch),
+        "memcpy": lambda: partial(Memcpy, inputs.gradients, inputs.outs),
+        "Reduce per key": lambda: partial(ReducePerKey, comm, inputs.gradients, rule),
+        "torch DDP": unless(
+            lambda: torch_problem(comm, rule), lambda: partial(TorchBuckets, comm, inputs.gradients, rule)
+        ),
     }
 
 

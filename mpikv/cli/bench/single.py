@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from .cases import Comparison, Factory, Group, Inputs
 from .keysets import KeySet
@@ -49,7 +53,7 @@ def hundred_keys(comm: Any, options: Options) -> Group:
     inputs = Inputs(comm.rank, keys)
 
     ours: dict[str, Factory] = {
-        "pushpull": lambda: PrivateArrays(keys, RULES["sgd"], options.settings, inputs.gradients, inputs.outs)
+        "pushpull": lambda: partial(PrivateArrays, keys, RULES["sgd"], options.settings, inputs.gradients, inputs.outs)
     }
     return _beside_the_loop(comm, options, "push-pull/100 keys", inputs, keys, ours, 0.35)
 
@@ -60,7 +64,7 @@ def _sum(
     keys = KeySet(_shown(nbytes), ((nbytes // 4,),))
     inputs, shared = Inputs(comm.rank, keys), _Shared(keys, None, options)
     factories: dict[str, Factory] = {verb: _verb(shared, inputs, verb) for verb in verbs}
-    factories["Allreduce"] = lambda: Allreduce(comm, inputs.gradients[0])
+    factories["Allreduce"] = lambda: partial(Allreduce, comm, inputs.gradients[0])
     return Group(name, f"sum of {keys.title}", keys, None, _rounds(options), factories, comparisons)
 
 
@@ -74,7 +78,7 @@ def _beside_the_loop(
         )
         for case in ours
     ]
-    factories: dict[str, Factory] = {**ours, "Allreduce loop": lambda: AllreduceLoop(comm, inputs.gradients)}
+    factories: dict[str, Factory] = {**ours, "Allreduce loop": lambda: partial(AllreduceLoop, comm, inputs.gradients)}
     return Group(name, title, keys, RULES["sgd"], _rounds(options), factories, comparisons)
 
 
@@ -92,7 +96,12 @@ class _Shared:
 
 
 def _verb(shared: _Shared, inputs: Inputs, verb: str) -> Factory:
-    return lambda: Verb(shared.store(), shared.rule, verb, inputs.gradients[0])
+    def prepare() -> Callable[[], Verb]:
+        value = inputs.gradients[0]
+        out = np.empty_like(value)
+        return lambda: Verb(shared.store(), shared.rule, verb, value, out)
+
+    return prepare
 
 
 def _bound(comm: Any, options: Options, bound: float) -> float | None:

@@ -46,10 +46,9 @@ def _is_exact(kv: KVStore, rule: Rule | None) -> bool:
 class Verb:
     """One or two calls for a single key of a store that others use, too."""
 
-    def __init__(self, kv: KVStore, rule: Rule | None, verb: str, value: Array) -> None:
+    def __init__(self, kv: KVStore, rule: Rule | None, verb: str, value: Array, out: Array) -> None:
         """``verb`` is ``push``, ``pull``, ``pushpull`` or ``push, pull``."""
-        self.exact, self._kv = _is_exact(kv, rule), kv
-        self._out = out = np.empty_like(value)
+        self.exact, self._kv, self._out = _is_exact(kv, rule), kv, out
 
         def push_and_pull() -> None:
             kv.push(0, value)

@@ -7,6 +7,7 @@ from typing import Any
 
 from .cases import Group
 from .options import Options
+from .rules import RULES
 from .sets import whole_set
 from .single import hundred_keys, one_key, one_large_array, sizes
 
@@ -24,4 +25,5 @@ def groups(comm: Any, options: Options) -> Iterator[Group]:
         elif name == "sizes":
             yield from sizes(comm, options)
         else:
-            yield whole_set(comm, options, name)
+            for optimizer in options.optimizers:
+                yield whole_set(comm, options, name, RULES[optimizer])

@@ -9,7 +9,8 @@ import gc
 import json
 import os
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from .suites import groups
 __all__ = ["Report", "run"]
 
 Report = dict[str, Any]
+Result = TypeVar("Result")
 
 _LOOK = 0.5
 _SETTINGS = ("MPIKV_", "MPIR_CVAR_", "OMPI_MCA_")
@@ -117,7 +119,8 @@ def _measure_group(comm: Any, group: Group, progress: Progress) -> Report:
         return report | {"cases": [], "skipped": dict.fromkeys(group.factories, why), "comparisons": [], "wrong": {}}
     progress.begin(group)
     cases, skipped, memory = _make(comm, group)
-    measure(comm, cases, group.rounds, lambda done: progress.after_round(done, cases))
+    if cases:
+        measure(comm, cases, group.rounds, lambda done: progress.after_round(done, cases))
     wrong = _check(comm, cases, group)
     progress.end()
     for case in cases:
@@ -139,19 +142,40 @@ def _make(comm: Any, group: Group) -> tuple[list[Case], dict[str, str], dict[str
     for name, factory in group.factories.items():
         before = _before()
         try:
-            cases.append(_warmed(name, factory))
-        except (Skipped, MPIKVError, MemoryError) as error:
-            skipped[name] = str(error)
+            cases.append(_made(comm, name, factory))
+        except Skipped as why:
+            skipped[name] = str(why)
             continue
         if group.inputs:
             memory[name] = comm.allgather(_growth(before))
     return cases, skipped, memory
 
 
-def _warmed(name: str, factory: Factory) -> Case:
-    case = Case(name, factory())
-    case.run_once()
+def _made(comm: Any, name: str, factory: Factory) -> Case:
+    """Return a case that every rank has made and run once; else raise :class:`Skipped` on every rank. Collective."""
+    case = Case(name, _together(comm, _together(comm, factory)))
+    try:
+        _together(comm, case.run_once)
+    except Skipped:
+        case.contender.close()
+        raise
     return case
+
+
+def _together(comm: Any, work: Callable[[], Result]) -> Result:
+    """Return what the work returns; raise :class:`Skipped` on every rank if it failed on any: the others would wait for
+    that one in the next collective. Collective.
+    """
+    problem = ""
+    try:
+        result = work()
+    except (Skipped, MPIKVError, MemoryError) as error:
+        problem = str(error) or type(error).__name__
+    problems = comm.allgather(problem)
+    if any(problems):
+        rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+        raise Skipped(text if all(problems) else f"rank {rank}: {text}")
+    return result
 
 
 def _before() -> Memory:
