@@ -57,6 +57,8 @@ class Exchange:
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self._kernels = kernels
+        # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
+        self._adding = transport.shared and (transport.size == 2 or (transport.size > 2 and not deterministic))
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision
@@ -86,7 +88,9 @@ class Exchange:
         if plan is None:
             self.table.check_kind(keys)
             entries = [self.table[key] for key in keys]
-            plan = build(entries, self.placement, self.transport, self.updater, self._kernels, self._scratch)
+            plan = build(
+                entries, self.placement, self.transport, self.updater, self._kernels, self._scratch, self._adding
+            )
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans))).memo.clear()
             self._plans[name] = plan
@@ -252,6 +256,9 @@ class Exchange:
         parts: Sequence[Part] = bucket.runs if steps.uniform else bucket.parts
         summed = not parts or terms[0] is bucket.total
         for part in parts:
+            if part.add_and_update is not None:
+                part.add_and_update(*_two_terms(terms, part), steps.each[part.item])
+                continue
             if not summed:
                 self._add(terms, part.low, part.high, part.total)
             if part.update is not None:
@@ -406,7 +413,7 @@ class Exchange:
         """Raise if the updater cannot update values of these dtypes; compile what it needs for them. Local."""
         for dtype in dtypes:
             updater.slots(dtype)
-            self._kernels.prepare(updater, dtype)
+            self._kernels.prepare(updater, dtype, self._adding)
 
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""
@@ -437,6 +444,15 @@ class Exchange:
 
 
 _KEYS = {int, str}
+
+
+def _two_terms(terms: Sequence[Array], part: Part) -> tuple[Array, Array]:
+    """Return what is left of the sum of a part: all terms but the last are added up."""
+    low, high = part.low, part.high
+    if len(terms) == 2:
+        return terms[0][low:high], terms[1][low:high]
+    add(terms[:-1], low, high, part.total)
+    return part.total, terms[-1][low:high]
 
 
 def _flat(given: Any) -> Sequence[Array]:

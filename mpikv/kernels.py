@@ -18,11 +18,14 @@ class NumpyKernels:
 
     rules: Sequence[str] = ()
 
-    def prepare(self, updater: Updater, dtype: np.dtype[Any]) -> None:
+    def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         pass
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         return updater.bind(total, value, state)
+
+    def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
+        return None  # a sum is one more operation, as all others of a rule
 
 
 def find(name: str) -> Kernels:

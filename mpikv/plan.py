@@ -54,7 +54,9 @@ class Part:
     value: Array
     state: dict[str, Array]
     update: Callable[[Any], None] | None
-    """What the updater bound to these arrays; None for updaters of whole values."""
+    """What the updater bound to these arrays; None for updaters of whole values, and where the next is there."""
+    add_and_update: Callable[[Array, Array, Any], None] | None
+    """The same for the sum of two arrays, which is then not written; None where it is made in ``total``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,14 +167,15 @@ def build(
     updater: Updater,
     kernels: Kernels,
     scratch: Array,
+    adding: bool = False,
 ) -> Plan:
     """Cut the keys into buckets.
 
     ``scratch`` is memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per
-    key instead.
+    key instead. ``adding`` lets kernels make the last addition of a sum.
     """
     keys = tuple(entry.key for entry in entries)
-    cutter = _Cutter(entries, placement, transport, updater, kernels, scratch)
+    cutter = _Cutter(entries, placement, transport, updater, kernels, scratch, adding)
     buckets: list[Bucket] = []
     totals: list[Array | None] = [None] * len(entries)
     for block, members in _by_block(entries).items():
@@ -265,10 +268,12 @@ class _Cutter:
         updater: Updater,
         kernels: Kernels,
         scratch: Array,
+        adding: bool,
     ) -> None:
         self.whole = updater.fallible or not updater.elementwise
         self._entries, self._placement, self._transport = entries, placement, transport
         self._updater, self._kernels, self._scratch = updater, kernels, scratch
+        self._adding = adding and not self.whole
 
     def bucket(self, block: Block, ranges: Sequence[tuple[int, int, int, int]]) -> Bucket:
         """Return the bucket of (item, first element of the key, start, stop) in a block."""
@@ -323,8 +328,10 @@ class _Cutter:
                 where = slice(start + share.low + low, start + share.low + high)
                 part_total = total[: high - low] if again and not self.whole else total[low:high]
                 value, state = block.values[where], {name: array[where] for name, array in block.state.items()}
-                update = None if self.whole else self._kernels.bind(self._updater, part_total, value, state)
-                yield Part(item, low, high, part_total, value, state, update)
+                both = self._kernels.bind_adding(self._updater, value, state) if self._adding else None
+                alone = not self.whole and both is None
+                update = self._kernels.bind(self._updater, part_total, value, state) if alone else None
+                yield Part(item, low, high, part_total, value, state, update, both)
 
 
 def _buffered(block: Block, start: int, stop: int, share: Share, transport: Transport) -> Buffered | None:

@@ -235,10 +235,22 @@ class Kernels(Protocol):
         """The names of the optimizers that have compiled code. All others run in numpy."""
         ...
 
-    def prepare(self, updater: Updater, dtype: np.dtype[Any]) -> None:
-        """Compile what the updater, with its present options, needs for values of this dtype, unless it is there."""
+    def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
+        """Compile what the updater, with its present options, needs for values of this dtype, unless it is there: what
+        :meth:`bind_adding` needs, or else :meth:`bind`.
+        """
         ...
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return what :meth:`Updater.bind` does. It heeds the options that the updater has when it is called."""
+        ...
+
+    def bind_adding(
+        self, updater: Updater, value: Array, state: Mapping[str, Array]
+    ) -> Callable[[Array, Array, Any], None] | None:
+        """Return a function of two arrays and a step that does to their sum what :meth:`bind`'s does to ``total``, and
+        does not write to them; or None where it gains nothing that the sum is not written to memory.
+
+        The arrays are flat and contiguous, of the size and the dtype of the value.
+        """
         ...

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mpikv import optimizers
 from mpikv.cli.launchers import clean
 from mpikv.kernels import NumpyKernels
 from mpikv.optimizers import BLOCK
-from mpikv.testing import UpdaterContract
+from mpikv.testing import KernelsContract, UpdaterContract
 
 WHY = "numba is not installed: pip install 'mpikv[numba]'"
 numba = pytest.importorskip("numba", reason=WHY)
@@ -78,13 +79,26 @@ def bits(array):
     return np.where(np.isnan(array), np.nan, array).astype(array.dtype).tobytes()
 
 
-def run(bind, optimizer, arrays, state, updates):
-    """Return the bits after each update."""
-    weight, *totals = (array.copy() for array in arrays)
+def in_numpy(optimizer, left, right, weight, state, step):
+    NumpyKernels().bind(optimizer, left + right, weight, state)(step)
+
+
+def in_a_loop(optimizer, left, right, weight, state, step):
+    compiled.bind(optimizer, left + right, weight, state)(step)
+
+
+def with_the_sum_in_a_loop(optimizer, left, right, weight, state, step):
+    compiled.bind_adding(optimizer, weight, state)(left, right, step)
+
+
+def run(update, optimizer, arrays, state, updates):
+    """Return the bits after each update by the sum of two neighbours of the arrays after the first."""
+    weight, *terms = (array.copy() for array in arrays)
     state = {name: array.copy() for name, array in state.items()}
     seen = []
-    for count, total in zip(updates, totals, strict=True):
-        bind(optimizer, total, weight, state)(optimizer.step("key", count))
+    for count, (left, right) in zip(updates, pairwise(terms), strict=True):
+        with np.errstate(all="ignore"):
+            update(optimizer, left, right, weight, state, optimizer.step("key", count))
         seen.append({name: bits(array) for name, array in {"weight": weight, **state}.items()})
     return seen
 
@@ -99,12 +113,11 @@ def test_same_bits_as_numpy(rule, dtype, data):
     size, wild = data.draw(SIZES), data.draw(st.sampled_from([0.0, 0.1, 0.9]))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     updates = [1, 2, data.draw(st.integers(3, 10**6))]
-    arrays = [numbers(random, size, dtype, wild) for _ in range(1 + len(updates))]
+    arrays = [numbers(random, size, dtype, wild) for _ in range(2 + len(updates))]
     state = {name: numbers(random, size, dtype, wild) for name in optimizer.states}
     state = {name: np.abs(array) if name in MAGNITUDES else array for name, array in state.items()}
-    with np.errstate(all="ignore"):
-        expected = run(NumpyKernels().bind, optimizer, arrays, state, updates)
-    assert run(compiled.bind, optimizer, arrays, state, updates) == expected
+    found = run(data.draw(st.sampled_from([in_a_loop, with_the_sum_in_a_loop])), optimizer, arrays, state, updates)
+    assert found == run(in_numpy, optimizer, arrays, state, updates)
 
 
 def test_every_loop_is_tested():
@@ -150,6 +163,11 @@ class TestContract(UpdaterContract):
         return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.5, **self.options))
 
 
+class TestKernels(KernelsContract):
+    def make(self):
+        return compiled
+
+
 def is_compiled(optimizer, total, value, state):
     """Return whether the bound function leaves the sum alone, as no rule in numpy does."""
     before = total.copy()
@@ -163,6 +181,7 @@ class TestWhatIsCompiled:
     def test_plain_arrays(self, dtype):
         total, value = np.ones((2, 5), dtype)
         assert is_compiled(optimizers.SGD(), total, value, {})
+        assert compiled.bind_adding(optimizers.SGD(), value, {}) is not None
 
     def test_a_subclass_keeps_its_own_rule(self):
         class Upwards(optimizers.SGD):
@@ -221,7 +240,7 @@ def test_options_may_change_at_any_time():
 
 def signatures(optimizer, dtype):
     loop, _ = compiled.FORMS[type(optimizer)](optimizer, optimizer.step("key", 1))
-    return compiled._compiled(loop, np.dtype(dtype)).signatures
+    return compiled._compiled(loop, np.dtype(dtype), False).signatures
 
 
 def test_a_push_finds_everything_compiled(monkeypatch):
@@ -250,7 +269,7 @@ def test_without_a_directory_for_what_was_compiled(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", refuse)
     monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
-    compiled.prepare(optimizers.SGD(), np.dtype(np.float32))
+    compiled.prepare(optimizers.SGD(), np.dtype(np.float32), False)
     assert len(signatures(optimizers.SGD(), "float32")) == 1
 
 

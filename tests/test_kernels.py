@@ -9,6 +9,12 @@ import pytest
 import mpikv
 from mpikv import optimizers
 from mpikv.kernels import NumpyKernels, find
+from mpikv.testing import KernelsContract
+
+
+class TestNumpy(KernelsContract):
+    def make(self):
+        return find("numpy")
 
 
 def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):

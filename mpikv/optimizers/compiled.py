@@ -8,6 +8,9 @@ numbers are rounded to that dtype first, as numpy does, and the compiler may not
 Compiled are the rules of :data:`FORMS` for float32 and float64. All else is left to the updater: half precision,
 updaters of whole values, and classes that are not in the table, subclasses among them, whose rule may be another.
 
+A loop can make the sum of a push, too, or the last addition of several: it then reads two arrays instead of their sum,
+which is never written.
+
 This is the only module that imports numba, and it is imported when numba's kernels are asked for.
 """
 
@@ -17,9 +20,9 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import llvmlite.binding as llvm
 import numba
@@ -35,12 +38,12 @@ from .rmsprop import RMSProp
 from .sgd import SGD, Test
 from .signum import Signum
 
-__all__ = ["FORMS", "bind", "prepare", "rules"]
+__all__ = ["FORMS", "bind", "bind_adding", "prepare", "rules"]
 
 Loop: TypeAlias = Callable[..., None]
-"""``loop(total, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The gradient is
-``clip(scale * total, -bound, bound)``; where ``wd`` is part of it, :func:`_decayed` adds it. Only ``total`` is not
-written."""
+"""``loop(total, term, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The
+gradient is ``clip(scale * (total + term), -bound, bound)``, where ``term`` may be None; where ``wd`` is part of it,
+:func:`_decayed` adds it. ``total`` and ``term`` are not written."""
 
 Call: TypeAlias = "tuple[Loop, tuple[float, ...]]"
 """A loop and its last numbers."""
@@ -55,42 +58,50 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 _OPTIONS = {"error_model": "numpy"}
 
 
-def prepare(updater: Updater, dtype: np.dtype[Any]) -> None:
+def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
     """Compile, or load, what the updater's present options need for values of this dtype. Local."""
-    if not isinstance(updater, Optimizer) or not _is_compiled(updater, dtype):
+    nothing = np.empty(0, dtype)
+    state = dict.fromkeys(updater.slots(dtype), nothing)
+    if not _is_compiled(updater, nothing, *state.values()):
         return
-    total, value = np.empty(0, dtype), np.empty(0, dtype)
-    state = {name: np.empty(0, dtype) for name in updater.states}
     # That what was compiled cannot be kept, on a full disk, is found out when it is ready to be used.
     with suppress(OSError):
-        bind(updater, total, value, state)(Step(1.0, 0.0, updater.correction(1)))
+        _bound(updater, nothing, state)(nothing, nothing if adding else None, Step(1.0, 0.0, updater.correction(1)))
 
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
     """Return what ``updater.bind`` does, compiled where there is a compiled form for these arrays."""
-    arrays = [total, value, *state.values()]
-    plain = all(array.flags.carray and array.dtype == value.dtype for array in arrays)
-    if not isinstance(updater, Optimizer) or not plain or not _is_compiled(updater, value.dtype):
+    if not _is_compiled(updater, total, value, *state.values()):
         return updater.bind(total, value, state)
-    return _bound(updater, FORMS[type(updater)], total.reshape(-1), value.reshape(-1), state)
+    return partial(_bound(updater, value, state), total.reshape(-1), None)
 
 
-def _is_compiled(optimizer: Optimizer, dtype: np.dtype[Any]) -> bool:
-    return type(optimizer) in FORMS and dtype in _DTYPES
+def bind_adding(
+    updater: Updater, value: Array, state: Mapping[str, Array]
+) -> Callable[[Array, Array, Any], None] | None:
+    """Return what does the same to the sum of two arrays, where there is a compiled form for these."""
+    return _bound(updater, value, state) if _is_compiled(updater, value, *state.values()) else None
+
+
+def _is_compiled(updater: Updater, *arrays: Array) -> TypeGuard[Optimizer]:
+    dtype = arrays[0].dtype
+    known = type(updater) in FORMS and dtype in _DTYPES
+    return known and all(array.flags.carray and array.dtype == dtype for array in arrays)
 
 
 def _bound(
-    optimizer: Optimizer, form: Form, total: Array, weight: Array, state: Mapping[str, Array]
-) -> Callable[[Step], None]:
-    arrays = {name: array.reshape(-1) for name, array in state.items()}
-    dtype = weight.dtype
+    optimizer: Optimizer, value: Array, state: Mapping[str, Array]
+) -> Callable[[Array, Array | None, Step], None]:
+    form, dtype = FORMS[type(optimizer)], value.dtype
+    weight, arrays = value.reshape(-1), {name: array.reshape(-1) for name, array in state.items()}
 
-    def update(step: Step) -> None:
+    def update(total: Array, term: Array | None, step: Step) -> None:
         # Options may have changed since the last call.
         loop, numbers = form(optimizer, step)
         bound = math.inf if optimizer.clip_gradient is None else optimizer.clip_gradient
-        _compiled(loop, dtype)(
+        _compiled(loop, dtype, term is not None)(
             total,
+            term,
             weight,
             *[arrays[name] for name in optimizer.states],
             optimizer.rescale_grad,
@@ -103,16 +114,16 @@ def _bound(
 
 
 @cache
-def _compiled(loop: Loop, dtype: np.dtype[Any]) -> Loop:
-    """Return the loop, to be compiled at its first call, for arrays of a dtype.
+def _compiled(loop: Loop, dtype: np.dtype[Any], adding: bool) -> Loop:
+    """Return the loop, to be compiled at its first call, for arrays of a dtype, with a second term or without.
 
     What was compiled is kept on disk. numba numbers the versions of one function there, and ranks that compile
-    different ones at the same time give out one number twice. So each dtype and each processor has its own function.
+    different ones at the same time give out one number twice. So each of them, on each processor, has its own function.
     """
     assert isinstance(loop, FunctionType)
     named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
     processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
-    named.__qualname__ = f"{loop.__name__}-{dtype.name}-{processor:08x}"
+    named.__qualname__ = f"{loop.__name__}-{dtype.name}-{'adding-' * adding}{processor:08x}"
     try:
         return cast(Loop, numba.njit(named, cache=True, **_OPTIONS))
     except RuntimeError:  # there is no directory that can be written
@@ -125,6 +136,12 @@ def _inner(function: Function) -> Function:
 
 
 # --- Parts, for one element
+
+
+@_inner
+def _sum(total: Any, term: Any, i: int) -> Any:
+    # Which of the two it is, is decided when a loop is compiled.
+    return total[i] if term is None else total[i] + term[i]
 
 
 @_inner
@@ -162,92 +179,98 @@ def _signed(number: Any) -> Any:
 # Numbers are rounded to the dtype of the arrays first: an operation with a float64 would be made in float64.
 
 
-def _descent(total: Array, weight: Array, *numbers: float) -> None:
+def _descent(total: Array, term: Array | None, weight: Array, *numbers: float) -> None:
     scale, bound, wd, rate = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate = number(scale), number(bound), number(wd), number(rate)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         weight[i] = weight[i] - g * rate
 
 
-def _momentum(total: Array, weight: Array, velocity: Array, *numbers: float) -> None:
+def _momentum(total: Array, term: Array | None, weight: Array, velocity: Array, *numbers: float) -> None:
     scale, bound, wd, rate, momentum = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, momentum = number(scale), number(bound), number(wd), number(rate), number(momentum)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         v = velocity[i] * momentum - g * rate
         velocity[i] = v
         weight[i] = weight[i] + v
 
 
-def _nesterov(total: Array, weight: Array, velocity: Array, *numbers: float) -> None:
+def _nesterov(total: Array, term: Array | None, weight: Array, velocity: Array, *numbers: float) -> None:
     scale, bound, wd, rate, momentum = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, momentum = number(scale), number(bound), number(wd), number(rate), number(momentum)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays) * rate
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays) * rate
         v = velocity[i] * momentum - g
         velocity[i] = v
         weight[i] = weight[i] + (v * momentum - g)
 
 
-def _sign(total: Array, weight: Array, *numbers: float) -> None:
+def _sign(total: Array, term: Array | None, weight: Array, *numbers: float) -> None:
     scale, bound, wd, rate, decay = numbers
     number, decays, decays_apart = weight.dtype.type, wd != 0, decay != 0
     scale, bound, wd, rate, decay = number(scale), number(bound), number(wd), number(rate), number(decay)
     for i in range(weight.size):
         w = weight[i]
-        g = _decayed(_clipped(total[i] * scale, bound), w, wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), w, wd, decays)
         weight[i] = w - _decayed(_signed(g), w, decay, decays_apart) * rate
 
 
-def _signum(total: Array, weight: Array, mean: Array, *numbers: float) -> None:
+def _signum(total: Array, term: Array | None, weight: Array, mean: Array, *numbers: float) -> None:
     scale, bound, wd, rate, decay, kept, taken = numbers
     number, decays, decays_apart = weight.dtype.type, wd != 0, decay != 0
     scale, bound, wd, rate, decay = number(scale), number(bound), number(wd), number(rate), number(decay)
     kept, taken = number(kept), number(taken)
     for i in range(weight.size):
         w = weight[i]
-        g = _decayed(_clipped(total[i] * scale, bound), w, wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), w, wd, decays)
         m = _averaged(mean[i], g, kept, taken)
         mean[i] = m
         weight[i] = w - _decayed(_signed(m), w, decay, decays_apart) * rate
 
 
-def _adagrad(total: Array, weight: Array, history: Array, *numbers: float) -> None:
+def _adagrad(total: Array, term: Array | None, weight: Array, history: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         h = history[i] + g * g
         history[i] = h
         weight[i] = weight[i] - g / (math.sqrt(h) + epsilon) * rate
 
 
-def _rmsprop(total: Array, weight: Array, variance: Array, *numbers: float) -> None:
+def _rmsprop(total: Array, term: Array | None, weight: Array, variance: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon, largest, kept, taken = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     largest, kept, taken = number(largest), number(kept), number(taken)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         v = _averaged(variance[i], g * g, kept, taken)
         variance[i] = v
         weight[i] = _clipped(weight[i] - g / (math.sqrt(v) + epsilon) * rate, largest)
 
 
 def _rmsprop_centered(
-    total: Array, weight: Array, mean: Array, variance: Array, velocity: Array, *numbers: float
+    total: Array,
+    term: Array | None,
+    weight: Array,
+    mean: Array,
+    variance: Array,
+    velocity: Array,
+    *numbers: float,
 ) -> None:
     scale, bound, wd, rate, epsilon, largest, kept, taken, momentum = numbers
     number, decays, zero = weight.dtype.type, wd != 0, weight.dtype.type(0)
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     largest, kept, taken, momentum = number(largest), number(kept), number(taken), number(momentum)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         m = _averaged(mean[i], g, kept, taken)
         s = _averaged(variance[i], g * g, kept, taken)
         v = velocity[i] * momentum - g / math.sqrt(_maximum(s - m * m, zero) + epsilon) * rate
@@ -255,73 +278,73 @@ def _rmsprop_centered(
         weight[i] = _clipped(weight[i] + v, largest)
 
 
-def _adadelta(total: Array, weight: Array, squares: Array, deltas: Array, *numbers: float) -> None:
+def _adadelta(total: Array, term: Array | None, weight: Array, squares: Array, deltas: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon, kept, taken = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     kept, taken = number(kept), number(taken)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         s = _averaged(squares[i], g * g, kept, taken)
         d = g / math.sqrt(s + epsilon) * math.sqrt(deltas[i] + epsilon)
         squares[i], deltas[i] = s, _averaged(deltas[i], d * d, kept, taken)
         weight[i] = weight[i] - d * rate
 
 
-def _adam(total: Array, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
+def _adam(total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         m = _averaged(mean[i], g, kept, taken)
         v = _averaged(variance[i], g * g, kept_squares, taken_squares)
         mean[i], variance[i] = m, v
         weight[i] = weight[i] - m / (math.sqrt(v) + epsilon) * rate
 
 
-def _adamw(total: Array, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
+def _adamw(total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares, decay = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, rate, epsilon, decay = number(scale), number(bound), number(rate), number(epsilon), number(decay)
     kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
     for i in range(weight.size):
-        g = _clipped(total[i] * scale, bound)
+        g = _clipped(_sum(total, term, i) * scale, bound)
         m = _averaged(mean[i], g, kept, taken)
         v = _averaged(variance[i], g * g, kept_squares, taken_squares)
         mean[i], variance[i] = m, v
         weight[i] = weight[i] - _decayed(m / (math.sqrt(v) + epsilon) * rate, weight[i], decay, decays)
 
 
-def _nadam(total: Array, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
+def _nadam(total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares, of_gradient, of_mean = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
     of_gradient, of_mean = number(of_gradient), number(of_mean)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         m = _averaged(mean[i], g, kept, taken)
         v = _averaged(variance[i], g * g, kept_squares, taken_squares)
         mean[i], variance[i] = m, v
         weight[i] = weight[i] - (g * of_gradient + m * of_mean) / (math.sqrt(v) + epsilon) * rate
 
 
-def _adamax(total: Array, weight: Array, mean: Array, largest: Array, *numbers: float) -> None:
+def _adamax(total: Array, term: Array | None, weight: Array, mean: Array, largest: Array, *numbers: float) -> None:
     scale, bound, wd, rate, epsilon, kept, taken, kept_largest = numbers
     number, decays = weight.dtype.type, wd != 0
     scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
     kept, taken, kept_largest = number(kept), number(taken), number(kept_largest)
     for i in range(weight.size):
-        g = _decayed(_clipped(total[i] * scale, bound), weight[i], wd, decays)
+        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
         m = _averaged(mean[i], g, kept, taken)
         u = _maximum(largest[i] * kept_largest, abs(g) + epsilon)
         mean[i], largest[i] = m, u
         weight[i] = weight[i] - m / u * rate
 
 
-def _ftrl(total: Array, weight: Array, z: Array, n: Array, *numbers: float) -> None:
+def _ftrl(total: Array, term: Array | None, weight: Array, z: Array, n: Array, *numbers: float) -> None:
     scale, bound, wd, rate, lamda1, beta = numbers
     if rate == 0:
         return
@@ -329,7 +352,7 @@ def _ftrl(total: Array, weight: Array, z: Array, n: Array, *numbers: float) -> N
     scale, bound, wd, rate = number(scale), number(bound), number(wd), number(rate)
     lamda1, beta = number(lamda1), number(beta)
     for i in range(weight.size):
-        g = _clipped(total[i] * scale, bound)
+        g = _clipped(_sum(total, term, i) * scale, bound)
         before, squares = math.sqrt(n[i]), n[i] + g * g
         root = math.sqrt(squares)
         evidence = z[i] + (g - (root - before) / rate * weight[i])

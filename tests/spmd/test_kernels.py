@@ -12,12 +12,8 @@ from mpikv import optimizers
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'mpikv[numba]'")
 
-STORES = [
-    {"transport": "shm"},
-    {"transport": "shm", "placement": "root", "bucket_bytes": 4096},
-    {"transport": "mpi", "bucket_bytes": 4096},
-    {"transport": "mpi", "placement": "replicated"},
-]
+SHARED = [{"transport": "shm"}, {"transport": "shm", "placement": "root", "bucket_bytes": 4096}]
+APART = [{"transport": "mpi", "bucket_bytes": 4096}, {"transport": "mpi", "placement": "replicated"}]
 OPTIMIZERS = {
     "sgd": {"momentum": 0.9, "wd": 0.01, "clip_gradient": 1.5},
     "adam": {"rescale_grad": 0.3},
@@ -62,17 +58,60 @@ def training(random, **options):
             yield {key: array.tobytes() for key, array in result.items()}
 
 
-@pytest.mark.ranks(1, 2, 4)
+def described(options):
+    return "-".join(map(str, options.values()))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("options", STORES, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize("options", SHARED, ids=described)
 def test_same_bits_as_a_store_with_numpy(name, options, comm):
+    compare(name, options, comm)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.deadline(60)
+def test_same_bits_where_sums_are_made_in_pairs(comm):
+    compare("adam", {"transport": "shm", "deterministic": True}, comm)
+
+
+# What is compiled has no part in their sums: one number of ranks is enough.
+@pytest.mark.ranks(2)
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("options", APART, ids=described)
+def test_same_bits_where_mpi_adds(name, options, comm):
+    compare(name, options, comm)
+
+
+def compare(name, options, comm):
     results = [
         list(training(np.random.default_rng(5), name=name, comm=comm, kernels=kernels, **options))
         for kernels in ("numpy", "numba")
     ]
     assert results[0] == results[1]
     assert len({result["large"] for result in results[0]}) == 6
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_last_addition_is_made_with_the_update(comm, deterministic):
+    from mpikv.optimizers import compiled
+
+    with mpikv.create(comm=comm, kernels="numba", transport="shm", deterministic=deterministic) as kv:
+        kv.init("w", np.zeros(300_000))
+        kv.set_optimizer("adam")
+        kv.push("w", np.ones(300_000))
+        # Of two terms nothing is written; of three, the sum of the first two; in pairs, that of all.
+        assert set(kv._exchange._scratch[:8].view(np.float64)) == {
+            0.0 if kv.size == 2 else 3.0 if deterministic else 2.0
+        }
+        together = kv.size == 2 or not deterministic
+        # Nothing more was compiled than was prepared.
+        loop = compiled._compiled(compiled._adam, np.dtype(np.float64), together)
+        assert len(loop.signatures) == 1
 
 
 @pytest.mark.ranks(2, 4)
