@@ -10,7 +10,7 @@ import numpy as np
 from .errors import TransportUnavailable
 from .typing import Array, Kernels, Updater
 
-__all__ = ["NumpyKernels", "find"]
+__all__ = ["NumpyKernels", "find_kernels"]
 
 
 class NumpyKernels:
@@ -28,7 +28,7 @@ class NumpyKernels:
         return None  # a sum is one more operation, as all others of a rule
 
 
-def find(name: str) -> Kernels:
+def find_kernels(name: str) -> Kernels:
     """Return the kernels of a name in :data:`mpikv.config.KERNELS`.
 
     Raises:

@@ -21,7 +21,7 @@ from .errors import (
     Unsupported,
     known_names,
 )
-from .kernels import find
+from .kernels import find_kernels
 from .store import LOST, OPEN, KVStore
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
@@ -111,7 +111,7 @@ def create(
             deterministic=deterministic,
             kernels=kernels,
         )
-        find(settings.kernels)
+        find_kernels(settings.kernels)
     except Exception as error:
         problem = error
     group = connect(comm, settings)

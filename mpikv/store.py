@@ -17,7 +17,7 @@ from .calls import Calls, Prepared
 from .config import Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
 from .exchange import Exchange
-from .kernels import find
+from .kernels import find_kernels
 from .plan import digest
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
@@ -66,7 +66,7 @@ class KVStore:
         self._type, self._root = name, root
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
-        self._exchange = Exchange(transport, config.placement, root, find(config.kernels), config.deterministic)
+        self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
         self._calls = Calls(self._exchange, self._agreement, group.rank)
         OPEN.append(self)
         self._running = ""

@@ -8,13 +8,13 @@ import pytest
 
 import mpikv
 from mpikv import optimizers
-from mpikv.kernels import NumpyKernels, find
+from mpikv.kernels import NumpyKernels, find_kernels
 from mpikv.testing import KernelsContract
 
 
 class TestNumpy(KernelsContract):
     def make(self):
-        return find("numpy")
+        return find_kernels("numpy")
 
 
 def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):
@@ -45,6 +45,6 @@ def test_numba_is_missing_by_the_variable(without_numba, monkeypatch):
 
 
 def test_names():
-    assert find("numpy").rules == ()
+    assert find_kernels("numpy").rules == ()
     with pytest.raises(mpikv.ConfigError, match=r"unknown kernels 'numbas' \(known: numba, numpy\); did you mean"):
         mpikv.create(kernels="numbas")

@@ -15,7 +15,7 @@ from typing import Any
 from .. import __version__
 from ..config import TRANSPORTS, Config, Launch, launch_of
 from ..errors import MPIKVError
-from ..kernels import find
+from ..kernels import find_kernels
 from ..transports import choose
 from ..world import Group, connect
 from .launchers import core_count, environment, find_launcher, find_library
@@ -93,7 +93,7 @@ def _describe_settings(environ: Mapping[str, str]) -> Report:
         origin = variable if usable and variable in environ else "default"
         values[field.name] = {"value": getattr(config, field.name), "origin": origin}
     try:
-        compiled = list(find(config.kernels).rules)
+        compiled = list(find_kernels(config.kernels).rules)
     except MPIKVError as error:
         compiled, problems = [], [*problems, str(error)]
     return {"values": values, "problems": problems, "compiled": compiled}

@@ -4,7 +4,7 @@ Subclass :class:`KernelsContract` in a test module and give the factory::
 
     class TestNumba(KernelsContract):
         def make(self):
-            return mpikv.kernels.find("numba")
+            return mpikv.kernels.find_kernels("numba")
 """
 
 from __future__ import annotations
