@@ -51,10 +51,14 @@ class _Window(NamedTuple):
     handle: Any
     memory: weakref.ref[Array]
     """Lives as long as any array over the window, each of which holds it."""
+    promised: int
+    """Bytes of which the system may not have made pages yet, so that it still calls them free."""
 
 
 # Windows that their ranks could not free because one of them still looked at it.
 _kept: list[_Window] = []
+# What all windows of this process, those of stores that were abandoned too, have been promised.
+_promised = 0
 
 
 class Group:
@@ -95,8 +99,8 @@ class Group:
     def share(self, nbytes: int, zeroed: bool = True) -> Array:
         """Return memory that all ranks of this host share, aligned to 128 bytes. Freed by :meth:`close`.
 
-        Collective over the host. ``zeroed=False`` leaves its pages alone: the system makes each when it is first used,
-        which takes a millisecond per megabyte.
+        Collective over the host. It holds zeros, or with ``zeroed=False`` anything: the system then makes each page
+        when it is first used, which takes a millisecond per megabyte.
 
         Raises:
             MemoryError: on every rank of the host, if its shared memory is too small.
@@ -104,9 +108,9 @@ class Group:
         if self.host_comm is None:
             return zeros(nbytes, _ALIGNMENT)
         # Writing to a window that does not fit would kill the process without a word.
-        free = self.host_comm.bcast(_free_bytes())
+        free = self.host_comm.bcast(_free_bytes() - _promised)
         if free < nbytes:
-            text = f"{nbytes} bytes of shared memory are needed and {_SHARED} has {free} free"
+            text = f"{nbytes} bytes of shared memory are needed and {_SHARED} has {max(free, 0)} free"
             raise settled(MemoryError(f"{text}; enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"))
         with self.translated("allocating shared memory"):
             return self._window(nbytes, zeroed)
@@ -118,7 +122,9 @@ class Group:
         # Plain loads and stores to a window are defined inside an access epoch only; this one lasts until close.
         window.Lock_all(mpi.MODE_NOCHECK)
         memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
-        self._windows.append(_Window(self._members, window, weakref.ref(memory)))
+        promised = 0 if zeroed else nbytes
+        self._windows.append(_Window(self._members, window, weakref.ref(memory), promised))
+        _promise(promised)
         start = -memory.__array_interface__["data"][0] % _ALIGNMENT
         memory = memory[start : start + nbytes]
         if zeroed and self.local_rank == 0:
@@ -193,6 +199,12 @@ class Group:
             else:
                 window.handle.Unlock_all()
                 window.handle.Free()
+                _promise(-window.promised)
+
+
+def _promise(nbytes: int) -> None:
+    global _promised
+    _promised += nbytes
 
 
 def connect(comm: Any, config: Config) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 import mpikv
 from mpikv import optimizers
 
-pytest.importorskip("numba", reason="numba is not installed: pip install 'mpikv[numba]'")
+if find_spec("numba") is None:
+    pytest.skip("numba is not installed: pip install 'mpikv[numba]'", allow_module_level=True)
 
 SHARED = [{"transport": "shm"}, {"transport": "shm", "placement": "root", "bucket_bytes": 4096}]
 APART = [{"transport": "mpi", "bucket_bytes": 4096}, {"transport": "mpi", "placement": "replicated"}]

@@ -231,3 +231,20 @@ def test_a_closed_store_can_be_collected():
     del kv
     gc.collect()
     assert seen() is None
+
+
+@pytest.mark.ranks(2, 4)
+def test_shared_memory_is_not_promised_twice(comm, monkeypatch):
+    """The system makes the pages of staging memory, and takes them from what is free, when they are first used."""
+    staging = 2 * comm.size * (1 << 20)
+    free = staging + (4 << 20)
+    monkeypatch.setattr("mpikv.world._free_bytes", lambda: free)
+    monkeypatch.setattr("mpikv.world._promised", 0)  # stores that were abandoned keep theirs
+    with mpikv.create(comm=comm, transport="shm") as kv:
+        with pytest.raises(MemoryError, match="of shared memory are needed and /dev/shm has"):
+            kv.init("large", np.zeros(5 << 20, np.int8))
+        kv.init("small", np.zeros(1 << 20, np.int8))
+        kv.push("small", np.ones(1 << 20, np.int8))
+        assert kv.pull("small").sum() == kv.size << 20
+    with mpikv.create(comm=comm, transport="shm"):
+        pass  # what was promised to a store that was closed is free again
