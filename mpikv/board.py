@@ -106,7 +106,9 @@ class Board:
         """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
         others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
         asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
-        return tuple(rank for rank, slot in asked if not _waits(int(slot["pid"]), int(slot["answers"])))
+        away = [(rank, slot) for rank, slot in asked if not _waits(int(slot["pid"]), int(slot["answers"]))]
+        # One that has given up before it was asked has left this package's code, too.
+        return tuple(rank for rank, slot in away if not slot["over"])
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
