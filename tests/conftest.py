@@ -8,6 +8,7 @@ plain ``pytest`` runs it on one rank here, without an MPI library, and launches 
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # In the background of a script interrupts are ignored, also by the jobs that tests start and interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
     )
