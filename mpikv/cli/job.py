@@ -29,7 +29,7 @@ GRACE = 4.0
 
 # In nanoseconds: how much later the first death may be seen than those that followed from it, and how far apart two
 # that look alike must be for their order to be believed.
-_MOMENT, _DOUBT = 50_000_000, 4_000_000
+_MOMENT, _DOUBT = 50_000_000, 20_000_000
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
