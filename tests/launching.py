@@ -421,6 +421,10 @@ class Here:
         self.counts: dict[int, list[int]] = {}
         self.shared_before = shared_memory()
 
+    def pytest_sessionstart(self) -> None:
+        # Else a session that is terminated would leave its job, and what that has in shared memory.
+        signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended by SIGTERM", 128 + signal.SIGTERM))
+
     def pytest_unconfigure(self) -> None:
         """Remove what no job of a test removed: Open MPI leaves the file of a process without a launcher."""
         # This process ends: it needs no name for the files that it alone still has.

@@ -116,6 +116,18 @@ def test_never_starts(number):
     pass
 """
 
+WAITS = """
+import pathlib, time
+import pytest
+
+@pytest.mark.ranks(2)
+@pytest.mark.deadline(100)
+def test_waits(comm):
+    comm.Barrier()
+    pathlib.Path(__file__).with_name("waits").touch()
+    time.sleep(1000)
+"""
+
 
 @dataclass
 class Session:
@@ -255,6 +267,22 @@ def test_a_failing_rank_ends_the_job_of_the_user(tmp_path: Path) -> None:
     assert session.seconds < 15
     assert "rank 1 of 2: test_cases.py::test_fails_on_rank_1[ranks=2]" in session.output
     assert "a reason" in session.output
+
+
+def test_a_session_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
+    for name in ("conftest.py", "launching.py"):
+        shutil.copy(HERE / name, tmp_path)
+    (tmp_path / "test_waits.py").write_text(WAITS)
+    environ = {**clean(os.environ), "PYTHONPATH": str(HERE.parent), "TMPDIR": str(tmp_path)}
+    shared_before = shared_memory()
+    with subprocess.Popen(pytest_command(), cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL) as session:
+        while session.poll() is None and not (tmp_path / "waits").exists():
+            time.sleep(0.02)
+        session.terminate()
+    assert session.returncode == 143
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("ranks-")] == []
+    assert processes_in(tmp_path) == []
+    assert shared_memory() <= shared_before
 
 
 def test_shared_memory_is_removed_when_no_process_has_it() -> None:
