@@ -218,7 +218,10 @@ class Exchange:
             send, self.staged = self.staged, None
             if send is None:
                 send = self._pack(bucket, sources)
-            self._take(bucket, self.placement.reduce(bucket, send, bucket.total), steps)
+            terms = self.placement.reduce(bucket, send, bucket.total)
+            if bucket.direct and self.transport.shared:
+                terms = self._with_own(bucket, terms, sources)
+            self._take(bucket, terms, steps)
             if outs is not None and previous is not None:
                 self._deliver(previous, outs)
             previous = bucket
@@ -228,20 +231,19 @@ class Exchange:
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
         """Return this rank's contribution to a bucket, in the outbox, or where it lies when the transport would copy it
-        anyway.
+        anyway. In shared memory the outbox lacks what this rank owns itself.
         """
-        transport = self.transport
-        if not transport.shared and len(bucket.pieces) == 1:
-            piece = bucket.pieces[0]
-            (array, *others) = _flat(sources[piece.item]) or (None,)
-            # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
-            if array is not None and not others and array.dtype == bucket.dtype and array.flags.carray:
-                return array[piece.begin : piece.end]
-        send = bucket.sends[transport.turn]
+        send = bucket.sends[self.transport.turn]
+        if bucket.direct and (whole := _in_place(bucket, sources)) is not None:
+            if not self.transport.shared:
+                return whole
+            low, high = bucket.share.low, bucket.share.high
+            send[:low], send[high:] = whole[:low], whole[high:]
+            return send
         if not bucket.dense:
             send.fill(0)
         if bucket.items is not None and are_plain(sources):
-            for slot, array in zip(bucket.slots[transport.turn], sources[bucket.items], strict=True):
+            for slot, array in zip(bucket.slots[self.transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
             return send
         for piece in bucket.pieces:
@@ -250,6 +252,13 @@ class Exchange:
             total = local_sum(arrays, bucket.dtype, self._in_pairs) if arrays else 0
             np.copyto(send[piece.at : piece.until], total, casting="unsafe")
         return send
+
+    def _with_own(self, bucket: Bucket, terms: Sequence[Array], sources: Arrays) -> Sequence[Array]:
+        """Return the terms with this rank's own where it lies, if :meth:`_pack` has left it there."""
+        whole, rank = _in_place(bucket, sources), self.transport.rank
+        if whole is None:
+            return terms
+        return (*terms[:rank], whole[bucket.share.low : bucket.share.high], *terms[rank + 1 :])
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
@@ -453,6 +462,16 @@ def _two_terms(terms: Sequence[Array], part: Part) -> tuple[Array, Array]:
         return terms[0][low:high], terms[1][low:high]
     add(terms[:-1], low, high, part.total)
     return part.total, terms[-1][low:high]
+
+
+def _in_place(bucket: Bucket, sources: Arrays) -> Array | None:
+    """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
+    piece = bucket.pieces[0]
+    (array, *others) = _flat(sources[piece.item]) or (None,)
+    # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
+    if array is None or others or array.dtype != bucket.dtype or not array.flags.carray:
+        return None
+    return array[piece.begin : piece.end]
 
 
 def _flat(given: Any) -> Sequence[Array]:

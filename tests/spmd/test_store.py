@@ -156,3 +156,36 @@ def test_the_state_of_an_earlier_optimizer_is_freed():
         kv.set_optimizer("sgd")
         gc.collect()
         assert state() is None
+
+
+def unaligned(array):
+    memory = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype)
+    memory[...] = array
+    return memory
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_large_arrays_are_summed_from_where_they_lie(placement, deterministic):
+    """What a rank owns itself may be read from its own array: another every time, of any layout, and never changed."""
+    layouts = (np.array, unaligned, read_only, lambda array: np.repeat(array, 2)[::2], lambda array: [array, 0 * array])
+    with mpikv.create(placement=placement, deterministic=deterministic, bucket_bytes=1 << 18) as kv:
+        kv.init("w", np.zeros(200_000, np.float32))
+        for step in range(2 * len(layouts)):
+            arrays = [np.arange(200_000, dtype=np.float32) * (rank + 1) + step for rank in range(kv.size)]
+            mine = layouts[(step + kv.rank) % len(layouts)](arrays[kv.rank])
+            if step % 2:
+                kv.push("w", mine)
+                total = kv.pull("w")
+            else:
+                total = kv.pushpull("w", mine, np.empty(200_000, np.float32))
+            # Whole numbers below 2**24, whose sums are exact.
+            np.testing.assert_array_equal(total, sum(arrays))
+            np.testing.assert_array_equal(mine[0] if isinstance(mine, list) else mine, arrays[kv.rank])
