@@ -25,6 +25,7 @@ from .errors import (
 )
 from .registry import create
 from .store import KVStore
+from .work import Work
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "TransportUnavailable",
     "Unsupported",
     "ValueMismatch",
+    "Work",
     "create",
     "optimizers",
     "schedules",

@@ -16,6 +16,8 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
+import numpy as np
+
 from .board import Board
 from .errors import MPIKVError, PeerFailed, RankMismatch, noted, notes, settled
 from .typing import Key, Transport
@@ -69,6 +71,7 @@ class Agreement:
     def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
         self._transport, self._group, self._board, self._check = transport, group, board, check
         self.calls = 0
+        self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, showing: bool = False) -> None:
         """Wait for every rank to make the same call. Also a fence.
@@ -88,6 +91,12 @@ class Agreement:
             _, some_have_left = self._settle(call)
             if some_have_left:
                 self.confirm(call, None)  # that they can do their part
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers. All have agreed that this comes next."""
+        self._numbers[self._group.rank] = number
+        self._transport.all_gather(self._numbers, self._one_each)
+        return int(self._numbers.min())
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Tell the other ranks that this one cannot make its call, and raise why."""
@@ -149,7 +158,9 @@ class Agreement:
                 raise self.at_rank(call.verb, RankMismatch(f"{text}; nothing was changed"))
 
     def at_rank(self, verb: str, error: Exception) -> Exception:
-        """Add the verb and this rank to the error's message."""
+        """Add the verb and this rank to the error's message, unless an earlier call has."""
+        if getattr(error, "settled", False):
+            return error
         text = str(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{verb}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""

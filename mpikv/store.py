@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,9 +21,10 @@ from .config import Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
 from .exchange import Exchange
 from .kernels import find_kernels
-from .plan import digest
+from .plan import digest, label
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
+from .work import Pending, Work, urgency
 from .world import Group
 
 __all__ = ["LOST", "OPEN", "KVStore"]
@@ -35,8 +39,11 @@ OPEN: list[KVStore] = []
 LOST: list[KVStore] = []
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
+# A store may be lost in the thread of its pending calls, and at the same time in the caller's.
+_LEAVING = threading.Lock()
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
+_NEXT = Call("next", digest("next"), "wait=False")
 
 
 class KVStore:
@@ -68,6 +75,7 @@ class KVStore:
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
         self._calls = Calls(self._exchange, self._agreement, group.rank)
+        self._pending = Pending(self._least)
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()
@@ -126,7 +134,8 @@ class KVStore:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer given to :meth:`set_optimizer`, or None."""
+        """The optimizer given to :meth:`set_optimizer`, or None. Waits for calls with ``wait=False``, which use it."""
+        self._pending.settle()
         return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
 
     def is_capable(self, capability: str) -> bool:
@@ -144,11 +153,12 @@ class KVStore:
         return tuple(self._exchange.table)
 
     def version(self, key: Key) -> int:
-        """Return how many pushes the value of a key has seen. Local.
+        """Return how many pushes the value of a key has seen. Local; waits for calls with ``wait=False``.
 
         Raises:
             KeyNotInitialized: the key is unknown.
         """
+        self._pending.settle()
         return self._exchange.table.version(key)
 
     def __iter__(self) -> Iterator[Key]:
@@ -193,7 +203,7 @@ class KVStore:
         """
         self._collective("init", self._calls.init, key, value, overwrite)
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Add up one value per rank and give the sum to the updater.
 
         Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
@@ -206,8 +216,17 @@ class KVStore:
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
                 never changed or kept and may be reused when push returns. None, on every rank, takes the
                 :meth:`buffer` of each key.
-            priority: an int, or one per key; the same on every rank. Calls run at once and in order, so it changes
-                nothing yet.
+            priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
+                issued and that have not begun, the one with the highest comes first.
+            wait: False returns a :class:`Work` at once, and a thread of the store makes the call while the caller goes
+                on. Until it has completed, the arrays and lists of the call must not be changed, what it fills not be
+                read, and settings of the optimizer not be set. Such calls are made one after the other, in the order in
+                which they were issued but for priorities, on every rank alike; any other call waits for all of them
+                first. Whatever is wrong with the call is raised by :meth:`Work.wait`. A Python updater runs in that
+                thread.
+
+        Returns:
+            None, or the :class:`Work`, of which :meth:`Work.wait` returns None.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -223,9 +242,12 @@ class KVStore:
             >>> kv.pull(3)
             array([2., 2.])
         """
-        self._collective("push", self._calls.push, key, value, priority)
+        call = self._collective if wait else self._issue
+        return call("push", self._calls.push, key, value, priority)
 
-    def pull(self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
+    ) -> Any:
         """Read the stored value of a key, or of each key of a list.
 
         Collective; ``out`` may differ per rank.
@@ -237,9 +259,10 @@ class KVStore:
                 up to date. None: new arrays are returned.
             priority: as in :meth:`push`.
             ignore_sparse: accepted for MXNet's sake; all values are dense.
+            wait: as in :meth:`push`.
 
         Returns:
-            ``out``, or the new arrays in the form of ``key``.
+            ``out``, or the new arrays in the form of ``key``; with ``wait=False`` a :class:`Work` that returns them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -254,9 +277,10 @@ class KVStore:
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        return self._collective("pull", self._calls.pull, key, out, priority)
+        call = self._collective if wait else self._issue
+        return call("pull", self._calls.pull, key, out, priority)
 
-    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.
 
         Collective.
@@ -267,9 +291,11 @@ class KVStore:
             out: as in :meth:`pull`, a dict where ``key`` is one; None writes into the arrays of ``value``. An array
                 may be both pushed and pulled into.
             priority: as in :meth:`push`.
+            wait: as in :meth:`push`.
 
         Returns:
-            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key.
+            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. With ``wait=False``
+            a :class:`Work` that returns them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -283,7 +309,8 @@ class KVStore:
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        return self._collective("pushpull", self._calls.pushpull, key, value, out, priority)
+        call = self._collective if wait else self._issue
+        return call("pushpull", self._calls.pushpull, key, value, out, priority)
 
     def buffer(self, key: Any) -> Any:
         """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
@@ -343,6 +370,7 @@ class KVStore:
             array([1., 1.])
         """
         self._check_open("view")
+        self._pending.settle()  # they may change which views there are
         plan = self._calls.known(key)
         return in_form(key, plan, plan.views)
 
@@ -523,6 +551,7 @@ class KVStore:
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         yield
+        self._pending.settle()
         self._check_open("join")
         try:
             with np.errstate(all="ignore"):
@@ -537,23 +566,44 @@ class KVStore:
 
         Raises:
             RankMismatch: the other ranks did something else.
+            Exception: what a call with ``wait=False`` raised and nobody has seen, once the store is closed.
         """
         if self._ended is not None:
             return
+        self._pending.settle()
+        unseen = self._pending.failure()
         self._collective("close", lambda: (_CLOSE, (self._free,)))
         self._leave("the store was closed")
+        if unseen is not None:
+            raise unseen
+
+    def settle(self) -> None:
+        """Wait for calls that nobody has waited for, and log what nobody has seen. Local. For the end of the program.
+
+        Raises:
+            Stalled: no call has completed within the store's timeout, as where an updater never returns.
+        """
+        if not self._pending.settle(self._config.timeout):
+            raise Stalled(f"calls with wait=False have not completed after {self._config.timeout} s")
+        if (unseen := self._pending.failure()) is not None:
+            logging.getLogger("mpikv").error("a call that nobody has waited for has failed: %r", unseen)
 
     def abandon(self, why: str) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
         wait for ever.
         """
-        if self._ended is None:
+        if self._leave(why):
             LOST.append(self)
-            self._leave(why)
 
-    def _leave(self, why: str) -> None:
-        self._ended = why
-        OPEN.remove(self)
+    def _leave(self, why: str) -> bool:
+        """Make the store unusable; return whether it was not."""
+        with _LEAVING:
+            if self._ended is not None:
+                return False
+            self._ended = why
+            OPEN.remove(self)
+        self._pending.end()
+        return True
 
     def farewell(self) -> tuple[Callable[[], list[int]], float]:
         """Tell the other ranks that this one ends without having closed the store together with them. For the end.
@@ -578,9 +628,8 @@ class KVStore:
 
     def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
-        if self._running or self._ended is not None:
-            self._check_open(verb)
-            raise Unsupported(f"{verb}: the store is in {self._running}; an updater, or another thread, cannot call it")
+        if self._running or self._pending.waiting or self._ended is not None:
+            prepare = self._entered(verb, prepare)
         self._running = verb
         try:
             try:
@@ -595,6 +644,37 @@ class KVStore:
             raise
         finally:
             self._running = ""
+
+    def _entered(self, verb: str, prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
+        """Wait until a call may run; return what prepares it: a failure that nobody has seen comes in its place."""
+        self._check_free(verb)
+        if self._pending.runs_here():
+            return prepare
+        self._pending.settle()
+        self._check_open(verb)
+        unseen = self._pending.failure()
+        return prepare if unseen is None else partial(_fail, unseen)
+
+    def _check_free(self, verb: str) -> None:
+        """Raise unless a call may run here, perhaps after those that are pending."""
+        self._check_open(verb)
+        if self._running and (self._pending.runs_here() or not self._pending.active):
+            raise Unsupported(f"{verb}: the store is in {self._running}; an updater, or another thread, cannot call it")
+
+    def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
+        """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        self._check_free(verb)
+        if not self._group.threads:
+            raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+        text = f"{verb}({_shown(arguments)})"
+        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+
+    def _least(self, issued: int) -> int:
+        """Return how many calls with ``wait=False`` all ranks have issued. Collective."""
+        if self.size == 1:
+            return issued
+        least: int = self._collective("next", lambda: (_NEXT, (self._agreement.least, issued)))
+        return least
 
     def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
@@ -658,10 +738,14 @@ def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
     return optimizer
 
 
+def _fail(error: BaseException, *arguments: Any) -> Prepared:
+    raise error
+
+
 def _shown(arguments: Sequence[Any]) -> str:
-    """Return the keys of a call whose arguments are bad, for a message."""
+    """Return the keys of a call, good or bad, for a message."""
     key = arguments[0] if arguments else None
     if key is None:
         return ""
-    text = repr(list(key)) if isinstance(key, Mapping) else repr(key)
+    text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
     return text if len(text) <= 80 else text[:77] + "..."
