@@ -50,6 +50,7 @@ class Board:
                 ("pid", "i8"),
                 ("answers", "i8"),
                 ("over", "i8"),
+                ("aside", "i8"),
                 ("text", "u1", self._TEXT),
             ]
         )
@@ -102,13 +103,21 @@ class Board:
         """Say that this rank is in no call any more."""
         self._slots[self._ranks.index(self._rank)]["over"] = 1
 
+    def step_aside(self) -> None:
+        """Say that this rank's calls are made in a thread from now on, so that where its code is tells nothing."""
+        self._slots[self._ranks.index(self._rank)]["aside"] = 1
+
     def _away(self) -> tuple[int, ...]:
         """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
         others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
         asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
-        away = [(rank, slot) for rank, slot in asked if not _waits(int(slot["pid"]), int(slot["answers"]))]
+        away = [(rank, slot) for rank, slot in asked if not self._seems_to_wait(slot)]
         # One that has given up before it was asked has left this package's code, too.
         return tuple(rank for rank, slot in away if not slot["over"])
+
+    def _seems_to_wait(self, slot: Any) -> bool:
+        pid = int(slot["pid"])
+        return _state(pid) == "running" if slot["aside"] else _waits(pid, int(slot["answers"]))
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]

@@ -666,6 +666,7 @@ class KVStore:
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+        self._board.step_aside()
         text = f"{verb}({_shown(arguments)})"
         return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
 

@@ -334,6 +334,29 @@ def test_a_rank_that_does_not_come_ends_the_store(comm, transport):
             kv.push("w", np.ones(2), wait=False)
 
 
+@pytest.mark.ranks(3)
+@pytest.mark.deadline(30)
+@TRANSPORTS
+def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
+    """While an updater keeps one rank, the others' own code is anywhere."""
+    released = threading.Event()
+    kv = mpikv.create(transport=transport, timeout=1)
+    kv.init("w", np.zeros(2))
+    kv.set_updater(lambda key, total, stored: released.wait(25) and None)
+    work = kv.push("w", np.ones(2), wait=False)
+    comm.Barrier()
+    if not kv.is_root:
+        while not work.done:
+            time.sleep(0.01)
+        with pytest.raises(Stalled) as raised:
+            work.wait()
+        # MPI does not tell who is missing, and where their code is tells nothing.
+        assert raised.value.missing == ((0,) if transport == "shm" else ())
+    comm.Barrier()
+    released.set()
+    kv.abandon("it has stalled")
+
+
 @ALL
 def test_closing_waits_closes_and_then_raises():
     kv = mpikv.create(timeout=20)
