@@ -647,13 +647,16 @@ class KVStore:
 
     def _entered(self, verb: str, prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
         """Wait until a call may run; return what prepares it: a failure that nobody has seen comes in its place."""
-        self._check_free(verb)
-        if self._pending.runs_here():
-            return prepare
-        self._pending.settle()
+        if self._ended is None:
+            self._check_free(verb)
+        if self._pending.waiting and not self._pending.runs_here():
+            self._pending.settle()
+            if (unseen := self._pending.failure()) is not None:
+                if self._ended is not None:  # by that failure, which says more than that the store is closed
+                    raise unseen
+                prepare = partial(_fail, unseen)
         self._check_open(verb)
-        unseen = self._pending.failure()
-        return prepare if unseen is None else partial(_fail, unseen)
+        return prepare
 
     def _check_free(self, verb: str) -> None:
         """Raise unless a call may run here, perhaps after those that are pending."""

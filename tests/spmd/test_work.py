@@ -206,9 +206,10 @@ def test_settings_are_set_after_what_is_pending():
 
 @ALL
 def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
-    caught = []
+    caught, issued = [], threading.Event()
 
     def updater(key, total, stored):
+        assert issued.wait(20)
         for attempt in (
             lambda: kv.pull(key),
             lambda: kv.push(key, total, wait=False),
@@ -226,6 +227,7 @@ def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
         kv.set_updater(updater)
         work = kv.push("w", np.ones(2), wait=False)
         later = kv.pull("w", wait=False)
+        issued.set()
         work.wait()
         np.testing.assert_array_equal(later.wait(), np.full(2, 3.0))
         assert len(caught) == (4 if kv.is_root else 0)
@@ -350,8 +352,7 @@ def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
             time.sleep(0.01)
         with pytest.raises(Stalled) as raised:
             work.wait()
-        # MPI does not tell who is missing, and where their code is tells nothing.
-        assert raised.value.missing == ((0,) if transport == "shm" else ())
+        assert raised.value.missing == (0,)
     comm.Barrier()
     released.set()
     kv.abandon("it has stalled")
