@@ -231,7 +231,7 @@ class Exchange:
         anyway.
         """
         transport = self.transport
-        if not transport.shared and len(bucket.pieces) == 1:
+        if transport.neighbours == 1 and len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             (array, *others) = _flat(sources[piece.item]) or (None,)
             # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
@@ -347,7 +347,7 @@ class Exchange:
         Raises:
             MemoryError: on every rank, if one has too little.
         """
-        rows = self.transport.size if self.transport.shared else 1
+        rows = self.transport.neighbours
         for block in dict.fromkeys(entry.place.block for entry in plan.entries):
             if block.buffers is None:
                 memory = self.transport.allocate(rows * block.values.nbytes)
@@ -363,8 +363,7 @@ class Exchange:
 
     def buffers(self, plan: Plan) -> list[Array]:
         """Return this rank's buffer for each key. Local."""
-        rank = self.transport.rank if self.transport.shared else 0
-        return [entry.buffer(rank) for entry in plan.entries]
+        return [entry.buffer(self.transport.place) for entry in plan.entries]
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:

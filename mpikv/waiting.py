@@ -6,17 +6,26 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from .errors import Stalled
 
-__all__ = ["Waiting"]
+__all__ = ["YIELDS", "Waiting", "Waits"]
 
 # Polls before a waiting rank begins to sleep, each of which lets another process have the core.
-_YIELDS = 200
+YIELDS = 200
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
 
 Warn = Callable[[float, Sequence[int]], None]
+
+
+class Waits(Protocol):
+    """What waits as :class:`Waiting` does."""
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Return when ``ready()`` is true, or raise :class:`~mpikv.errors.Stalled`."""
+        ...
 
 
 class Waiting:
@@ -35,7 +44,7 @@ class Waiting:
         """
         # Before the first yield: on a busy core each may take a scheduler's slice, and all of them seconds.
         started, warned = time.monotonic(), False
-        for _ in range(_YIELDS):
+        for _ in range(YIELDS):
             if ready():
                 return
             os.sched_yield()
