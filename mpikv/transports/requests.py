@@ -51,9 +51,7 @@ class Requests:
         try:
             self._waiting.until(ready_or_deserted, missing)
         except BaseException:
-            # A rank that comes later may find its operation complete; this tells it that it is alone.
-            others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-            _unfinished.extend(self._comm.Isend(b"", rank, _GONE) for rank in others)
+            self._give_up()
             raise
 
     def complete(self, *requests: Any) -> None:
@@ -74,8 +72,14 @@ class Requests:
             yield started
         except BaseException:
             _unfinished.extend(started)
+            self._give_up()
             raise
         self.complete(*started)
+
+    def _give_up(self) -> None:
+        # A rank that comes later may find its operation complete; this tells it that it is alone.
+        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        _unfinished.extend(self._comm.Isend(b"", rank, _GONE) for rank in others)
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""

@@ -9,6 +9,7 @@ from mpikv.config import Config
 from mpikv.errors import Unsupported
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
+from mpikv.transports.hosts import HostsTransport
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.mpi import MpiTransport
 from mpikv.transports.shm import ShmTransport
@@ -39,6 +40,22 @@ class TestMpiThatGathers(TransportContract):
 class TestShm(TransportContract):
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         return ShmTransport(group, limit, Waiting(timeout))
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestHosts(TransportContract):
+    """On several hosts of one rank each."""
+
+    ranks_per_host = 1
+
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return HostsTransport(group, limit, Waiting(timeout))
+
+
+class TestHostsOfTwo(TestHosts):
+    """With three ranks one host has less, and with two there is one host."""
+
+    ranks_per_host = 2
 
 
 @pytest.mark.ranks(1, 2, 4)
