@@ -10,10 +10,10 @@ from typing import Protocol
 
 from .errors import Stalled
 
-__all__ = ["YIELDS", "Waiting", "Waits"]
+__all__ = ["Waiting", "Waits"]
 
 # Polls before a waiting rank begins to sleep, each of which lets another process have the core.
-YIELDS = 200
+_YIELDS = 200
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
 
@@ -44,7 +44,7 @@ class Waiting:
         """
         # Before the first yield: on a busy core each may take a scheduler's slice, and all of them seconds.
         started, warned = time.monotonic(), False
-        for _ in range(YIELDS):
+        for _ in range(_YIELDS):
             if ready():
                 return
             os.sched_yield()

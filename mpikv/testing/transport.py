@@ -43,8 +43,10 @@ class TransportContract:
 
     limit = 4096
     """The limit of the transport under test, in bytes."""
-    ranks_per_host = 0
-    """Into how large hosts the group is split, for a transport of several; 0: not at all."""
+
+    def group(self, comm: Any) -> Group:
+        """Return a new group of the ranks, perhaps on several hosts. Collective."""
+        return Group(comm)
 
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         """Return a new transport. Collective."""
@@ -53,7 +55,7 @@ class TransportContract:
     @pytest.fixture
     def transport(self, comm: Any) -> Iterator[Transport]:
         """Return a transport that only this test uses."""
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         yield transport
         transport.close()
@@ -67,7 +69,7 @@ class TransportContract:
         assert 0 <= transport.place < transport.neighbours <= transport.size
 
     def test_neighbours(self, comm: Any) -> None:
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         told = [json.loads(text) for text in group.gather(json.dumps([transport.neighbours, transport.place]))]
         sharing = sharers(group, transport)
@@ -104,7 +106,7 @@ class TransportContract:
                     exchange.expect(exchange.sum)
 
     def test_allreduce_has_the_same_bits_on_each_rank(self, comm: Any) -> None:
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         for dtype in (np.float32, np.float64):
             send = np.random.default_rng(transport.rank).standard_normal(401).astype(dtype)
@@ -234,7 +236,7 @@ class TransportContract:
         transport.fence()
 
     def test_who_sees_what_is_written_to_allocated_memory(self, comm: Any) -> None:
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         memory = transport.allocate(8 * transport.size).view(np.int64)
         for turn in range(1, 50):
@@ -286,7 +288,7 @@ class TransportContract:
                 assert transport.agree(token) is True
 
     def test_agree_is_a_fence(self, comm: Any) -> None:
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         memory, sharing = transport.allocate(8 * transport.size).view(np.int64), list(sharers(group, transport))
         for turn in range(1, 50):
@@ -299,7 +301,7 @@ class TransportContract:
         group.close()
 
     def test_a_late_rank_is_noticed(self, comm: Any) -> None:
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 0.3)
         late = transport.size - 1
         assert transport.agree(1)
@@ -314,7 +316,7 @@ class TransportContract:
         group.close()
 
     def test_close_is_idempotent(self, comm: Any) -> None:
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         transport.allocate(100)
         assert transport.agree(3)
@@ -324,7 +326,7 @@ class TransportContract:
 
     def test_sums_allocate_nothing(self, comm: Any) -> None:
         limit = 1 << 20
-        group = Group(comm, self.ranks_per_host)
+        group = self.group(comm)
         transport = self.make(group, limit, 20.0)
         for dtype in (np.dtype(np.float32), np.dtype(np.float16)):
             send = np.ones(limit // dtype.itemsize, dtype)

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import Stalled
-from ..waiting import YIELDS, Waits
+from ..waiting import Waits
 
 __all__ = ["Requests"]
 
 # The tag of the message of a rank that has given up.
 _GONE = 1
-# Polls between two looks for that message, while polls follow one another at once.
+# Polls between two looks for that message. So many that ranks which come to their deadlines one after the other say
+# each for whom they waited, instead of that another has given up.
 _LOOK_EVERY = 64
 # Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
 _unfinished: list[Any] = []
@@ -43,8 +44,7 @@ class Requests:
             if ready():
                 return True
             # Some operations need the others to go on, so that one that they have left may never complete.
-            poll = next(polls)
-            if poll > YIELDS or poll % _LOOK_EVERY == 0:
+            if next(polls) % _LOOK_EVERY == 0:
                 self._look()
             return False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,8 @@ from mpikv.transports.shm import ShmTransport
 from mpikv.typing import Transport
 from mpikv.waiting import Waiting
 from mpikv.world import Group
+
+from .dealt import Dealt
 
 
 @pytest.mark.ranks(1)
@@ -46,7 +50,8 @@ class TestShm(TransportContract):
 class TestHosts(TransportContract):
     """On several hosts of one rank each."""
 
-    ranks_per_host = 1
+    def group(self, comm: Any) -> Group:
+        return Group(comm, 1)
 
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         return HostsTransport(group, limit, Waiting(timeout))
@@ -55,7 +60,15 @@ class TestHosts(TransportContract):
 class TestHostsOfTwo(TestHosts):
     """With three ranks one host has less, and with two there is one host."""
 
-    ranks_per_host = 2
+    def group(self, comm: Any) -> Group:
+        return Group(comm, 2)
+
+
+class TestHostsInTurn(TestHosts):
+    """The ranks are dealt to two hosts, so that no host has neighbouring ones."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(Dealt(comm))
 
 
 @pytest.mark.ranks(1, 2, 4)
