@@ -18,13 +18,14 @@ class Comm:
     rank, size = 1, 3
 
     def __init__(self):
-        self.told, self.gone = [], False
+        self.told, self.gone, self.probes = [], False, 0
 
     def Isend(self, message, rank, tag):  # noqa: N802
         self.told.append(rank)
         return "farewell"
 
     def Iprobe(self, tag):  # noqa: N802
+        self.probes += 1
         return self.gone
 
 
@@ -99,6 +100,13 @@ def test_what_was_started_before_an_error_is_kept(comm, unfinished):
         interrupted()
     assert comm.told == [0, 2]
     assert request in unfinished
+
+
+def test_messages_go_on_during_a_wait_for_something_else(comm):
+    """Only calls of MPI carry on what MPI has begun, and others may wait for it."""
+    polls = iter([False] * 500 + [True])
+    Requests(comm, Waiting(30)).until(lambda: next(polls), tuple)
+    assert comm.probes >= 500
 
 
 def test_a_wait_for_something_else_tells_the_others_too(comm, unfinished):

@@ -32,12 +32,23 @@ class Requests:
         self._comm, self._waiting = comm, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return when ``ready()`` is true. Whatever is raised here instead, the other ranks are told that this one has
-        given up.
+        """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the other
+        ranks are told that this one has given up.
 
         Raises:
             Stalled: it was not before the deadline, or another rank has given up.
         """
+
+        def ready_or_probed() -> bool:
+            if ready():
+                return True
+            # The rest of a message of this rank, for which others wait, may go on only while it is in MPI.
+            self._comm.Iprobe(tag=_GONE)
+            return False
+
+        self._until(ready_or_probed, missing)
+
+    def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         polls = itertools.count(1)
 
         def ready_or_deserted() -> bool:
@@ -59,7 +70,7 @@ class Requests:
         if not requests:
             return
         try:
-            self.until(requests[0].Test if len(requests) == 1 else lambda: type(requests[0]).Testall(requests), tuple)
+            self._until(requests[0].Test if len(requests) == 1 else lambda: type(requests[0]).Testall(requests), tuple)
         except BaseException:
             _unfinished.extend(requests)
             raise
