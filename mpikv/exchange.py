@@ -58,7 +58,7 @@ class Exchange:
         self.updater: Updater = Assign()
         self._kernels = kernels
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
-        self._adding = transport.shared and (transport.size == 2 or (transport.size > 2 and not deterministic))
+        self._adding = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision

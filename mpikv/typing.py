@@ -49,8 +49,8 @@ class Transport(Protocol):
     writes are seen by all after a fence."""
     neighbours: int
     """How many ranks share what :meth:`allocate` returns, this one included; the largest such number where it differs,
-    so that it is the same on every rank. From 2 on, ``send`` is an outbox where :meth:`agree` says that it is shown,
-    :meth:`reduce` and :meth:`reduce_scatter` return terms, and two ranks must not update the same elements."""
+    so that it is the same on every rank. From 2 on, :meth:`reduce` and :meth:`reduce_scatter` return two terms or
+    more, and ranks must not update the same elements."""
     place: int
     """This rank's number among those that share its allocated memory, from 0."""
     limit: int

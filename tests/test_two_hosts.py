@@ -42,6 +42,8 @@ for placement in ("auto", "root", "sharded", "replicated"):
                 value = {"none": total, "function": value + 2 * total, "sgd": value + momentum}[updater]
                 for pulled in kv.pull(["large", "half"]):
                     assert (pulled == value).all(), (placement, updater, step, value, pulled)
+with mpikv.create(deterministic=True) as kv:
+    assert kv.transport == "mpi", repr(kv)
 print(kv.rank, platform.node(), flush=True)
 """
 

@@ -32,8 +32,8 @@ class Requests:
         self._comm, self._waiting = comm, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the other
-        ranks are told that this one has given up.
+        """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the
+        other ranks are told that this one has given up.
 
         Raises:
             Stalled: it was not before the deadline, or another rank has given up.
