@@ -181,6 +181,36 @@ class TransportContract:
                 if number % 2 or transport.rank == number % transport.size:
                     exchange.expect(exchange.sum)
 
+    def test_only_the_sum_after_an_agreement_was_shown(self, transport: Transport) -> None:
+        """A rank is slow to prepare what the others must not take for shown: a second sum, or one that was refused."""
+        dtype, size = np.dtype(np.float64), 200
+        for number in range(30):
+            slow = number % transport.size == transport.rank
+            verbs = [("allreduce", "reduce"), ("reduce", "allreduce"), ("reduce", "reduce")][number % 3]
+            refused = number % 2 == 0
+            with Exchange(transport, dtype, size, seed=number, prepared=True) as exchange:
+                if refused:
+                    assert transport.agree(transport.rank, showing=True) is (transport.size == 1)
+                    exchange.send.fill(0)
+                    time.sleep(2e-3 * slow)
+                    exchange.send[:] = values(dtype, size, (number, size, transport.rank))
+                else:
+                    assert transport.agree(7, showing=True)
+                self.summed(transport, exchange, verbs[0])
+            time.sleep(2e-3 * slow)
+            with Exchange(transport, dtype, size, seed=number + 100, prepared=True) as exchange:
+                self.summed(transport, exchange, verbs[1])
+
+    def summed(self, transport: Transport, exchange: Exchange, verb: str) -> None:
+        """Run a sum that every rank, or the last, receives, and compare."""
+        root = transport.size - 1
+        if verb == "allreduce":
+            exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+        else:
+            exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
+        if verb == "allreduce" or transport.rank == root:
+            exchange.expect(exchange.sum)
+
     def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:
         transport.outboxes[transport.turn][:] = 255
         with Exchange(transport, np.dtype(np.int64), 33, seed=5, prepared=False) as exchange:
