@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 import mpikv
 from mpikv.config import Config
-from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Unsupported
+from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, Unsupported
 from mpikv.transports import choose
 from mpikv.transports.hosts import HostsTransport
 from mpikv.waiting import Waiting
@@ -191,6 +192,42 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     kv.push("small", np.ones(5))
     np.testing.assert_array_equal(kv.pull("small"), np.full(5, kv.size))
     kv.close()
+
+
+# --- A rank that does not come
+
+
+@SEVERAL
+@pytest.mark.parametrize("elements", [64, 1 << 18])
+def test_a_rank_comes_late_to_a_sum(comm, ranks_per_host, elements):
+    """The others have begun messages, which are never finished; all can go on without the transport, and end."""
+    group = Group(comm, ranks_per_host)
+    transport, late = HostsTransport(group, 1 << 20, Waiting(0.3)), comm.size - 1
+    send = np.ones(elements, np.float32)
+    counts = [elements // comm.size + (elements % comm.size) * (rank == 0) for rank in range(comm.size)]
+
+    def sum_and_agree():
+        transport.reduce_scatter(send, send.copy(), counts)
+        transport.agree(1)
+
+    started = time.monotonic()
+    if comm.rank == late:
+        comm.Barrier()
+        with pytest.raises(Stalled, match="given up"):
+            sum_and_agree()
+    else:
+        with pytest.raises(Stalled) as caught:
+            sum_and_agree()
+        # A neighbour is seen to be missing; of another host only that a message does not come.
+        assert caught.value.missing == ((late,) if late in group.host_ranks else ())
+        comm.Barrier()
+    assert time.monotonic() - started < 5
+    transport.close()
+    group.close()
+    with mpikv.create(timeout=10) as kv:
+        kv.init("w", np.zeros(3))
+        kv.push("w", np.ones(3))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(3, comm.size))
 
 
 # --- Traffic
