@@ -39,7 +39,7 @@ class Block:
     """Optimizer state, each array parallel to ``values``. Only the owner of an element writes to its state."""
     buffers: Array | None = None
     """What the ranks are to push, where they asked for it: a row parallel to ``values`` for every rank that shares the
-    memory, or for this rank alone."""
+    memory, as many on every host, or for this rank alone."""
     used: int = 0
 
     def grid(self, element: int) -> tuple[int, int]:

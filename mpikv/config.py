@@ -17,7 +17,7 @@ from .errors import ConfigError, known_names
 
 __all__ = ["Config", "Launch", "launch_of"]
 
-TRANSPORTS = ("auto", "local", "mpi", "shm")
+TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 
@@ -27,8 +27,8 @@ class Config:
     """Settings of a store. All but ``abort`` must be the same on every rank, which :func:`mpikv.create` checks."""
 
     transport: str = "auto"
-    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``mpi`` (any hosts); ``auto`` looks where the
-    ranks are."""
+    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hosts`` (several hosts, with ``shm`` inside
+    of each), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
     placement: str = "auto"
     """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
     bucket_bytes: int = 1 << 20
@@ -47,6 +47,9 @@ class Config:
     memory once and gives the same bits."""
     abort: bool = True
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
+    ranks_per_host: int = 0
+    """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
+    believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
 
     def __post_init__(self) -> None:
         _choose("transport", self.transport, TRANSPORTS)
@@ -58,6 +61,7 @@ class Config:
         _choose("check", self.check, (False, True))
         _choose("deterministic", self.deterministic, (False, True))
         _choose("abort", self.abort, (False, True))
+        _bound("ranks_per_host", self.ranks_per_host, 0, 1 << 30, whole=True)
         _bound("timeout", self.timeout, 1e-3, 1e9)
         _bound("warn_after", self.warn_after, 1e-3, 1e9)
 

@@ -61,7 +61,7 @@ class Exchange:
         self.updater: Updater = Assign()
         self._kernels = kernels
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
-        self._adding = transport.shared and (transport.size == 2 or (transport.size > 2 and not deterministic))
+        self._adding = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision
@@ -238,7 +238,7 @@ class Exchange:
         """
         send = bucket.sends[self.transport.turn]
         if bucket.direct and (whole := _in_place(bucket, sources)) is not None:
-            if not self.transport.shared:
+            if self.transport.neighbours == 1:
                 return whole, None
             # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
             if not np.may_share_memory(whole, bucket.value):
@@ -354,7 +354,7 @@ class Exchange:
         Raises:
             MemoryError: on every rank, if one has too little.
         """
-        rows = self.transport.size if self.transport.shared else 1
+        rows = self.transport.neighbours
         for block in dict.fromkeys(entry.place.block for entry in plan.entries):
             if block.buffers is None:
                 memory = self.transport.allocate(rows * block.values.nbytes)
@@ -370,8 +370,7 @@ class Exchange:
 
     def buffers(self, plan: Plan) -> list[Array]:
         """Return this rank's buffer for each key. Local."""
-        rank = self.transport.rank if self.transport.shared else 0
-        return [entry.buffer(rank) for entry in plan.entries]
+        return [entry.buffer(self.transport.place) for entry in plan.entries]
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:

@@ -43,10 +43,10 @@ class Entry:
         view.flags.writeable = False
         return view
 
-    def buffer(self, rank: int) -> Array:
-        """What row ``rank`` of the block's buffers, which there are, holds for this key, in its shape."""
+    def buffer(self, place: int) -> Array:
+        """What row ``place`` of the block's buffers, which there are, holds for this key, in its shape."""
         assert self.place.block.buffers is not None
-        row: Array = self.place.block.buffers[rank]
+        row: Array = self.place.block.buffers[place]
         return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
 
     @property

@@ -12,8 +12,8 @@ replicated   allreduce; every rank updates   nothing                 optimizers 
 ===========  ==============================  ======================  ==========================
 
 ``sharded`` becomes *owners* for an optimizer that needs whole values. Where ranks share the memory of values, a replica
-per rank would be the same memory several times over, so ``replicated`` becomes ``sharded`` there, and a pull moves
-nothing in either.
+per rank would be the same memory several times over, so ``replicated`` becomes ``sharded`` there. Where all share it, a
+pull moves nothing in any of them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
             f"placement {name!r} cannot run a Python updater, which must be called once per key with whole values; "
             "use placement='root' or 'auto', or one of mpikv.optimizers"
         )
-    if name == "replicated" and not transport.shared:
+    if name == "replicated" and transport.neighbours == 1:
         return Replicated(transport)
     return Sharded(transport) if updater.elementwise else Owners(transport)
 

@@ -116,7 +116,7 @@ class Buffered(NamedTuple):
     send: Array
     """This rank's message."""
     terms: tuple[Array, ...]
-    """Where memory is shared: every rank's elements of this rank's share."""
+    """Where all ranks share memory: every rank's elements of this rank's share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,9 +302,13 @@ class _Cutter:
             sends=tuple(outbox[:nbytes].view(dtype) for outbox in self._transport.outboxes),
             items=self._items(pieces),
             shapes=tuple(self._entries[piece.item].shape for piece in pieces),
-            direct=len(pieces) == 1 and (not self._transport.shared or nbytes >= _DIRECT_BYTES),
+            direct=len(pieces) == 1 and self._may_be_direct(nbytes),
             buffered=_buffered(block, start, stop, share, self._transport),
         )
+
+    def _may_be_direct(self, nbytes: int) -> bool:
+        transport = self._transport
+        return transport.neighbours == 1 or (transport.shared and nbytes >= _DIRECT_BYTES)
 
     def _total(self, block: Block, start: int, share: Share, dense: bool) -> Array:
         own = slice(start + share.low, start + share.high)
@@ -313,7 +317,7 @@ class _Cutter:
             # Taking its memory where nothing is owned would take it for nothing.
             return block.sums[own] if share.high > share.low else np.empty(0, dtype)
         # What lies between the pieces is no business of this call.
-        if self._updater.assigns and dtype == block.values.dtype and (dense or self._transport.shared):
+        if self._updater.assigns and dtype == block.values.dtype and (dense or self._transport.neighbours > 1):
             return block.values[own]
         return self._scratch[: (share.high - share.low) * dtype.itemsize].view(dtype)
 
@@ -328,7 +332,7 @@ class _Cutter:
         self, block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array
     ) -> Iterator[Part]:
         """Yield what this rank owns of the ranges, which are in elements of the bucket."""
-        again = self._transport.shared and not np.may_share_memory(total, block.values)
+        again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.values)
         for item, begin, end in ranges:
             last = min(end, share.high) - share.low
             for low in range(max(begin, share.low) - share.low, last, BLOCK):
@@ -345,6 +349,6 @@ class _Cutter:
 def _buffered(block: Block, start: int, stop: int, share: Share, transport: Transport) -> Buffered | None:
     if block.buffers is None:
         return None
-    own = block.buffers[transport.rank if transport.shared else 0]
+    own = block.buffers[transport.place]
     terms = tuple(row[start + share.low : start + share.high] for row in block.buffers) if transport.shared else ()
     return Buffered(own[start:stop], terms)

@@ -74,13 +74,13 @@ def create(
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
         warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
         check: False turns the comparison of calls off, for measurements. Default True.
-        transport: ``shm``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
+        transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
         bucket_bytes: bytes of the largest message. Default 1 MiB.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
-            excepted, whose lists are rounded before they are sent. Default False, where only ``mpi`` sums in an order
-            of the MPI library's.
+            excepted, whose lists are rounded before they are sent. Default False, where ``mpi`` sums in an order of
+            the MPI library's, and ``hosts`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same.
 

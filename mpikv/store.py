@@ -121,7 +121,7 @@ class KVStore:
 
     @property
     def transport(self) -> str:
-        """How bytes move: ``local``, ``shm`` or ``mpi``."""
+        """How bytes move: ``local``, ``shm``, ``hosts`` or ``mpi``."""
         return self._transport.name
 
     @property

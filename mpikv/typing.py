@@ -48,8 +48,14 @@ class Transport(Protocol):
     rank: int
     size: int
     shared: bool
-    """Whether :meth:`allocate` returns the same memory to every rank. Then one rank's writes are seen by all after a
-    fence."""
+    """Whether :meth:`allocate` returns the same memory to every rank, of which there are several. Then one rank's
+    writes are seen by all after a fence."""
+    neighbours: int
+    """How many ranks share what :meth:`allocate` returns, this one included; the largest such number where it differs,
+    so that it is the same on every rank. From 2 on, :meth:`reduce` and :meth:`reduce_scatter` return two terms or
+    more, and ranks must not update the same elements."""
+    place: int
+    """This rank's number among those that share its allocated memory, from 0."""
     limit: int
     """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
 
@@ -86,15 +92,19 @@ class Transport(Protocol):
         ...
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, is rank r's. In place."""
+        """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, is rank r's. In place.
+
+        It is the same range of allocated memory on every rank, or private memory on every rank. Of memory that
+        neighbours share, nobody may still read what the last fence has shown.
+        """
         ...
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        """Copy the root's ``buffer`` to every rank's, in place."""
+        """Copy the root's ``buffer`` to every rank's, in place. Of memory, see :meth:`all_gather`."""
         ...
 
     def fence(self, showing: bool = False) -> None:
-        """Make what any rank wrote to allocated memory visible to every rank, where memory is shared. ``showing`` as in
+        """Make what any rank wrote to allocated memory visible to the ranks that share it. ``showing`` as in
         :meth:`agree`.
         """
         ...

@@ -6,10 +6,11 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from .errors import Stalled
 
-__all__ = ["Waiting"]
+__all__ = ["Waiting", "Waits"]
 
 # Polls before a waiting rank begins to sleep, each of which lets another process have the core.
 _YIELDS = 200
@@ -17,6 +18,14 @@ _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
 
 Warn = Callable[[float, Sequence[int]], None]
+
+
+class Waits(Protocol):
+    """What waits as :class:`Waiting` does."""
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Return when ``ready()`` is true, or raise :class:`~mpikv.errors.Stalled`."""
+        ...
 
 
 class Waiting:

@@ -68,28 +68,42 @@ class Group:
     messages, never meet.
     """
 
-    def __init__(self, comm: Any = None) -> None:
-        """Collective over ``comm``; without one, the group is this process alone."""
+    def __init__(self, comm: Any = None, ranks_per_host: int = 0) -> None:
+        """Collective over ``comm``; without one, the group is this process alone.
+
+        With ``ranks_per_host`` other than 0 it believes that no host has more ranks: a larger one is split into
+        several, which share nothing.
+        """
         self.comm: Any = comm.Dup() if comm is not None and comm.size > 1 else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
         self._windows: list[_Window] = []
         self.host_comm: Any = None
+        self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
         if self.comm:
-            self._join_hosts()
+            self._join_hosts(ranks_per_host)
         else:
             self.host_cores = len(os.sched_getaffinity(0))
             self.local_rank, self.hosts, self.host_ranks = 0, (platform.node(),), (0,)
 
-    def _join_hosts(self) -> None:
-        self.host_comm = self.comm.Split_type(_mpi().COMM_TYPE_SHARED, key=self.rank)
-        self.local_rank = self.host_comm.rank
+    def _join_hosts(self, ranks_per_host: int) -> None:
+        machine = self.comm.Split_type(_mpi().COMM_TYPE_SHARED, key=self.rank)
         # A launcher may bind each rank to cores of its own.
-        self.host_cores = len(set().union(*self.host_comm.allgather(os.sched_getaffinity(0))))
+        cores = len(set().union(*machine.allgather(os.sched_getaffinity(0))))
+        # Also where all stay together: a rank whose settings are bad has defaults here, and calls the same collectives.
+        part = machine.rank // ranks_per_host if ranks_per_host else 0
+        self.host_comm = machine.Split(part, key=self.rank)
+        self.host_cores = cores * self.host_comm.size // machine.size
+        machine.Free()
+        self.local_rank = self.host_comm.rank
         told = self.host_comm.allgather((self.rank, (_mpi().COMM_WORLD.rank, os.getpid())))
         self.host_ranks, self._members = zip(*told, strict=True)
         leaders = self.comm.allgather((self.host_ranks[0], platform.node()))
         self.hosts = tuple(name for rank, (leader, name) in enumerate(leaders) if rank == leader)
+        members: dict[int, list[int]] = {}
+        for rank, (leader, _) in enumerate(leaders):
+            members.setdefault(leader, []).append(rank)
+        self.ranks_of_hosts = tuple(tuple(ranks) for ranks in members.values())
 
     @property
     def one_host(self) -> bool:
@@ -233,7 +247,7 @@ def connect(comm: Any, config: Config) -> Group:
         _abort_on_exception(mpi)
     if world.size > 1:
         _assemble(world, config.timeout)
-    group = Group(world)
+    group = Group(world, config.ranks_per_host)
     if launch is not None and (directory := run_directory()):
         _note_files(directory / f"{FILES}{launch.rank}")
     return group

@@ -71,7 +71,9 @@ def test_json(mpi: tuple[Library, Launcher]) -> None:
     }
     assert found["launch"] is None
     assert found["host"]["cores"] == core_count()
-    assert found["transports"] == {name: {"available": True, "reason": None} for name in ("local", "mpi", "shm")}
+    assert found["transports"] == {
+        name: {"available": True, "reason": None} for name in ("hosts", "local", "mpi", "shm")
+    }
     assert found["chosen"] == {"transport": "local", "reason": "one rank"}
     assert found["ranks"] == {"size": 1, "hosts": {platform.node(): [0]}}
 
@@ -81,7 +83,8 @@ def test_without_a_library() -> None:
     assert found["mpi"]["library"] is None
     assert "/no/such" in found["mpi"]["problem"]
     reason = {"available": False, "reason": "it needs an MPI library"}
-    assert found["transports"] == {"local": {"available": True, "reason": None}, "mpi": reason, "shm": reason}
+    here = {"available": True, "reason": None}
+    assert found["transports"] == {"hosts": reason, "local": here, "mpi": reason, "shm": reason}
     assert found["chosen"]["transport"] == "local"
     assert "no: it needs an MPI library" in info(MPI4PY_LIBMPI="/no/such")
 

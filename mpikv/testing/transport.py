@@ -11,6 +11,7 @@ Subclass :class:`TransportContract` in a test module and give the factory::
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,10 @@ class TransportContract:
     limit = 4096
     """The limit of the transport under test, in bytes."""
 
+    def group(self, comm: Any) -> Group:
+        """Return a new group of the ranks, perhaps on several hosts. Collective."""
+        return Group(comm)
+
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         """Return a new transport. Collective."""
         raise AssertionError("a subclass of TransportContract defines make()")
@@ -50,7 +55,7 @@ class TransportContract:
     @pytest.fixture
     def transport(self, comm: Any) -> Iterator[Transport]:
         """Return a transport that only this test uses."""
-        group = Group(comm)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         yield transport
         transport.close()
@@ -60,7 +65,19 @@ class TransportContract:
         assert (transport.rank, transport.size) == ((comm.rank, comm.size) if comm else (0, 1))
         assert transport.limit == self.limit
         assert isinstance(transport.name, str)
-        assert isinstance(transport.shared, bool)
+        assert transport.shared is (transport.neighbours > 1 and transport.neighbours == transport.size)
+        assert 0 <= transport.place < transport.neighbours <= transport.size
+
+    def test_neighbours(self, comm: Any) -> None:
+        group = self.group(comm)
+        transport = self.make(group, self.limit, 20.0)
+        told = [json.loads(text) for text in group.gather(json.dumps([transport.neighbours, transport.place]))]
+        sharing = sharers(group, transport)
+        assert len({neighbours for neighbours, _ in told}) == 1, "decisions that follow from it differ between ranks"
+        assert [told[rank][1] for rank in sharing] == list(range(len(sharing)))
+        assert transport.neighbours >= len(sharing)
+        transport.close()
+        group.close()
 
     def test_reduce(self, transport: Transport) -> None:
         for dtype in dtypes():
@@ -107,7 +124,7 @@ class TransportContract:
                     exchange.expect(exchange.sum)
 
     def test_allreduce_has_the_same_bits_on_each_rank(self, comm: Any) -> None:
-        group = Group(comm)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         for dtype in (np.float32, np.float64):
             send = np.random.default_rng(transport.rank).standard_normal(401).astype(dtype)
@@ -126,6 +143,7 @@ class TransportContract:
                     low = sum(counts[: transport.rank])
                     with Exchange(transport, dtype, size, seed=2, received=counts[transport.rank]) as exchange:
                         exchange.terms = transport.reduce_scatter(exchange.send, exchange.recv, counts)
+                        assert transport.neighbours == 1 or len(exchange.terms) > 1
                         exchange.expect(exchange.sum[low : low + counts[transport.rank]])
 
     def test_all_gather(self, transport: Transport) -> None:
@@ -174,8 +192,42 @@ class TransportContract:
                     assert transport.agree(7, showing=True)
                 else:
                     transport.fence(showing=True)
-                exchange.terms = transport.allreduce(exchange.send, exchange.recv)
-                exchange.expect(exchange.sum)
+                if number % 2:
+                    exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+                else:
+                    exchange.terms = transport.reduce(exchange.send, exchange.recv, number % transport.size)
+                if number % 2 or transport.rank == number % transport.size:
+                    exchange.expect(exchange.sum)
+
+    def test_only_the_sum_after_an_agreement_was_shown(self, transport: Transport) -> None:
+        """A rank is slow to prepare what the others must not take for shown: a second sum, or one that was refused."""
+        dtype, size = np.dtype(np.float64), 200
+        for number in range(30):
+            slow = number % transport.size == transport.rank
+            verbs = [("allreduce", "reduce"), ("reduce", "allreduce"), ("reduce", "reduce")][number % 3]
+            refused = number % 2 == 0
+            with Exchange(transport, dtype, size, seed=number, prepared=True) as exchange:
+                if refused:
+                    assert transport.agree(transport.rank, showing=True) is (transport.size == 1)
+                    exchange.send.fill(0)
+                    time.sleep(2e-3 * slow)
+                    exchange.send[:] = values(dtype, size, (number, size, transport.rank))
+                else:
+                    assert transport.agree(7, showing=True)
+                self.summed(transport, exchange, verbs[0])
+            time.sleep(2e-3 * slow)
+            with Exchange(transport, dtype, size, seed=number + 100, prepared=True) as exchange:
+                self.summed(transport, exchange, verbs[1])
+
+    def summed(self, transport: Transport, exchange: Exchange, verb: str) -> None:
+        """Run a sum that every rank, or the last, receives, and compare."""
+        root = transport.size - 1
+        if verb == "allreduce":
+            exchange.terms = transport.allreduce(exchange.send, exchange.recv)
+        else:
+            exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
+        if verb == "allreduce" or transport.rank == root:
+            exchange.expect(exchange.sum)
 
     def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:
         transport.outboxes[transport.turn][:] = 255
@@ -224,7 +276,7 @@ class TransportContract:
             assert memory.__array_interface__["data"][0] % 64 == 0
             assert not memory.any()
             transport.fence()
-            if transport.rank == 0 or not transport.shared:
+            if transport.place == 0:
                 memory[:] = len(blocks) + 1
             blocks.append(memory)
         transport.fence()
@@ -232,15 +284,46 @@ class TransportContract:
             assert (memory == number + 1).all(), "allocations overlap, or are not shared"
         transport.fence()
 
-    def test_who_sees_what_is_written_to_allocated_memory(self, transport: Transport) -> None:
+    def test_who_sees_what_is_written_to_allocated_memory(self, comm: Any) -> None:
+        group = self.group(comm)
+        transport = self.make(group, self.limit, 20.0)
         memory = transport.allocate(8 * transport.size).view(np.int64)
         for turn in range(1, 50):
             memory[transport.rank] = turn * 100 + transport.rank
             transport.fence()
             for rank in range(transport.size):
-                seen = transport.shared or rank == transport.rank
+                seen = rank in sharers(group, transport)
                 assert memory[rank] == (turn * 100 + rank if seen else 0)
             transport.fence()
+        del memory
+        transport.close()
+        group.close()
+
+    def test_allocated_memory_is_filled_from_its_owners(self, transport: Transport) -> None:
+        """Only its owner writes an element, and no neighbour does so for it. Ranks pass each other."""
+        random = np.random.default_rng(7)
+        memory = transport.allocate(3 * transport.limit + 256)
+        for number, dtype in enumerate(dtypes()):
+            longest = 3 * transport.limit // dtype.itemsize + 5
+            for size in (*sizes(transport.limit, dtype), longest):
+                start = 64 // dtype.itemsize * (number % 2) + number % 3
+                buffer = memory[: (start + size) * dtype.itemsize].view(dtype)[start:]
+                for turn, counts in enumerate([*divisions(size, transport.size), None]):
+                    naps, root = random.random(transport.size) * 3e-4, int(random.integers(transport.size))
+                    owned = (
+                        [size if rank == root else 0 for rank in range(transport.size)] if counts is None else counts
+                    )
+                    low = sum(owned[: transport.rank])
+                    whole = values(dtype, size, (8, size, turn))
+                    assert transport.agree(turn), "until then, others read what is overwritten now"
+                    time.sleep(naps[transport.rank])
+                    own = slice(low, low + owned[transport.rank])
+                    buffer[own] = whole[own]
+                    if counts is None:
+                        transport.broadcast(buffer, root)
+                    else:
+                        transport.all_gather(buffer, counts)
+                    assert_same(buffer, whole)
 
     def test_agree(self, transport: Transport) -> None:
         for token in (0, 1, 12345678901234567, LARGEST_TOKEN):
@@ -253,18 +336,21 @@ class TransportContract:
                 assert equal is (transport.size == 1)
                 assert transport.agree(token) is True
 
-    def test_agree_is_a_fence(self, transport: Transport) -> None:
-        if not transport.shared:
-            pytest.skip("memory is not shared")
-        memory = transport.allocate(8 * transport.size).view(np.int64)
+    def test_agree_is_a_fence(self, comm: Any) -> None:
+        group = self.group(comm)
+        transport = self.make(group, self.limit, 20.0)
+        memory, sharing = transport.allocate(8 * transport.size).view(np.int64), list(sharers(group, transport))
         for turn in range(1, 50):
             memory[transport.rank] = turn
             assert transport.agree(turn)
-            assert (memory == turn).all()
+            assert (memory[sharing] == turn).all()
             assert transport.agree(turn)
+        del memory
+        transport.close()
+        group.close()
 
     def test_a_late_rank_is_noticed(self, comm: Any) -> None:
-        group = Group(comm)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 0.3)
         late = transport.size - 1
         assert transport.agree(1)
@@ -279,7 +365,7 @@ class TransportContract:
         group.close()
 
     def test_close_is_idempotent(self, comm: Any) -> None:
-        group = Group(comm)
+        group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         transport.allocate(100)
         assert transport.agree(3)
@@ -289,7 +375,7 @@ class TransportContract:
 
     def test_sums_allocate_nothing(self, comm: Any) -> None:
         limit = 1 << 20
-        group = Group(comm)
+        group = self.group(comm)
         transport = self.make(group, limit, 20.0)
         for dtype in (np.dtype(np.float32), np.dtype(np.float16)):
             send = np.ones(limit // dtype.itemsize, dtype)
@@ -348,6 +434,11 @@ class Exchange:
             self._check()
             if self._private:
                 assert_same(self.send, self._original)
+
+
+def sharers(group: Group, transport: Transport) -> Sequence[int]:
+    """Return the ranks that share this rank's allocated memory."""
+    return group.host_ranks if transport.neighbours > 1 else (transport.rank,)
 
 
 def dtypes() -> list[np.dtype[Any]]:

@@ -21,17 +21,25 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     asked = config.transport
     if asked == "local" and group.size > 1:
         raise Unsupported(f"transport 'local' is for one rank and there are {group.size}; use 'auto', 'shm' or 'mpi'")
-    if asked == "shm" and not group.one_host:
-        raise Unsupported(
-            f"transport 'shm' needs all ranks on one host and they are on {len(group.hosts)}; use 'auto' or 'mpi'"
-        )
     if group.size == 1:
         return "local", "one rank"
+    hosts = len(group.hosts)
+    if asked == "shm" and not group.one_host:
+        raise Unsupported(f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hosts'")
+    if asked == "hosts" and group.one_host:
+        raise Unsupported("transport 'hosts' is for several hosts and all ranks are on one; use 'auto' or 'shm'")
+    if asked == "hosts" and config.deterministic:
+        raise Unsupported(
+            "transport 'hosts' adds inside of each host first and deterministic=True in an order that no host changes; "
+            "use 'auto' or 'mpi'"
+        )
     if asked != "auto":
         return asked, "asked for"
     if group.one_host:
         return "shm", "all ranks on one host"
-    return "mpi", f"ranks on {len(group.hosts)} hosts"
+    if config.deterministic:
+        return "mpi", f"ranks on {hosts} hosts, whose order of addition must not depend on where they are"
+    return ("mpi" if hosts == group.size else "hosts"), f"ranks on {hosts} hosts"
 
 
 def open_transport(group: Group, config: Config, warn: Warn | None = None) -> Transport:
@@ -44,6 +52,10 @@ def open_transport(group: Group, config: Config, warn: Warn | None = None) -> Tr
         from .shm import ShmTransport
 
         return ShmTransport(group, config.bucket_bytes, waiting)
+    if name == "hosts":
+        from .hosts import HostsTransport
+
+        return HostsTransport(group, config.bucket_bytes, waiting)
     from .mpi import MpiTransport
 
     return MpiTransport(group, config.bucket_bytes, waiting, gathers=config.deterministic)

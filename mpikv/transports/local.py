@@ -19,6 +19,8 @@ class LocalTransport:
     rank = 0
     size = 1
     shared = False
+    neighbours = 1
+    place = 0
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -10,27 +10,19 @@ bucket that costs nothing that could be measured; on small messages some microse
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..arrays import accumulator, zeros
-from ..errors import Stalled, settled
+from ..errors import settled
 from ..typing import Array
-from ..waiting import Waiting
+from ..waiting import Waits
 from ..world import Group
+from .requests import Requests
 
 __all__ = ["MpiTransport"]
-
-# The tag of the message of a rank that has given up.
-_GONE = 1
-_DESERTED = "other ranks have given up waiting in this call"
-# Polls of a request between two looks for that message.
-_LOOK_EVERY = 64
-# Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
-_unfinished: list[Any] = []
 
 
 class MpiTransport:
@@ -38,8 +30,10 @@ class MpiTransport:
 
     name = "mpi"
     shared = False
+    neighbours = 1
+    place = 0
 
-    def __init__(self, group: Group, limit: int, waiting: Waiting, *, gathers: bool = False) -> None:
+    def __init__(self, group: Group, limit: int, waiting: Waits, *, gathers: bool = False) -> None:
         """Collective. ``limit`` is in bytes.
 
         With ``gathers`` the library only carries: sums return every rank's elements, for the caller to add in an order
@@ -48,7 +42,8 @@ class MpiTransport:
         from mpi4py import MPI
 
         self.rank, self.size, self.limit = group.rank, group.size, limit
-        self._mpi, self._group, self._comm, self._waiting = MPI, group, group.comm, waiting
+        self._mpi, self._group, self._comm = MPI, group, group.comm
+        self._requests = Requests(group.comm, waiting)
         self.outboxes: tuple[Array, ...] = (zeros(limit),)
         self.turn = 0
         self._gathered = zeros(group.size * limit) if gathers else None
@@ -57,13 +52,23 @@ class MpiTransport:
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
 
     def allocate(self, nbytes: int) -> Array:
+        return self.allocate_by(zeros, nbytes)
+
+    def allocate_by(self, make: Callable[[int], Array], nbytes: int) -> Array:
+        """Return the memory that ``make(nbytes)`` returns.
+
+        Raises:
+            MemoryError: on every rank, if it was raised on one.
+        """
+        memory, reason = None, ""
         try:
-            memory = zeros(nbytes)
-        except MemoryError:
-            memory = None
+            memory = make(nbytes)
+        except MemoryError as error:
+            reason = str(error) or "the process cannot have more"
         if not self.agree(memory is not None) or memory is None:
-            short = [rank for rank, has in enumerate(self._group.gather("" if memory is None else "memory")) if not has]
-            raise settled(MemoryError(f"{nbytes} bytes for values are needed and ranks {short} have too little memory"))
+            short = {rank: why for rank, why in enumerate(self._group.gather(reason)) if why}
+            text = f"{nbytes} bytes for values are needed and ranks {list(short)} have too little memory"
+            raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))
         return memory
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
@@ -98,13 +103,13 @@ class MpiTransport:
         starts = [sum(nbytes[:rank]) for rank in range(self.size)]
         parts = [buffer.view(np.uint8), (nbytes, starts), self._mpi.BYTE]
         with self._group.translated("all_gather"):
-            self._complete(self._comm.Iallgatherv(self._mpi.IN_PLACE, parts))
+            self._requests.complete(self._comm.Iallgatherv(self._mpi.IN_PLACE, parts))
 
     def broadcast(self, buffer: Array, root: int) -> None:
         whole = buffer.view(np.uint8)
         with self._group.translated("broadcast"):
             for begin in range(0, whole.size, self.limit):
-                self._complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
+                self._requests.complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
 
     def fence(self, showing: bool = False) -> None:
         pass
@@ -113,10 +118,8 @@ class MpiTransport:
         # All are equal exactly when the largest token is the smallest; one maximum finds both.
         self._offered[:] = token, -token
         with self._group.translated("agree"):
-            self._complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
-            # MPICH's first probe only makes progress, by which the second sees the message.
-            if self._deserted() or self._deserted():
-                raise Stalled(_DESERTED)
+            self._requests.complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
+            self._requests.check()
         return bool(self._highest[0] == -self._highest[1])
 
     def close(self) -> None:
@@ -135,7 +138,7 @@ class MpiTransport:
         if recv is not None and recv.dtype != dtype:
             wide_recv = self._wide[1].view(dtype)[: recv.size]
         with self._group.translated(name):
-            self._complete(start(wide_send, wide_recv))
+            self._requests.complete(start(wide_send, wide_recv))
         if recv is not None and wide_recv is not None and wide_recv is not recv:
             np.copyto(recv, wide_recv, casting="unsafe")
         return () if recv is None else (recv,)
@@ -149,7 +152,7 @@ class MpiTransport:
         places = [rank * mine for rank in range(self.size)]
         received = self._gathered[: self.size * mine]
         with self._group.translated("alltoall"):
-            self._complete(
+            self._requests.complete(
                 self._comm.Ialltoallv(
                     [send.view(np.uint8), (nbytes, starts), self._mpi.BYTE],
                     [received, ([mine] * self.size, places), self._mpi.BYTE],
@@ -159,28 +162,6 @@ class MpiTransport:
 
     def _operation(self, send: Array) -> Any:
         return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM
-
-    def _complete(self, request: Any) -> None:
-        polls = itertools.count(1)
-
-        def ready() -> bool:
-            if request.Test():
-                return True
-            # Some collectives need the others to go on, so one that they have left may never complete.
-            if next(polls) % _LOOK_EVERY == 0 and self._deserted():
-                raise Stalled(_DESERTED)
-            return False
-
-        try:
-            self._waiting.until(ready, tuple)
-        except BaseException:
-            # A rank that comes later finds its collective complete; this tells it that it is alone.
-            others = (rank for rank in range(self.size) if rank != self.rank)
-            _unfinished.extend([request, *(self._comm.Isend(b"", rank, _GONE) for rank in others)])
-            raise
-
-    def _deserted(self) -> bool:
-        return bool(self._comm.Iprobe(tag=_GONE))
 
 
 def _summed_as(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import Stalled
 from ..typing import Array
-from ..waiting import Waiting
+from ..waiting import Waits
 from ..world import Group
 
 __all__ = ["ShmTransport"]
@@ -37,23 +37,27 @@ _SPINS = 500
 
 
 class ShmTransport:
-    """The transport of ranks that share one host's memory (MPI-3 shared windows)."""
+    """The transport of ranks that share one host's memory (MPI-3 shared windows).
+
+    Of a group on several hosts it joins those of this host, whose ranks in here are their local ones.
+    """
 
     name = "shm"
     shared = True
 
-    def __init__(self, group: Group, limit: int, waiting: Waiting) -> None:
+    def __init__(self, group: Group, limit: int, waiting: Waits) -> None:
         """Collective. ``limit`` is in bytes."""
-        self.rank, self.size, self.limit = group.rank, group.size, limit
+        self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
+        self.neighbours, self.place = self.size, self.rank
         self._group, self._waiting = group, waiting
-        self._flags = group.share(group.size * _SLOT * 8).data.cast("q")
+        self._flags = group.share(self.size * _SLOT * 8).data.cast("q")
         self._order = group.ordering()
-        self._mine = group.rank * _SLOT
-        self._peers = [rank * _SLOT for rank in range(group.size) if rank != group.rank]
+        self._mine = self.rank * _SLOT
+        self._peers = [rank * _SLOT for rank in range(self.size) if rank != self.rank]
         self._arrivals = 0
-        self._spins = _SPINS if group.size <= group.host_cores else 0
-        staging = group.share(2 * group.size * limit, zeroed=False)
-        self._halves: Any = staging.reshape(2, group.size, limit)
+        self._spins = _SPINS if self.size <= group.host_cores else 0
+        staging = group.share(2 * self.size * limit, zeroed=False)
+        self._halves: Any = staging.reshape(2, self.size, limit)
         self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.turn = 0
         self._shown = False
@@ -165,5 +169,5 @@ class ShmTransport:
                 return
         self._waiting.until(
             lambda: flags[peer] >= arrivals,
-            lambda: [other // _SLOT for other in self._peers if flags[other] < arrivals],
+            lambda: [self._group.host_ranks[other // _SLOT] for other in self._peers if flags[other] < arrivals],
         )

@@ -42,9 +42,9 @@ OTHERS = {
 }
 
 
-@pytest.fixture(params=["shm", "mpi"])
+@pytest.fixture(params=["shm", "mpi", "hosts"])
 def transport(request, ranks):
-    if ranks == 1 and request.param == "mpi":
+    if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")
     return "auto" if ranks == 1 else request.param
 
@@ -119,9 +119,9 @@ def adopt(kv, updater):
 
 
 def brought(kv, turn, rank, key, value):
-    """Return what a rank pushes. MPI adds in an order of its own, which only integers do not show."""
+    """Return what a rank pushes. MPI and hosts add in orders of their own, which only integers do not show."""
     draw = np.random.default_rng([turn, rank, *key.encode()])
-    if value.dtype.kind in "fcV" and kv.transport != "mpi":
+    if value.dtype.kind in "fcV" and kv.transport in ("local", "shm"):
         return draw.normal(size=value.shape).astype(value.dtype)
     return draw.integers(0 if value.dtype.kind in "ub" else -4, 5, value.shape).astype(value.dtype)
 
@@ -202,16 +202,16 @@ class Dawdling(optimizers.Test):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
-def test_buffers_may_be_filled_again_at_once(comm, transport, placement):
+def test_buffers_may_be_filled_again_at_once(comm, over, placement):
     """Other ranks, some of them slow, have read them when a push returns. Views stay until the next push."""
     shapes = {"large": 2500, "small": 7}
     with store_over(
         lambda transport: Slow(transport, seed=3, longest=1e-3),
         comm=comm,
-        transport=transport,
         placement=placement,
         bucket_bytes=4096,
         timeout=10,
+        **over,
     ) as kv:
         kv.init({key: np.zeros(size) for key, size in shapes.items()})
         kv.set_optimizer(Dawdling(learning_rate=1.0))
@@ -238,10 +238,10 @@ def test_buffers_may_be_filled_again_at_once(comm, transport, placement):
 
 
 @MEMORY
-def test_values_can_be_seen_at_once_after_they_were_given(comm, transport, ranks):
+def test_values_can_be_seen_at_once_after_they_were_given(comm, over, ranks):
     """init, set and broadcast leave every rank's view right."""
     slow = lambda transport: Slow(transport, seed=1, longest=1e-3)  # noqa: E731
-    with store_over(slow, comm=comm, transport=transport, root=ranks - 1, timeout=10) as kv:
+    with store_over(slow, comm=comm, root=ranks - 1, timeout=10, **over) as kv:
         for turn in range(8):
             key, size = f"w{turn}", 70_000
             kv.init(key, np.full(size, turn + 1.0))
@@ -322,8 +322,8 @@ class Poor(Wrapper):
 
 
 @MEMORY
-def test_too_little_memory_for_some_of_the_buffers(comm, transport):
-    with store_over(Poor, comm=comm, transport=transport, timeout=10) as kv:
+def test_too_little_memory_for_some_of_the_buffers(comm, over):
+    with store_over(Poor, comm=comm, timeout=10, **over) as kv:
         kv.init(["f", "i"], [np.ones(3), np.ones(3, np.int64)])
         with pytest.raises(mpikv.ValueMismatch, match="no buffer"):
             kv.push(["f", "i"])

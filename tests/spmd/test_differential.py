@@ -38,6 +38,10 @@ STORES = [
     ("mpi", "root", True),
     ("mpi", "sharded", True),
     ("mpi", "replicated", False),
+    ("hosts", "auto", False),
+    ("hosts", "root", True),
+    ("hosts", "sharded", True),
+    ("hosts", "replicated", True),
 ]
 
 # More ranks than cores take turns.
@@ -498,7 +502,7 @@ programs = st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 2**32 - 1))
 @pytest.mark.deadline(40)
 @pytest.mark.parametrize(("transport", "placement", "streamed"), STORES)
 def test_programs(comm, monkeypatch, transport, placement, streamed):
-    if comm is None and transport == "mpi":
+    if comm is None and transport != "shm":
         pytest.skip("one rank has one transport")
     if streamed:
         monkeypatch.setattr("mpikv.exchange._STREAMED_BYTES", 0)
@@ -537,7 +541,11 @@ def together(comm, function):
 
 
 @pytest.fixture(
-    params=[("shm", "auto"), ("mpi", "auto"), ("mpi", "sharded"), ("mpi", "root"), ("shm", "root")], ids=str
+    params=[
+        *(("shm", "auto"), ("shm", "root"), ("mpi", "auto"), ("mpi", "sharded"), ("mpi", "root")),
+        *(("hosts", "auto"), ("hosts", "sharded"), ("hosts", "root")),
+    ],
+    ids=str,
 )
 def kv(request, monkeypatch):
     monkeypatch.setattr("mpikv.exchange._STREAMED_BYTES", 0)

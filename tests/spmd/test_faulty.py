@@ -18,18 +18,18 @@ from mpikv.testing.faulty import Dying, Failing, Slow, store_over
 TIMEOUT = 0.3
 
 
-@pytest.fixture(params=["shm", "mpi"])
+@pytest.fixture(params=["shm", "mpi", "hosts"])
 def transport(request, ranks):
     return "auto" if ranks == 1 else request.param
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
-def test_slow_ranks_change_no_result(comm, transport, placement):
+def test_slow_ranks_change_no_result(comm, over, placement):
     """Ranks pass each other between all collectives: memory that is reused too early would show."""
     slow = lambda inner: Slow(inner, seed=7, longest=1e-3)  # noqa: E731
     shapes = {"small": (5,), "large": (3000,), "half": (7,)}
-    with store_over(slow, comm=comm, transport=transport, placement=placement, bucket_bytes=4096) as kv:
+    with store_over(slow, comm=comm, placement=placement, bucket_bytes=4096, **over) as kv:
         # Each worker's arrays are the caller's again when a verb returns, so that one set is overwritten every time.
         values = {key: np.zeros(shape, np.float16 if key == "half" else np.float64) for key, shape in shapes.items()}
         kv.init(values)
@@ -57,14 +57,14 @@ def train(kv, calls):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("placement", "seed"), [("root", 1), ("sharded", 2), ("replicated", 3), ("replicated", 4)])
-def test_a_transport_that_fails_on_one_rank(comm, transport, placement, seed):
+def test_a_transport_that_fails_on_one_rank(comm, transport, over, placement, seed):
     wrapped: list[Failing] = []
 
     def failing(inner):
         wrapped.append(Failing(inner, seed, most=6))
         return wrapped[0]
 
-    kv = store_over(failing, comm=comm, transport=transport, placement=placement, timeout=TIMEOUT, warn_after=100)
+    kv = store_over(failing, comm=comm, placement=placement, timeout=TIMEOUT, warn_after=100, **over)
     victim, calls = wrapped[0].victim, list[float]()
     with pytest.raises(TransportError) as caught:
         train(kv, calls)
@@ -100,7 +100,8 @@ class Announced(Dying):
         Path(sys.argv[1]).touch()
         super().strike(call)
 
-kv = store_over(lambda inner: Announced(inner, int(sys.argv[2]), most=60), transport=sys.argv[3])
+over = {"transport": sys.argv[3], "ranks_per_host": 2 if sys.argv[3] == "hosts" else 0}
+kv = store_over(lambda inner: Announced(inner, int(sys.argv[2]), most=60), **over)
 kv.init("w", np.zeros(5000))
 kv.set_optimizer("sgd")
 for step in range(1_000_000):
@@ -109,7 +110,7 @@ for step in range(1_000_000):
 """
 
 
-@pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2)])
+@pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2), ("hosts", 3), ("hosts", 4)])
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, seed: int) -> None:
     if reason := why_no_mpi():
         pytest.skip(reason)

@@ -81,6 +81,14 @@ def test_same_bits_of_other_rules(name, options, comm):
     compare(name, options, comm)
 
 
+@pytest.mark.ranks(3, 4)
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
+@pytest.mark.parametrize("transport", ["hosts"])
+def test_same_bits_on_several_hosts(name, transport, comm):
+    compare(name, {"transport": transport, "bucket_bytes": 1 << 16}, comm)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.deadline(60)
 def test_same_bits_where_sums_are_made_in_pairs(comm):

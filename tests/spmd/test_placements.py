@@ -71,7 +71,7 @@ class TestReplicatedOverMpi(TestReplicated):
 
 
 class Shared(LocalTransport):
-    shared = True
+    neighbours = 2
 
 
 CALLABLE = CallableUpdater(lambda key, total, stored: None)

@@ -44,9 +44,9 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.fixture(params=["shm", "mpi"])
+@pytest.fixture(params=["shm", "mpi", "hosts"])
 def transport(request, ranks):
-    if ranks == 1 and request.param == "mpi":
+    if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")
     return request.param
 

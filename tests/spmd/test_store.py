@@ -109,7 +109,7 @@ def test_ranks_may_pull_into_other_layouts(placement, monkeypatch):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
 def test_integers_of_both_signs_in_one_list(transport):
     with mpikv.create(transport=transport, timeout=5) as kv:
         kv.init("w", np.zeros(3, np.int64))
@@ -118,7 +118,7 @@ def test_integers_of_both_signs_in_one_list(transport):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
 def test_training_that_diverges_raises_nothing_halfway(transport):
     """A warning that is an error must not stop one rank in the middle of an exchange, where others wait for it."""
     with mpikv.create(transport=transport, timeout=5) as kv, np.errstate(all="raise"):

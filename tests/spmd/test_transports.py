@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,12 +11,15 @@ from mpikv.config import Config
 from mpikv.errors import Unsupported
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
+from mpikv.transports.hosts import HostsTransport
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.mpi import MpiTransport
 from mpikv.transports.shm import ShmTransport
 from mpikv.typing import Transport
 from mpikv.waiting import Waiting
 from mpikv.world import Group
+
+from .dealt import Dealt
 
 
 @pytest.mark.ranks(1)
@@ -39,6 +44,31 @@ class TestMpiThatGathers(TransportContract):
 class TestShm(TransportContract):
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         return ShmTransport(group, limit, Waiting(timeout))
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestHosts(TransportContract):
+    """On several hosts of one rank each."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(comm, 1)
+
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return HostsTransport(group, limit, Waiting(timeout))
+
+
+class TestHostsOfTwo(TestHosts):
+    """With three ranks one host has less, and with two there is one host."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(comm, 2)
+
+
+class TestHostsInTurn(TestHosts):
+    """The ranks are dealt to two hosts, so that no host has neighbouring ones."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(Dealt(comm))
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -39,8 +39,8 @@ def open_store(keys: KeySet, rule: Rule | None, settings: Settings) -> KVStore:
 
 
 def _is_exact(kv: KVStore, rule: Rule | None) -> bool:
-    # MPI sums in an order of its own; the oracle's Adam and LAMB round elsewhere.
-    return kv.transport != "mpi" and (rule is None or rule.name == "sgd")
+    # MPI and several hosts sum in orders of their own; the oracle's Adam and LAMB round elsewhere.
+    return kv.transport in ("local", "shm") and (rule is None or rule.name == "sgd")
 
 
 class Verb:

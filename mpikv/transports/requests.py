@@ -1,0 +1,103 @@
+"""Waiting for MPI's messages and collectives, some of which never come: a rank that gives up tells the others.
+
+A wait that failed leaves operations behind that MPI may still carry out, hence their memory must stay; one that
+succeeded leaves nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..errors import Stalled
+from ..waiting import Waits
+
+__all__ = ["Requests"]
+
+# The tag of the message of a rank that has given up.
+_GONE = 1
+# Polls between two looks for that message. So many that ranks which come to their deadlines one after the other say
+# each for whom they waited, instead of that another has given up.
+_LOOK_EVERY = 64
+# Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
+_unfinished: list[Any] = []
+
+
+class Requests:
+    """Waits for what the other ranks of a communicator take part in, up to a deadline."""
+
+    def __init__(self, comm: Any, waiting: Waits) -> None:
+        self._comm, self._waiting = comm, waiting
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the
+        other ranks are told that this one has given up.
+
+        Raises:
+            Stalled: it was not before the deadline, or another rank has given up.
+        """
+
+        def ready_or_probed() -> bool:
+            if ready():
+                return True
+            # The rest of a message of this rank, for which others wait, may go on only while it is in MPI.
+            self._comm.Iprobe(tag=_GONE)
+            return False
+
+        self._until(ready_or_probed, missing)
+
+    def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        polls = itertools.count(1)
+
+        def ready_or_deserted() -> bool:
+            if ready():
+                return True
+            # Some operations need the others to go on, so that one that they have left may never complete.
+            if next(polls) % _LOOK_EVERY == 0:
+                self._look()
+            return False
+
+        try:
+            self._waiting.until(ready_or_deserted, missing)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def complete(self, *requests: Any) -> None:
+        """Wait until the operations are complete. As :meth:`until`."""
+        if not requests:
+            return
+        try:
+            self._until(requests[0].Test if len(requests) == 1 else lambda: type(requests[0]).Testall(requests), tuple)
+        except BaseException:
+            _unfinished.extend(requests)
+            raise
+
+    @contextmanager
+    def completed(self) -> Iterator[list[Any]]:
+        """Give a list for the operations that a block starts, and wait for them at its end. As :meth:`until`."""
+        started: list[Any] = []
+        try:
+            yield started
+        except BaseException:
+            _unfinished.extend(started)
+            self._give_up()
+            raise
+        self.complete(*started)
+
+    def _give_up(self) -> None:
+        # A rank that comes later may find its operation complete; this tells it that it is alone.
+        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
+        _unfinished.extend(self._comm.Isend(b"", rank, _GONE) for rank in others)
+
+    def check(self) -> None:
+        """Raise Stalled if another rank has given up."""
+        # MPICH's first probe only makes progress, by which the second sees the message.
+        self._look()
+        self._look()
+
+    def _look(self) -> None:
+        if self._comm.Iprobe(tag=_GONE):
+            raise Stalled("other ranks have given up waiting in this call")

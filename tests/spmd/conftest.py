@@ -1,0 +1,31 @@
+"""Two hosts for tests of the transport ``hosts``, which one machine has to be taken for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def ranks_per_host(ranks: int) -> int:
+    """Return how many ranks the larger of two hosts has: both have as many, or the second has one less."""
+    return -(-ranks // 2)
+
+
+@pytest.fixture(autouse=True)
+def two_hosts(request: pytest.FixtureRequest, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stores of a test with the parameter ``hosts`` find two hosts."""
+    spec = getattr(request.node, "callspec", None)
+    if spec and any("hosts" in values_of(parameter) for parameter in spec.params.values()):
+        monkeypatch.setenv("MPIKV_RANKS_PER_HOST", str(ranks_per_host))
+
+
+@pytest.fixture
+def over(transport: str, ranks_per_host: int) -> dict[str, Any]:
+    """Return the transport of a test for :func:`mpikv.testing.faulty.store_over`, which reads no variables."""
+    return {"transport": transport, "ranks_per_host": ranks_per_host if transport == "hosts" else 0}
+
+
+def values_of(parameter: Any) -> tuple[Any, ...]:
+    return parameter if isinstance(parameter, tuple) else (parameter,)
