@@ -43,6 +43,10 @@ class PlacementContract:
     transport = "auto"
     """The name of the transport with which data move."""
 
+    def group(self, comm: Any) -> Group:
+        """Return a new group of the ranks, perhaps on several hosts. Collective."""
+        return Group(comm)
+
     def make(self, transport: Transport) -> Placement:
         """Return the placement."""
         raise AssertionError("a subclass of PlacementContract defines make()")
@@ -50,7 +54,7 @@ class PlacementContract:
     @pytest.fixture
     def recording(self, comm: Any) -> Iterator[Recording]:
         """Return a transport over all ranks that writes down what is run."""
-        group = Group(comm)
+        group = self.group(comm)
         recording = Recording(open_transport(group, Config(transport=self.transport, bucket_bytes=8192)))
         yield recording
         recording.close()

@@ -70,6 +70,31 @@ class TestReplicatedOverMpi(TestReplicated):
     transport = "mpi"
 
 
+class OnHosts:
+    """Two hosts, of as many ranks if that can be."""
+
+    transport = "hosts"
+
+    def group(self, comm):
+        return Group(comm, -(-comm.size // 2) if comm else 0)
+
+
+class TestRootOverHosts(OnHosts, TestRootOverMpi):
+    pass
+
+
+class TestOwnersOverHosts(OnHosts, TestOwners):
+    pass
+
+
+class TestShardedOverHosts(OnHosts, TestSharded):
+    pass
+
+
+class TestReplicatedOverHosts(OnHosts, TestReplicated):
+    pass
+
+
 class Shared(LocalTransport):
     neighbours = 2
 
