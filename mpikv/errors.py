@@ -7,6 +7,7 @@
     ├── KeyNotInitialized(KeyError)         push or pull of an unknown key
     ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
+    ├── CheckpointError(ValueError)         a file is not a whole checkpoint, or not one for this store
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 __all__ = [
+    "CheckpointError",
     "Closed",
     "ConfigError",
     "KeyAlreadyInitialized",
@@ -64,6 +66,10 @@ class KeyAlreadyInitialized(MPIKVError, ValueError):
 
 class ValueMismatch(MPIKVError, ValueError):
     """The number of arrays, a shape or a dtype differs from the stored value."""
+
+
+class CheckpointError(MPIKVError, ValueError):
+    """A file is not a whole checkpoint, or not one for this store; the store is as before."""
 
 
 class Unsupported(MPIKVError, NotImplementedError):
