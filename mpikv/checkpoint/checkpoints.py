@@ -95,7 +95,7 @@ class Checkpoints:
             for chunks, pieces in self._windows(contents, self._divided):
                 own = self._together(call, _write_pieces, draft, pieces, start)
                 sums[chunks] = self._combined(_contributed(own, pieces, chunks, contents.nbytes))
-            self._together(call, draft.commit, contents.header(sums), only=is_root)
+            self._together(call, draft.commit, contents, sums, only=is_root)
         finally:
             draft.close()
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointError, Unsupported
 from ..typing import Array
-from .contents import LARGEST_HEADER, Header, parse
+from .contents import LARGEST_HEADER, Contents, Header, parse
 
 __all__ = ["NONCE", "Draft", "Reader", "Source", "inspect"]
 
@@ -79,9 +79,9 @@ class Draft:
         """Wait until what was written is on the disk."""
         os.fdatasync(self._file)
 
-    def commit(self, header: bytes) -> None:
+    def commit(self, contents: Contents, sums: Array) -> None:
         """Write the header and put the file into its place. On the root, when all ranks have written and flushed."""
-        self.write(header, 0)
+        self.write(contents.header(sums), 0)
         os.fsync(self._file)
         os.replace(self._draft, self.path)
         self._made = False
