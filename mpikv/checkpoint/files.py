@@ -33,7 +33,9 @@ class Draft:
     """A checkpoint that is being written, seen by one rank."""
 
     def __init__(self, path: str) -> None:
-        self.path, self._draft = path, path + _SUFFIX
+        # Of a symbolic link it is the file behind that is replaced.
+        self.path = os.path.realpath(path)
+        self._draft = self.path + _SUFFIX
         self._file = -1
         self._made = False
 
@@ -44,8 +46,8 @@ class Draft:
             CheckpointError: another job is writing it.
             OSError: it cannot be made there.
         """
-        if os.path.isdir(self.path):
-            raise IsADirectoryError(errno.EISDIR, "a checkpoint is a file, and this is a directory", self.path)
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise FileExistsError(errno.EEXIST, "a checkpoint would replace what is no file", self.path)
         with _leftover(self._draft):
             self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             self._made = True

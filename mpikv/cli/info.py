@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("path", nargs="?", metavar="PATH", help="a file that kv.save or kv.save_optimizer_states wrote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
-    if options.path is not None:
-        return _show_checkpoint(options.path, options.json)
     launch = launch_of()
+    if options.path is not None:
+        return _show_checkpoint(options.path, options.json) if launch is None or launch.rank == 0 else 0
     # Before MPI starts in this process: some MPI libraries do not like child processes afterwards.
     report = _describe_process(launch) if launch is None or launch.rank == 0 else {}
     ranks = _describe_ranks(launch)

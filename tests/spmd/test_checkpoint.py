@@ -221,7 +221,11 @@ def test_every_placement_writes_the_same_file(comm, folder, save_in):
         with mpikv.create(comm=comm, **stores[save_in % len(stores)]) as kv:
             kv.load(folder / "0")
             kv.save(folder / "2")
-        assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
+            assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
+            push(kv, values, 2)
+            kv.load(folder / "0")
+            kv.save(folder / "2")
+            assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
 
 
 def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
@@ -474,7 +478,9 @@ def test_a_folder_that_is_not_there(comm, folder):
         assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
         assert "checkpoint" in str(error)
         error = outcome(kv.save, folder)
-        assert isinstance(error, IsADirectoryError if kv.is_root else PeerFailed)
+        assert isinstance(error, FileExistsError if kv.is_root else PeerFailed)
+        assert os.listdir(folder) == []
+        kv.barrier()
         assert isinstance(outcome(kv.load, folder / "checkpoint"), FileNotFoundError)
         assert isinstance(outcome(kv.load, 3.5), TypeError)
         kv.save(folder / "checkpoint")
@@ -512,6 +518,20 @@ def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch):
         kv.barrier()
         kv.save(path)
         assert path.read_bytes() != before
+
+
+def test_a_link_stays(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        if kv.is_root:
+            (folder / "versions").mkdir()
+            (folder / "last").symlink_to(folder / "versions" / "1")
+        kv.barrier()
+        for _ in range(2):
+            kv.save(folder / "last")
+            assert (folder / "last").is_symlink()
+            assert os.listdir(folder / "versions") == ["1"]
+            kv.load(folder / "last")
 
 
 def test_ranks_in_other_folders(comm, folder, ranks, monkeypatch):
