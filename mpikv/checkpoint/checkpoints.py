@@ -71,14 +71,17 @@ class Checkpoints:
 
     def _saved_keys(self) -> tuple[SavedKey, ...]:
         table, slots = self._exchange.table, self._exchange.updater.slots
+        # By dtype, as there are few of them and many keys.
+        names = {dtype: (dtype.name, _names(slots(dtype))) for dtype in {entry.dtype for entry in table.entries()}}
+        counts, earlier = table.counts.tolist(), table.earlier.tolist()
         return tuple(
             SavedKey(
                 entry.key,
-                entry.dtype.name,
+                names[entry.dtype][0],
                 entry.shape,
-                int(table.counts[entry.index]),
-                int(table.earlier[entry.index]),
-                _names(slots(entry.dtype)),
+                counts[entry.index],
+                earlier[entry.index],
+                names[entry.dtype][1],
             )
             for entry in table.entries()
         )
@@ -126,13 +129,14 @@ class Checkpoints:
     def _loading(self, verb: str, source: Source, updater: Updater, run: Callable[..., None]) -> Prepared:
         check_byte_order()
         contents = source.header.contents
-        self._exchange.placed(updater, {dtype_named(one.dtype) for one in contents.keys})
+        dtypes = {one.dtype: dtype_named(one.dtype) for one in contents.keys}
+        self._exchange.placed(updater, set(dtypes.values()))
+        wanted = {name: _names(updater.slots(dtype)) for name, dtype in dtypes.items()}
         for one in contents.keys:
-            wanted = _names(updater.slots(dtype_named(one.dtype)))
-            if wanted != one.state:
+            if one.state != wanted[one.dtype]:
                 raise CheckpointError(
                     f"{source.path!r} has the states {dict(one.state)} for key {one.key!r}, and {updater.settings()} "
-                    f"needs {wanted}"
+                    f"needs {wanted[one.dtype]}"
                 )
         call = _call(verb, source.path, contents, f"checksums {zlib.crc32(source.header.sums.data):08x}")
         return call, (self._read_from, call, source, updater, run)
@@ -229,11 +233,10 @@ class Checkpoints:
     def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[_Piece]:
         """Yield what this rank has of the arrays, given its elements of a bucket."""
         plan = self._plan(contents)
+        memory = [{VALUE: entry.value, **entry.state} for entry in plan.entries]
         arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
         for tensor in contents.tensors:
-            entry = plan.entries[tensor.item]
-            array = entry.value if tensor.slot == VALUE else entry.state[tensor.slot]
-            arrays[tensor.item].append((tensor.begin, array.reshape(-1)))
+            arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
         for bucket in plan.buckets:
             low, high = elements(bucket)
             for piece in bucket.pieces:
@@ -281,7 +284,7 @@ class Checkpoints:
             )
         for one in contents.keys:
             entry = table[one.key]
-            if (entry.shape, entry.dtype.name) != (one.shape, one.dtype):
+            if (entry.shape, entry.dtype) != (one.shape, dtype_named(one.dtype)):
                 raise ValueMismatch(
                     f"key {one.key!r} is {one.dtype}{list(one.shape)} in the checkpoint and "
                     f"{entry.dtype.name}{list(entry.shape)} in the store; delete it, or load into a store without keys"
