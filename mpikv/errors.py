@@ -114,6 +114,12 @@ def settled(error: Raised) -> Raised:
     return error
 
 
+def unsettled(error: Raised) -> Raised:
+    """Take that mark away: the store cannot be used again after all."""
+    error.settled = False  # type: ignore[attr-defined]
+    return error
+
+
 def noted(error: Raised, text: str) -> Raised:
     """Add a line to an error of the caller's own code, shown below it by Python 3.11 and later."""
     error.__notes__ = [*notes(error), text]  # type: ignore[attr-defined]

@@ -202,6 +202,11 @@ def twice(header: Tree, described: Tree) -> None:
     described["keys"].append(described["keys"][0])
 
 
+def nested(depth: int) -> Any:
+    """Return what JSON can still hold and a recursion in Python can not."""
+    return {"items": [nested(depth - 1)]} if depth else 1
+
+
 W = {"dtype": "F64", "shape": [2, 3]}
 OPTIONS = ("updater", "options")
 
@@ -261,6 +266,7 @@ OPTIONS = ("updater", "options")
         (change(*OPTIONS, "lr_scheduler", to={"system": "Factor"}), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to={"by_key": [[[], 1]]}), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to={"by_key": 1}), "cannot be made"),
+        (change(*OPTIONS, "lr_mult", to=nested(300)), "cannot be made"),
         (change(*OPTIONS, "momentum", to=0.0), "has the states {'momentum': 'float64'} for key 'w'"),
     ],
 )

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..agreement import Agreement, Call
 from ..calls import Prepared
-from ..errors import CheckpointError, ConfigError, ValueMismatch
+from ..errors import CheckpointError, ConfigError, TransportError, ValueMismatch, unsettled
 from ..exchange import Exchange
 from ..optimizers import Optimizer
 from ..plan import Bucket, Plan, digest
@@ -169,11 +169,17 @@ class Checkpoints:
         """Load over keys that are there, once all ranks know that the file is whole."""
         self._verify(call, reader, header)
         self._exchange.adopt(updater)
+        # From here on a failure ends the store, as some of its values are the file's, and others are not. It is not
+        # settled, then, although all ranks know of it.
         try:
             self._read_arrays(call, reader, header)
+        except TransportError:
+            raise
         except Exception as error:
-            # Not settled, so that the store ends: some of its values are the file's, and others are not.
             raise CheckpointError(f"{call}: the file was whole, and then could not be read again: {error}") from error
+        except BaseException as error:
+            unsettled(error)
+            raise
 
     def _verify(self, call: Call, reader: Reader, header: Header) -> None:
         """Compare all checksums, each on one rank."""

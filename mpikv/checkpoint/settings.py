@@ -92,7 +92,7 @@ def _options(optimizer: Optimizer) -> dict[str, Any] | None:
 def _made(name: str, options: Mapping[str, Any]) -> Optimizer:
     try:
         return optimizers.create(name, **{option: _read(value) for option, value in options.items()})
-    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"the optimizer {name!r} of the checkpoint cannot be made here: {error}; an optimizer of your own must be "
             "registered before"
