@@ -10,6 +10,7 @@ array([1., 1., 1.])
 
 from . import optimizers, schedules
 from .errors import (
+    CheckpointError,
     Closed,
     ConfigError,
     KeyAlreadyInitialized,
@@ -30,6 +31,7 @@ from .work import Work
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "Closed",
     "ConfigError",
     "KVStore",

@@ -12,7 +12,7 @@ from .errors import known_names
 # The summary lines of --help stand here so that it imports no subcommand.
 COMMANDS = {
     "run": "start a script on several ranks with the launcher that belongs to Python's MPI library",
-    "info": "show versions, the MPI library, the launcher, the transports and the settings",
+    "info": "show versions, the MPI library, the launcher, the transports and the settings; or what is in a checkpoint",
     "bench": "time pushes and pulls beside MPI's collectives and memcpy, and check every result",
 }
 

@@ -7,6 +7,7 @@
     ├── KeyNotInitialized(KeyError)         push or pull of an unknown key
     ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
+    ├── CheckpointError(ValueError)         a file is not a whole checkpoint, or not one for this store
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 __all__ = [
+    "CheckpointError",
     "Closed",
     "ConfigError",
     "KeyAlreadyInitialized",
@@ -66,6 +68,10 @@ class ValueMismatch(MPIKVError, ValueError):
     """The number of arrays, a shape or a dtype differs from the stored value."""
 
 
+class CheckpointError(MPIKVError, ValueError):
+    """A file is not a whole checkpoint, or not one for this store; the store is as before."""
+
+
 class Unsupported(MPIKVError, NotImplementedError):
     """Two choices cannot go together, or a named feature is not in this version."""
 
@@ -105,6 +111,12 @@ class Closed(MPIKVError, ValueError):
 def settled(error: Raised) -> Raised:
     """Mark an error that every rank knows of, each at the same step, so that the store can be used again."""
     error.settled = True  # type: ignore[attr-defined]
+    return error
+
+
+def unsettled(error: Raised) -> Raised:
+    """Take that mark away: the store cannot be used again after all."""
+    error.settled = False  # type: ignore[attr-defined]
     return error
 
 

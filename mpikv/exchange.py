@@ -6,7 +6,7 @@ is in the cache, and copied to the caller's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -108,7 +108,7 @@ class Exchange:
         """Return the updater's step for each key of the next push. Local. A user's schedule may raise in it."""
         updater, keys = self.updater, plan.keys
         if updater.revision != self._revision:
-            self._check_slots()
+            self.check_slots()
         counts = self.table.counts[plan.rows]
         if len(keys) == 1:
             return Steps((updater.step(keys[0], int(counts) + 1),), True)
@@ -117,7 +117,7 @@ class Exchange:
         steps = [updater.step(key, count + 1) for key, count in zip(keys, counts.tolist(), strict=True)]
         return Steps(steps, not steps or steps.count(steps[0]) == len(steps))
 
-    def _check_slots(self) -> None:
+    def check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
         for entry in self.table.entries():
             wanted, state = self.updater.slots(entry.dtype), entry.place.block.state
@@ -188,6 +188,12 @@ class Exchange:
             for array in group:
                 if array is not entry.view:
                     np.copyto(array, entry.value, casting="unsafe")
+
+    def republish(self, plan: Plan) -> None:
+        """Give every rank the values of the keys, which their owners have changed in place."""
+        self.table.stale[plan.rows] = not self._current
+        self._refresh(plan)
+        self.transport.fence()
 
     def _refresh(self, plan: Plan) -> None:
         """Give this rank the newest values."""
@@ -409,10 +415,12 @@ class Exchange:
             self._arena.release(self.table.remove(key))
         self._forget_plans()
 
-    def placed(self, updater: Updater) -> Placement:
-        """Return the placement for an updater that can take over the present values, or raise. Local."""
+    def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
+        """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.
+        Local.
+        """
         placement = place(self._wanted, self.transport, updater, self._root)
-        self._ready(updater, {entry.dtype for entry in self.table.entries()})
+        self._ready(updater, {entry.dtype for entry in self.table.entries()} | dtypes)
         return placement
 
     def _ready(self, updater: Updater, dtypes: set[np.dtype[Any]]) -> None:

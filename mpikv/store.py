@@ -16,6 +16,7 @@ from .arguments import in_form, updater_function
 from .arrays import quiet, run_quietly
 from .board import Board
 from .calls import Calls, Prepared
+from .checkpoint import Checkpoints
 from .config import Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
@@ -73,6 +74,7 @@ class KVStore:
         self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
         self._calls = Calls(self._exchange, self._agreement, group.rank)
         self._pending = Pending(self._least)
+        self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()
@@ -523,6 +525,108 @@ class KVStore:
         if self.optimizer is None:
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
+
+    def save(self, path: Any) -> None:
+        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules.
+
+        Collective; the same path on every rank, of a file system that all hosts share. Each rank writes the elements
+        that it owns, without copying them. The file takes its place at ``path`` in one step when it is whole and on the
+        disk: a job that is killed at any moment leaves the checkpoint that was there, or the new one.
+
+        An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
+        the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
+
+        Args:
+            path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
+
+        Raises:
+            OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``.
+            CheckpointError: another store is being saved to the path.
+            Unsupported: a host does not see the file that the root has made.
+            ConfigError: a setting of the optimizer was changed to need other state than there is.
+            RankMismatch: ranks gave other paths.
+
+        Example:
+            >>> import mpikv, numpy as np, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "digits.mpikv")
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.ones(2))
+            >>> kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+            >>> kv.push("w", np.ones(2))
+            >>> kv.save(path)
+            >>> other = mpikv.create()
+            >>> other.load(path)
+            >>> other.pushpull({"w": np.ones(2)})
+            {'w': array([-0.25, -0.25])}
+        """
+        self._collective("save", self._checkpoints.save, path)
+
+    def load(self, path: Any) -> None:
+        """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any
+        placement.
+
+        Collective; the same path on every rank, each of which reads the elements that it owns. The store either has no
+        keys, which are then created, or has exactly those of the file. It has no updater yet, or one of the same kind
+        as the file's, which is replaced: :attr:`optimizer` is a new object.
+
+        Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
+        found good, for which it is read twice.
+
+        Raises:
+            CheckpointError: the file is damaged, no checkpoint, or one of another updater.
+            ValueMismatch: the store has other keys, shapes or dtypes.
+            OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
+            Unsupported: the placement cannot run the updater, or a value is bfloat16 and ml_dtypes is not there.
+            RankMismatch: ranks see different files.
+
+        Example: see :meth:`save`.
+        """
+        self._collective("load", self._checkpoints.load, path)
+
+    def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
+        """Write the optimizer's state and update counts to a file, without the values.
+
+        Collective, as :meth:`save`.
+
+        Args:
+            fname: as in :meth:`save`.
+            dump_optimizer: whether the optimizer's settings are written, too.
+
+        Raises:
+            ConfigError: the store has no optimizer.
+            Unsupported: the settings were asked for, and one of them is a function.
+            OSError, CheckpointError, RankMismatch: as in :meth:`save`.
+
+        Example:
+            >>> import mpikv, numpy as np, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "digits.states")
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+            >>> kv.push("w", np.ones(2))
+            >>> kv.save_optimizer_states(path)
+            >>> kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+            >>> kv.load_optimizer_states(path)
+            >>> kv.pushpull({"w": np.zeros(2)})
+            {'w': array([-1.5, -1.5])}
+        """
+        self._collective("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
+
+    def load_optimizer_states(self, fname: Any) -> None:
+        """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
+
+        Collective, as :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps its
+        settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision`` the
+        float32 masters are state, from which the next push of a key goes on.
+
+        Raises:
+            ConfigError: the store has no optimizer.
+            CheckpointError: the file is damaged, or holds other state than the optimizer has.
+            ValueMismatch, OSError, RankMismatch: as in :meth:`load`.
+
+        Example: see :meth:`save_optimizer_states`.
+        """
+        self._collective("load_optimizer_states", self._checkpoints.load_states, fname)
 
     @contextmanager
     def join(self) -> Iterator[None]:

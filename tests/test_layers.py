@@ -21,7 +21,7 @@ LAYERS = (
     ("arena", "board", "optimizers", "schedules", "transports", "updaters"),
     ("kernels", "keys", "plan"),
     ("agreement", "arguments", "placement"),
-    ("calls", "exchange", "store"),
+    ("calls", "checkpoint", "exchange", "store"),
     ("registry",),
     ("__init__", "__main__", "cli", "testing"),
 )
@@ -35,7 +35,10 @@ SIDEWAYS = {
     ("optimizers", "schedules"),
     ("plan", "keys"),
     ("calls", "exchange"),
+    ("checkpoint", "calls"),
+    ("checkpoint", "exchange"),
     ("store", "calls"),
+    ("store", "checkpoint"),
     ("store", "exchange"),
     ("__main__", "cli"),
     ("cli", "__init__"),
@@ -209,7 +212,7 @@ def offences(folder: Path, module: str, source: str) -> list[str]:
     package = folder / "mpikv"
     for unit in LEVELS:
         path = package / unit
-        is_package = unit in ("cli", "optimizers", "testing", "transports")
+        is_package = unit in ("checkpoint", "cli", "optimizers", "testing", "transports")
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -1,4 +1,7 @@
-"""``mpikv info``: what a bug report needs, on one screen. It starts MPI only where a launcher started several ranks."""
+"""``mpikv info``: what a bug report needs, on one screen. It starts MPI only where a launcher started several ranks.
+
+``mpikv info PATH``: what is in a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import __version__
+from ..checkpoint import SavedKey, Source, inspect
 from ..config import TRANSPORTS, Config, Launch, launch_of
 from ..errors import MPIKVError
 from ..kernels import find_kernels
@@ -28,15 +32,22 @@ Report = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, on rank 0 only, and return 0: a missing part is a finding and no failure."""
+    """Print the report, on rank 0 only, and return 0: a missing part is a finding and no failure.
+
+    Of a checkpoint that cannot be read it tells why, and returns 1.
+    """
     parser = argparse.ArgumentParser(
         prog="mpikv info",
         description="Show versions, the MPI library, its launcher, the transports and the settings. "
-        "Under 'mpikv run -n 2 -m mpikv info' it also shows where the ranks are.",
+        "Under 'mpikv run -n 2 -m mpikv info' it also shows where the ranks are. With PATH, show what is in a "
+        "checkpoint.",
     )
+    parser.add_argument("path", nargs="?", metavar="PATH", help="a file that kv.save or kv.save_optimizer_states wrote")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     launch = launch_of()
+    if options.path is not None:
+        return _show_checkpoint(options.path, options.json) if launch is None or launch.rank == 0 else 0
     # Before MPI starts in this process: some MPI libraries do not like child processes afterwards.
     report = _describe_process(launch) if launch is None or launch.rank == 0 else {}
     ranks = _describe_ranks(launch)
@@ -44,6 +55,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report |= ranks
         print(json.dumps(report, indent=2) if options.json else "\n".join(_lines(report)), flush=True)
     return 0
+
+
+def _show_checkpoint(path: str, as_json: bool) -> int:
+    try:
+        source = inspect(path)
+    except (MPIKVError, OSError) as error:
+        print(f"mpikv info: {error}", file=sys.stderr)
+        return 1
+    report = _describe_checkpoint(source)
+    print(json.dumps(report, indent=2) if as_json else "\n".join(_checkpoint_lines(report)))
+    return 0
+
+
+def _describe_checkpoint(source: Source) -> Report:
+    contents = source.header.contents
+    return {
+        "path": source.path,
+        "bytes": source.header.start + contents.nbytes,
+        "values": contents.values,
+        "updater": contents.updater,
+        "keys": [_describe_key(one) for one in contents.keys],
+    }
+
+
+def _describe_key(one: SavedKey) -> Report:
+    return {
+        "key": one.key,
+        "dtype": one.dtype,
+        "shape": list(one.shape),
+        "version": one.updates + one.earlier,
+        "updates": one.updates,
+        "state": dict(one.state),
+    }
+
+
+def _checkpoint_lines(report: Report) -> Iterator[str]:
+    keys = report["keys"]
+    rows = [("checkpoint", report["path"]), ("size", f"{report['bytes']} bytes")]
+    rows.append(("holds", "values and all that updates them" if report["values"] else "the optimizer's state alone"))
+    rows.append(("updater", report["updater"].get("settings", "none: a push assigns")))
+    if report["updater"].get("options", report) is None:
+        rows.append(("", "its settings are not in the file"))
+    elif report["updater"]["kind"] == "function":
+        rows.append(("", "the function itself is not in the file"))
+    rows.append(("keys", str(len(keys))))
+    yield from _table(rows)
+    described = [
+        (
+            repr(one["key"]),
+            f"{one['dtype']}{one['shape']}  version {one['version']}, {one['updates']} updates"
+            + "".join(f", {name} {dtype}" for name, dtype in one["state"].items()),
+        )
+        for one in keys
+    ]
+    yield from _table(described, "  ") if described else ()
 
 
 def _describe_process(launch: Launch | None) -> Report:

@@ -78,6 +78,7 @@ __all__ = [
     "count",
     "create",
     "flag",
+    "kind_of",
     "number",
     "rate",
     "register",
@@ -100,13 +101,22 @@ def register(kind: _Kind) -> _Kind:
     return kind
 
 
+def kind_of(name: str) -> type[Optimizer] | None:
+    """Return the class of that name, in any case, or None.
+
+    >>> kind_of("lamb")
+    <class 'mpikv.optimizers.layerwise.LAMB'>
+    """
+    return _KINDS.get(name.lower())
+
+
 def create(name: str, **options: Any) -> Optimizer:
     """Make an optimizer from its name, in any case, and its options.
 
     >>> create("SGD", momentum=0.9)
     SGD(momentum=0.9)
     """
-    kind = _KINDS.get(name.lower())
+    kind = kind_of(name)
     if kind is None:
         raise ConfigError(known_names("optimizer", name, _KINDS))
     for option in options:

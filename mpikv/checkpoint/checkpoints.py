@@ -1,0 +1,375 @@
+"""The collective calls that write and read checkpoints.
+
+Every rank writes, and reads, the elements that it owns, straight from and to where they lie, so that next to no memory
+is needed. All ranks go through the file together, a window at a time, and learn after each whether it went well on all:
+nobody waits longer than a window takes, and a full disk is noticed by all when it is full.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..agreement import Agreement, Call
+from ..calls import Prepared
+from ..errors import CheckpointError, ConfigError, TransportError, ValueMismatch, unsettled
+from ..exchange import Exchange
+from ..optimizers import Optimizer
+from ..plan import Bucket, Plan, digest
+from ..typing import Array, Slots, Updater
+from .checksums import contributions
+from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order, dtype_named
+from .files import NONCE, Draft, Reader, Source, inspect
+from .settings import check_dumpable, described, restored
+
+__all__ = ["Checkpoints"]
+
+_WINDOW = 256 << 20
+"""Bytes that the ranks write, or read, between two looks at how the others fare. A multiple of CHUNK."""
+
+
+class _Piece(NamedTuple):
+    """A range of the file's arrays that lies in one chunk, and the memory that it is a copy of."""
+
+    offset: int
+    memory: memoryview
+
+
+class Checkpoints:
+    """Prepares and runs the calls of one store."""
+
+    def __init__(self, exchange: Exchange, agreement: Agreement, root: int) -> None:
+        self._exchange, self._agreement, self._root = exchange, agreement, root
+        self._transport = exchange.transport
+
+    # --- Save
+
+    def save(self, path: Any) -> Prepared:
+        return self._saving("save", path, described(self._exchange.updater), values=True)
+
+    def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
+        updater = self._optimizer()
+        if dump_optimizer:
+            check_dumpable(updater)
+        return self._saving("save_optimizer_states", path, described(updater, bool(dump_optimizer)), values=False)
+
+    def _saving(self, verb: str, path: Any, updater: Mapping[str, Any], values: bool) -> Prepared:
+        check_byte_order()
+        path = os.fsdecode(path)
+        self._exchange.check_slots()
+        contents = Contents(self._saved_keys(), values, updater)
+        # Its length says where the arrays begin.
+        blank = contents.header(np.zeros(contents.chunks, np.uint32))
+        call = _call(verb, path, contents)
+        return call, (self._write, call, Draft(path), contents, len(blank))
+
+    def _saved_keys(self) -> tuple[SavedKey, ...]:
+        table, slots = self._exchange.table, self._exchange.updater.slots
+        # By dtype, as there are few of them and many keys.
+        names = {dtype: (dtype.name, _names(slots(dtype))) for dtype in {entry.dtype for entry in table.entries()}}
+        counts, earlier = table.counts.tolist(), table.earlier.tolist()
+        return tuple(
+            SavedKey(
+                entry.key,
+                names[entry.dtype][0],
+                entry.shape,
+                counts[entry.index],
+                earlier[entry.index],
+                names[entry.dtype][1],
+            )
+            for entry in table.entries()
+        )
+
+    def _write(self, call: Call, draft: Draft, contents: Contents, start: int) -> None:
+        is_root = self._transport.rank == self._root
+        try:
+            # What the root writes first shows the others that they see the same file.
+            nonce = np.zeros(NONCE, np.uint8)
+            self._together(call, draft.create, nonce, only=is_root)
+            self._transport.broadcast(nonce, self._root)
+            self._together(call, draft.attach, nonce, only=not is_root)
+            sums = np.zeros(contents.chunks, np.uint32)
+            for chunks, pieces in self._windows(contents, self._divided):
+                own = self._together(call, _write_pieces, draft, pieces, start)
+                sums[chunks] = self._combined(_contributed(own, pieces, chunks, contents.nbytes))
+            self._together(call, draft.commit, contents, sums, only=is_root)
+        finally:
+            draft.close()
+
+    # --- Load
+
+    def load(self, path: Any) -> Prepared:
+        source = _found(path, values=True)
+        contents, table = source.header.contents, self._exchange.table
+        if len(table):
+            self._check_same_keys(contents)
+        updater = restored(contents.updater, self._exchange.updater)
+        return self._loading("load", source, updater, self._load_known if len(table) else self._load_new)
+
+    def load_states(self, path: Any) -> Prepared:
+        present = self._optimizer()
+        source = _found(path, values=False)
+        contents = source.header.contents
+        self._check_same_keys(contents)
+        saved = contents.updater
+        if saved.get("name") != type(present).__name__:
+            raise CheckpointError(
+                f"{source.path!r} holds the state of {saved.get('name', 'no optimizer')} and the store has "
+                f"{present.settings()}; call set_optimizer with an optimizer of that kind first"
+            )
+        updater = present if saved["options"] is None else restored(saved, present)
+        return self._loading("load_optimizer_states", source, updater, self._load_known)
+
+    def _loading(self, verb: str, source: Source, updater: Updater, run: Callable[..., None]) -> Prepared:
+        check_byte_order()
+        contents = source.header.contents
+        dtypes = {one.dtype: dtype_named(one.dtype) for one in contents.keys}
+        self._exchange.placed(updater, set(dtypes.values()))
+        wanted = {name: _names(updater.slots(dtype)) for name, dtype in dtypes.items()}
+        for one in contents.keys:
+            if one.state != wanted[one.dtype]:
+                raise CheckpointError(
+                    f"{source.path!r} has the states {dict(one.state)} for key {one.key!r}, and {updater.settings()} "
+                    f"needs {wanted[one.dtype]}"
+                )
+        call = _call(verb, source.path, contents, f"checksums {zlib.crc32(source.header.sums.data):08x}")
+        return call, (self._read_from, call, source, updater, run)
+
+    def _read_from(self, call: Call, source: Source, updater: Updater, run: Callable[..., None]) -> None:
+        reader = Reader(source)
+        try:
+            self._together(call, reader.open)
+            run(call, reader, source.header, updater)
+        finally:
+            reader.close()
+        self._settle_counts(source.header.contents)
+
+    def _load_new(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
+        """Load into a store without keys, which has none again if the file turns out to be damaged."""
+        exchange, keys = self._exchange, [one.key for one in header.contents.keys]
+        before = exchange.updater
+        try:
+            exchange.adopt(updater)
+            # Arrays of one element each, which say how much memory the values need.
+            likes = [np.broadcast_to(np.zeros((), dtype_named(k.dtype)), k.shape) for k in header.contents.keys]
+            exchange.enter(keys, likes)
+            self._read_arrays(call, reader, header)
+        except BaseException:
+            exchange.delete([key for key in keys if key in exchange.table])
+            exchange.adopt(before)
+            raise
+
+    def _load_known(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
+        """Load over keys that are there, once all ranks know that the file is whole."""
+        self._verify(call, reader, header)
+        self._exchange.adopt(updater)
+        # From here on a failure ends the store, as some of its values are the file's, and others are not. It is not
+        # settled, then, although all ranks know of it.
+        try:
+            self._read_arrays(call, reader, header)
+        except TransportError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{call}: the file was whole, and then could not be read again: {error}") from error
+        except BaseException as error:
+            unsettled(error)
+            raise
+
+    def _verify(self, call: Call, reader: Reader, header: Header) -> None:
+        """Compare all checksums, each on one rank."""
+        memory, size = np.empty(CHUNK, np.uint8).data, header.contents.nbytes
+
+        def verify(chunks: range) -> None:
+            for chunk in chunks:
+                part = memory[: min(CHUNK, size - chunk * CHUNK)]
+                reader.read(part, chunk * CHUNK)
+                _check(np.array([zlib.crc32(part)], np.uint32), header, slice(chunk, chunk + 1))
+
+        for first in range(0, len(header.sums), _WINDOW // CHUNK):
+            last = min(first + _WINDOW // CHUNK, len(header.sums))
+            self._together(call, verify, range(first + self._transport.rank, last, self._transport.size))
+
+    def _read_arrays(self, call: Call, reader: Reader, header: Header) -> None:
+        """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
+        contents = header.contents
+        for chunks, pieces in self._windows(contents, _owned):
+            own = self._together(call, _read_pieces, reader, pieces)
+            sums = _contributed(own, pieces, chunks, contents.nbytes)
+            if not self._exchange.placement.everywhere:  # else this rank has read all of it
+                sums = self._combined(sums)
+            self._together(call, _check, sums, header, chunks)
+        self._exchange.republish(self._plan(contents))
+
+    def _settle_counts(self, contents: Contents) -> None:
+        table = self._exchange.table
+        for one in contents.keys:
+            row = table[one.key].index
+            # An optimizer's state says nothing of how many pushes these values have seen.
+            earlier = one.earlier if contents.values else table.version(one.key) - one.updates
+            table.counts[row], table.earlier[row] = one.updates, earlier
+
+    # --- What a rank has of the file
+
+    def _plan(self, contents: Contents) -> Plan:
+        return self._exchange.plan(tuple(one.key for one in contents.keys))
+
+    def _divided(self, bucket: Bucket) -> tuple[int, int]:
+        """Return which elements of a bucket this rank writes: those it owns, or its part of what all own."""
+        if not self._exchange.placement.everywhere:
+            return _owned(bucket)
+        size, ranks, rank = bucket.value.size, self._transport.size, self._transport.rank
+        return size * rank // ranks, size * (rank + 1) // ranks
+
+    def _windows(
+        self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]
+    ) -> Iterator[tuple[slice, Sequence[_Piece]]]:
+        """Yield the chunks of each window, the same on all ranks, and this rank's pieces of them."""
+        pieces = sorted(self._pieces(contents, elements), key=_offset)
+        for begin in range(0, contents.nbytes, _WINDOW):
+            end = min(begin + _WINDOW, contents.nbytes)
+            low, high = (bisect_left(pieces, edge, key=_offset) for edge in (begin, end))
+            yield slice(begin // CHUNK, -(-end // CHUNK)), pieces[low:high]
+
+    def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[_Piece]:
+        """Yield what this rank has of the arrays, given its elements of a bucket."""
+        plan = self._plan(contents)
+        memory = [{VALUE: entry.value, **entry.state} for entry in plan.entries]
+        arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
+        for tensor in contents.tensors:
+            arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
+        for bucket in plan.buckets:
+            low, high = elements(bucket)
+            for piece in bucket.pieces:
+                first, last = (min(max(edge, piece.at), piece.until) - piece.at for edge in (low, high))
+                for begin, array in arrays[piece.item]:
+                    part = array[piece.begin + first : piece.begin + last]
+                    yield from _cut(begin + (piece.begin + first) * array.itemsize, part.view(np.uint8).data)
+
+    # --- Together with the other ranks
+
+    def _together(self, call: Call, work: Callable[..., Any], *arguments: Any, only: bool = True) -> Any:
+        """Do what may fail on one rank alone, ``only`` where it is to be done; raise on every rank if it failed."""
+        failure, result = None, None
+        try:
+            result = work(*arguments) if only else None
+        except BaseException as error:  # Ctrl-C too: the other ranks wait
+            failure = error
+        self._agreement.confirm(call, failure)
+        return result
+
+    def _combined(self, sums: Array) -> Array:
+        """Return the exclusive or of all ranks' sums."""
+        everyone = np.zeros((self._transport.size, sums.size), np.uint32)
+        everyone[self._transport.rank] = sums
+        self._transport.all_gather(everyone.reshape(-1), [sums.size] * self._transport.size)
+        combined: Array = np.bitwise_xor.reduce(everyone)
+        return combined
+
+    # --- Checks
+
+    def _optimizer(self) -> Optimizer:
+        updater = self._exchange.updater
+        if not isinstance(updater, Optimizer):
+            raise ConfigError("the store has no optimizer, whose state this is about; call set_optimizer first")
+        return updater
+
+    def _check_same_keys(self, contents: Contents) -> None:
+        table, saved = self._exchange.table, {one.key: one for one in contents.keys}
+        strange = [f"{key!r} is not in the store" for key in saved if key not in table]
+        strange += [f"{key!r} is not in the checkpoint" for key in table if key not in saved]
+        if strange:
+            raise ValueMismatch(
+                f"the checkpoint has {len(saved)} keys and the store {len(table)}: {strange[0]}; load into a store "
+                "that has the same keys, or none"
+            )
+        for one in contents.keys:
+            entry = table[one.key]
+            if (entry.shape, entry.dtype) != (one.shape, dtype_named(one.dtype)):
+                raise ValueMismatch(
+                    f"key {one.key!r} is {one.dtype}{list(one.shape)} in the checkpoint and "
+                    f"{entry.dtype.name}{list(entry.shape)} in the store; delete it, or load into a store without keys"
+                )
+
+
+_offset = attrgetter("offset")
+
+
+def _owned(bucket: Bucket) -> tuple[int, int]:
+    return bucket.share.low, bucket.share.high
+
+
+def _cut(offset: int, memory: memoryview) -> Iterator[_Piece]:
+    """Cut a range of the arrays at the chunks."""
+    done = 0
+    while done < memory.nbytes:
+        length = min(CHUNK - (offset + done) % CHUNK, memory.nbytes - done)
+        yield _Piece(offset + done, memory[done : done + length])
+        done += length
+
+
+def _write_pieces(draft: Draft, pieces: Sequence[_Piece], start: int) -> list[int]:
+    """Write the pieces; return the CRC-32 of each, made while it is in the cache."""
+    sums = []
+    for piece in pieces:
+        draft.write(piece.memory, start + piece.offset)
+        sums.append(zlib.crc32(piece.memory))
+    if pieces:
+        draft.flush()
+    return sums
+
+
+def _read_pieces(reader: Reader, pieces: Sequence[_Piece]) -> list[int]:
+    """Read the pieces; return the CRC-32 of each, made while it is in the cache."""
+    sums = []
+    for piece in pieces:
+        reader.read(piece.memory, piece.offset)
+        sums.append(zlib.crc32(piece.memory))
+    return sums
+
+
+def _contributed(own: Sequence[int], pieces: Sequence[_Piece], chunks: slice, nbytes: int) -> Array:
+    """Return what the pieces contribute to the checksum of each chunk."""
+    sums = np.zeros(chunks.stop - chunks.start, np.uint32)
+    if pieces:
+        offsets = np.array([piece.offset for piece in pieces], np.int64)
+        ends = offsets + np.array([piece.memory.nbytes for piece in pieces], np.int64)
+        numbers = offsets // CHUNK
+        contributed = contributions(np.array(own, np.uint32), np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
+        np.bitwise_xor.at(sums, numbers - chunks.start, contributed)
+    return sums
+
+
+def _check(sums: Array, header: Header, chunks: slice) -> None:
+    """Raise CheckpointError unless the chunks have the checksums of the header."""
+    wrong = np.flatnonzero(sums != header.sums[chunks])
+    if wrong.size:
+        chunk = chunks.start + int(wrong[0])
+        end = min((chunk + 1) * CHUNK, header.contents.nbytes)
+        names = [one.name for one in header.contents.tensors if one.begin < end and one.end > chunk * CHUNK]
+        raise CheckpointError(
+            f"the checkpoint is damaged: its bytes {header.start + chunk * CHUNK} to {header.start + end}, of "
+            f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}, do not have their checksum"
+        )
+
+
+def _found(path: Any, values: bool) -> Source:
+    source = inspect(os.fsdecode(path))
+    if source.header.contents.values != values:
+        held, verb = ("values", "load") if not values else ("the state of an optimizer alone", "load_optimizer_states")
+        raise CheckpointError(f"{source.path!r} holds {held}; {verb} loads it")
+    return source
+
+
+def _names(slots: Slots) -> dict[str, str]:
+    return {name: dtype.name for name, dtype in slots.items()}
+
+
+def _call(verb: str, path: str, contents: Contents, *others: str) -> Call:
+    texts = [f"path {path!r}", f"contents {contents.checksum:08x}", *others]
+    return Call(verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: texts)

@@ -1,0 +1,307 @@
+"""What a checkpoint file says of itself: its keys, their counts, the updater, where each array lies, and checksums.
+
+The form is that of safetensors (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the
+header in JSON, and the arrays without gaps, little-endian. What safetensors has no place for is a JSON text in its
+metadata. Where the arrays lie follows from that text, so that a header is either the one that this text has or no
+header: overlaps, gaps and sizes need no check of their own. No size is believed before the length of the file has
+confirmed it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import bfloat16
+from ..errors import CheckpointError, Unsupported
+from ..typing import Array, Key
+
+__all__ = [
+    "CHUNK",
+    "LARGEST_HEADER",
+    "VALUE",
+    "Contents",
+    "Header",
+    "SavedKey",
+    "Tensor",
+    "check_byte_order",
+    "dtype_named",
+    "parse",
+]
+
+CHUNK = 1 << 20
+"""Bytes of the arrays that have a checksum together."""
+LARGEST_HEADER = 100_000_000
+"""Bytes; safetensors' own limit."""
+VALUE = ""
+"""Stands in the place of the name of a state for the value itself."""
+
+_VERSION = 1
+_ALIGNMENT = 64
+_MOST_DIMENSIONS = 32
+_LARGEST = (1 << 63) - 1
+
+# numpy's name: safetensors' name and the bytes of its elements. It has no complex numbers, which are pairs here.
+_STORED = {
+    "bool": ("BOOL", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "int32": ("I32", 4),
+    "int64": ("I64", 8),
+    "uint8": ("U8", 1),
+    "uint16": ("U16", 2),
+    "uint32": ("U32", 4),
+    "uint64": ("U64", 8),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("F32", 4),
+    "complex128": ("F64", 8),
+}
+
+
+class Tensor(NamedTuple):
+    """One array of the file."""
+
+    item: int
+    """The position of its key."""
+    slot: str
+    """The name of a state, or :data:`VALUE`."""
+    name: str
+    dtype: str
+    """safetensors' name."""
+    shape: tuple[int, ...]
+    """As safetensors sees it: complex numbers have one more dimension."""
+    begin: int
+    """Its first byte, counted from the first array."""
+    end: int
+
+
+@dataclass(frozen=True)
+class SavedKey:
+    """One key of the store."""
+
+    key: Key
+    dtype: str
+    """numpy's name."""
+    shape: tuple[int, ...]
+    updates: int
+    """How many updates the updater has made."""
+    earlier: int
+    """How many pushes came before those."""
+    state: Mapping[str, str]
+    """The optimizer's state arrays: their names and numpy's names of their dtypes."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint holds but the arrays. Equal on all ranks."""
+
+    keys: tuple[SavedKey, ...]
+    values: bool
+    """Whether the values are there, or the optimizer's state alone."""
+    updater: Mapping[str, Any]
+    """What :func:`~mpikv.checkpoint.settings.described` returned."""
+
+    @cached_property
+    def text(self) -> str:
+        keys = [
+            {
+                "key": one.key,
+                "dtype": one.dtype,
+                "shape": one.shape,
+                "updates": one.updates,
+                "earlier": one.earlier,
+                "state": dict(one.state),
+            }
+            for one in self.keys
+        ]
+        return json.dumps({"version": _VERSION, "values": self.values, "updater": self.updater, "keys": keys})
+
+    @cached_property
+    def checksum(self) -> int:
+        """The CRC-32 of :attr:`text`."""
+        return zlib.crc32(self.text.encode())
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arrays in the order of the file: those of large elements first, so that all are aligned."""
+        arrays = [
+            (item, slot, dtype)
+            for item, one in enumerate(self.keys)
+            for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | dict(one.state)).items()
+        ]
+        arrays.sort(key=lambda array: -_STORED[array[2]][1])
+        tensors, begin = [], 0
+        for item, slot, dtype in arrays:
+            key, (name, itemsize) = self.keys[item], _STORED[dtype]
+            shape = (*key.shape, 2) if dtype.startswith("complex") else key.shape
+            end = begin + math.prod(shape) * itemsize
+            title = f"state/{slot}/{key.key}" if slot else f"value/{key.key}"
+            tensors.append(Tensor(item, slot, title, name, shape, begin, end))
+            begin = end
+        return tuple(tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all arrays."""
+        return self.tensors[-1].end if self.tensors else 0
+
+    @property
+    def chunks(self) -> int:
+        """The number of checksums."""
+        return -(-self.nbytes // CHUNK)
+
+    def header(self, sums: Array) -> bytes:
+        """Return all that stands before the arrays: of one length, whatever the checksums are."""
+        checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
+        tree: dict[str, Any] = {"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}}
+        for tensor in self.tensors:
+            offsets = [tensor.begin, tensor.end]
+            tree[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        if len(text) > LARGEST_HEADER:
+            raise Unsupported(
+                f"a header of {len(text)} bytes for {len(self.keys)} keys is more than safetensors' {LARGEST_HEADER}; "
+                "use fewer, larger arrays"
+            )
+        return len(text).to_bytes(8, "little") + text
+
+
+class Header(NamedTuple):
+    """What stood before the arrays."""
+
+    contents: Contents
+    sums: Array
+    """The CRC-32 of each :data:`CHUNK` of the arrays, uint32."""
+    start: int
+    """Where the arrays begin in the file."""
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return numpy's dtype.
+
+    Raises:
+        Unsupported: it is bfloat16, and ml_dtypes is not installed.
+    """
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
+def check_byte_order() -> None:
+    """Raise Unsupported where memory is not as the file is."""
+    if sys.byteorder != "little":
+        raise Unsupported("checkpoints are little-endian, and this processor is not")
+
+
+def parse(text: bytes, size: int) -> Header:
+    """Return what a header of a file of so many bytes says.
+
+    Raises:
+        CheckpointError: it is no header of a whole checkpoint.
+    """
+    tree = _tree(text)
+    metadata = tree.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not {"mpikv_checkpoint", "mpikv_crc32"} <= metadata.keys():
+        raise CheckpointError("it is a safetensors file, but no checkpoint of mpikv: its metadata say nothing of one")
+    described, checksums = (_typed(metadata[name], str) for name in ("mpikv_checkpoint", "mpikv_crc32"))
+    if f"{zlib.crc32(described.encode(errors='replace')):08x}" != checksums[:8]:
+        raise CheckpointError("the description of its contents does not have its checksum: the file was damaged")
+    try:
+        contents = _contents(_tree(described.encode()))
+    except KeyError as error:
+        raise CheckpointError(f"the description of its contents lacks {error}") from None
+    expected = {
+        one.name: {"dtype": one.dtype, "shape": [*one.shape], "data_offsets": [one.begin, one.end]}
+        for one in contents.tensors
+    }
+    if tree != expected:
+        name = next((name for name in (*tree, *expected) if tree.get(name) != expected.get(name)), "")
+        found = str(tree.get(name))[:120]
+        raise CheckpointError(f"array {name[:40]!r} is {found} and its description says {expected.get(name)}")
+    start = 8 + len(text)
+    if start + contents.nbytes != size:
+        raise CheckpointError(f"it has {size} bytes, and with all its arrays it would have {start + contents.nbytes}")
+    return Header(contents, _sums(checksums, contents.chunks), start)
+
+
+def _sums(text: str, chunks: int) -> Array:
+    try:
+        sums = np.frombuffer(bytes.fromhex(text), ">u4")[1:].astype(np.uint32)
+    except ValueError:
+        sums = np.empty(0, np.uint32)
+    if len(sums) != chunks:
+        raise CheckpointError(f"its checksums are not {chunks} numbers of 8 digits")
+    return sums
+
+
+def _tree(text: bytes) -> dict[str, Any]:
+    try:
+        tree = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"its header is no JSON: {error}") from None
+    found: dict[str, Any] = _typed(tree, dict)
+    return found
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in tree:
+            raise ValueError(f"{name[:40]!r} is there twice")
+        tree[name] = value
+    return tree
+
+
+def _contents(tree: Mapping[str, Any]) -> Contents:
+    if tree["version"] != _VERSION:
+        raise CheckpointError(f"it has version {tree['version']!r} of the format; this mpikv reads version {_VERSION}")
+    keys = tuple(_saved_key(_typed(one, dict)) for one in _typed(tree["keys"], list))
+    if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
+        raise CheckpointError("its keys are not all different and all numbers or all strings")
+    updater = _typed(tree["updater"], dict)
+    expected: dict[str, Any] = {"assign": {}, "function": {"settings": str}}
+    expected["optimizer"] = {"settings": str, "name": str, "options": (dict, type(None))}
+    if updater["kind"] not in list(expected):
+        raise CheckpointError(f"its updater is of an unknown kind {updater['kind']!r}")
+    for name, kinds in expected[updater["kind"]].items():
+        _typed(updater[name], kinds)
+    return Contents(keys, _typed(tree["values"], bool), updater)
+
+
+def _saved_key(tree: Mapping[str, Any]) -> SavedKey:
+    key: Key = _typed(tree["key"], (int, str))
+    state: dict[str, str] = _typed(tree["state"], dict)
+    dtypes = [_typed(name, str) for name in (tree["dtype"], *state.values())]
+    if unknown := [name for name in dtypes if name not in _STORED]:
+        raise CheckpointError(f"key {key!r} has an unknown dtype {unknown[0]!r}")
+    shape = tuple(_count(length) for length in _typed(tree["shape"], list))
+    # What numpy could not even name, as it is counted without the zeros.
+    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
+        raise CheckpointError(f"key {key!r} has a shape {list(shape)} that no array has")
+    if any("/" in slot or not slot for slot in state):
+        raise CheckpointError(f"key {key!r} has a state without a proper name among {list(state)}")
+    return SavedKey(key, dtypes[0], shape, _count(tree["updates"]), _count(tree["earlier"]), state)
+
+
+def _count(value: Any) -> int:
+    number: int = _typed(value, int)
+    if not 0 <= number <= _LARGEST:
+        raise CheckpointError(f"{number} is no length and no count")
+    return number
+
+
+def _typed(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
+    """Return the value if it is of one of the types; a truth value is no number."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise CheckpointError(f"its header has {str(value)[:40]!r} in a place of another type")
+    return value

@@ -1,0 +1,667 @@
+"""What was saved is what is loaded, bit for bit: on any ranks, in any placement, and nothing is lost by an error."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import mpikv
+from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupported, ValueMismatch, schedules
+from mpikv.checkpoint import checkpoints
+from mpikv.checkpoint.contents import CHUNK
+from mpikv.checkpoint.files import Reader
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+FLOATS = [np.dtype(name) for name in ("float64", "float32", "float16", ml_dtypes.bfloat16)]
+OTHERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "complex64", "complex128"]
+DTYPES = FLOATS + [np.dtype(name) for name in OTHERS]
+SHAPES = [(), (0,), (1,), (3,), (5, 7), (2, 0, 3), (129,), (33, 65), (70_000,), (1, 1, 40_001)]
+STORES = [("shm", "auto"), ("shm", "root"), ("shm", "sharded"), ("mpi", "root"), ("mpi", "sharded")]
+STORES += [("mpi", "replicated"), ("mpi", "auto")]
+EXAMPLES = {1: 60, 2: 30, 3: 15, 4: 10}
+
+SCHEDULES = [
+    schedules.Schedule(base_lr=0.3, warmup_steps=7, warmup_begin_lr=0.1, warmup_mode="constant"),
+    schedules.Factor(3, factor=0.7, base_lr=0.2, stop_factor_lr=1e-3),
+    schedules.MultiFactor([2, 5, np.int64(9)], factor=0.1, base_lr=1 / 3),
+    schedules.Polynomial(40, pwr=1.5, final_lr=0.01, base_lr=0.1),
+    schedules.Cosine(50, final_lr=1e-5, base_lr=0.1, warmup_steps=3),
+]
+OPTIMIZERS = [
+    ("sgd", {"momentum": 0.9, "nesterov": True, "wd": 1e-4}),
+    ("signum", {"momentum": 0.5}),
+    ("adagrad", {"learning_rate": 1 / 3}),
+    ("rmsprop", {"rescale_grad": 1 / 7}),
+    ("adadelta", {}),
+    ("adam", {"clip_gradient": 2.0, "multi_precision": True}),
+    ("adamw", {"wd": 0.1}),
+    ("nadam", {"begin_num_update": 3}),
+    ("adamax", {"beta1": 0.8}),
+    ("ftrl", {}),
+    ("lars", {"momentum": 0.5, "skip": ("b", "c")}),
+    ("lamb", {"lower_bound": 0.1, "bias_correction": False}),
+    ("test", {"learning_rate": 0.25}),
+]
+
+
+@pytest.fixture
+def folder(comm):
+    """Return a new folder that all ranks see, under one name."""
+    made = tempfile.mkdtemp() if comm is None or comm.rank == 0 else None
+    made = Path(made if comm is None else comm.bcast(made))
+    yield made
+    if comm is not None:
+        comm.Barrier()
+    if comm is None or comm.rank == 0:
+        shutil.rmtree(made)
+
+
+def on_ranks(comm):
+    """Return the stores that can be made on these ranks, as arguments of create."""
+    if comm is None:
+        return [{"placement": placement} for placement in ("auto", "root", "sharded", "replicated")]
+    return [{"transport": transport, "placement": placement} for transport, placement in STORES]
+
+
+def numbers(shape, dtype, *seed):
+    random = np.random.default_rng(seed)
+    low = 0 if dtype.kind in "ub" else -4
+    return np.asarray(random.integers(low, 5, shape) / (2 if dtype in FLOATS else 1)).astype(dtype)
+
+
+def push(kv, like, number):
+    """Push to all keys what depends on the number and on the rank."""
+    keys = list(like)
+    kv.push(keys, [numbers(like[key].shape, like[key].dtype, number, kv.rank, at) for at, key in enumerate(keys)])
+
+
+def bits(arrays):
+    return [(array.shape, array.dtype.name, array.tobytes()) for array in arrays]
+
+
+def contents(kv):
+    """Return all that a pull and the facts tell of a store."""
+    keys = list(kv.keys())
+    return keys, bits(kv.pull(keys)), [kv.version(key) for key in keys]
+
+
+def tensors(path):
+    """Read a file of safetensors in the plainest way."""
+    raw = Path(path).read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    del header["__metadata__"]
+    spans = sorted(entry["data_offsets"] for entry in header.values())
+    edges = [0, *itertools.chain.from_iterable(spans), len(raw) - start]
+    assert edges[::2] == edges[1::2], "the arrays have gaps, or overlap"
+    return {name: (entry, raw[start:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
+
+
+# --- What comes back
+
+
+@st.composite
+def cases(draw):
+    floats = draw(st.booleans())
+    dtypes = FLOATS if floats else DTYPES
+    count = draw(st.integers(0, 6))
+    kinds = st.integers(-(2**70), 2**70) if draw(st.booleans()) else st.text(max_size=6)
+    keys = draw(st.lists(kinds, unique=True, min_size=count, max_size=count))
+    values = {
+        key: numbers(draw(st.sampled_from(SHAPES)), draw(st.sampled_from(dtypes)), draw(st.integers(0, 99)))
+        for key in keys
+    }
+    optimizer = draw(st.sampled_from(OPTIMIZERS)) if floats else None
+    return values, optimizer, draw(st.integers(0, 3)), draw(st.integers(0, 99)), draw(st.integers(0, 99))
+
+
+@pytest.mark.deadline(120)
+def test_all_that_can_be_stored(comm, folder, ranks):
+    stores = on_ranks(comm)
+
+    @hypothesis.settings(max_examples=EXAMPLES[ranks])
+    @hypothesis.given(cases())
+    def holds(case):
+        values, optimizer, pushes, here, there = case
+        path = folder / "checkpoint"
+        bucket = [4096, 65536, 1 << 20][here % 3]
+        with mpikv.create(comm=comm, deterministic=True, bucket_bytes=bucket, **stores[here % len(stores)]) as kv:
+            kv.init(values)
+            push(kv, values, 77)
+            if optimizer:
+                kv.set_optimizer(optimizer[0], **optimizer[1])
+            for number in range(pushes):
+                push(kv, values, number)
+            kv.save(path)
+            saved, settings = contents(kv), kv.optimizer and kv.optimizer.settings()
+            held = tensors(path)
+            for key, array in zip(values, kv.pull(list(values)), strict=True):
+                assert held[f"value/{key}"][1] == array.tobytes()
+            push(kv, values, 5)
+            going_on = contents(kv)
+        with mpikv.create(comm=comm, deterministic=True, **stores[there % len(stores)]) as kv:
+            kv.load(path)
+            assert contents(kv) == saved
+            assert (kv.optimizer and kv.optimizer.settings()) == settings
+            push(kv, values, 5)
+            assert contents(kv) == going_on
+            kv.load(path)
+            assert contents(kv) == saved
+            push(kv, values, 5)
+            assert contents(kv) == going_on
+
+    holds()
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
+def test_every_optimizer_goes_on(comm, folder, name, options):
+    values = {"a": numbers((300,), FLOATS[1], 1), "b": numbers((2, 3), FLOATS[2], 2), "c": numbers((5,), FLOATS[3], 3)}
+    options = {**options, "lr_mult": {"a": 0.5, "c": 0.1 + 0.2}, "wd_mult": {"b": 0.0}}
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init(values)
+        kv.set_optimizer(name, **options)
+        for number in range(3):
+            push(kv, values, number)
+        kv.save(folder / "checkpoint")
+        other.load(folder / "checkpoint")
+        assert other.optimizer.settings() == kv.optimizer.settings()
+        for number in range(3, 6):
+            push(kv, values, number)
+            push(other, values, number)
+        assert contents(other) == contents(kv)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
+def test_every_schedule_goes_on(comm, folder, schedule):
+    values = {1: numbers((30,), FLOATS[0], 1)}
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init(values)
+        kv.set_optimizer("sgd", lr_scheduler=schedule, lr_mult={1: 0.5})
+        for number in range(4):
+            push(kv, values, number)
+        kv.save(folder / "checkpoint")
+        other.load(folder / "checkpoint")
+        assert other.optimizer.lr_scheduler == schedule
+        for number in range(8):
+            push(kv, values, number)
+            push(other, values, number)
+        assert contents(other) == contents(kv)
+
+
+@pytest.mark.parametrize("save_in", range(len(STORES)))
+def test_every_placement_writes_the_same_file(comm, folder, save_in):
+    """The file does not depend on who wrote it; ranks share chunks of it, and chunks lie in several windows."""
+    stores = on_ranks(comm)
+    values = {"large": numbers((700_001,), FLOATS[0], 1), "odd": numbers((33,), FLOATS[2], 2)}
+    values |= {f"small{number}": numbers((number,), FLOATS[1], number) for number in range(9)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "_WINDOW", 2 * CHUNK)
+        for number, arguments in enumerate([stores[0], stores[save_in % len(stores)]]):
+            with mpikv.create(comm=comm, bucket_bytes=320_000, **arguments) as kv:
+                kv.init(values)
+                kv.set_optimizer("adam")
+                push(kv, values, 1)
+                kv.save(folder / f"{number}")
+        assert (folder / "0").read_bytes() == (folder / "1").read_bytes()
+        assert (folder / "0").stat().st_size > 5 * CHUNK
+        with mpikv.create(comm=comm, **stores[save_in % len(stores)]) as kv:
+            kv.load(folder / "0")
+            kv.save(folder / "2")
+            assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
+            push(kv, values, 2)
+            kv.load(folder / "0")
+            kv.save(folder / "2")
+            assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
+
+
+def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
+    """A run on all ranks, and its continuation on some of them that do the work of all: to the last bits."""
+    shape, rounds = (41, 13), 6
+
+    def gradient(number, part):
+        return np.random.default_rng((number, part)).normal(size=shape)
+
+    def train(kv, first, last):
+        mine = range(kv.rank * ranks // kv.size, (kv.rank + 1) * ranks // kv.size)
+        for number in range(first, last):
+            kv.push("w", [gradient(number, part) for part in mine])
+        return kv.pull("w")
+
+    with mpikv.create(comm=comm, deterministic=True) as kv:
+        kv.init("w", gradient(99, 0))
+        kv.set_optimizer("adam", lr_scheduler=schedules.Cosine(10, base_lr=0.1))
+        train(kv, 0, rounds // 2)
+        kv.save(folder / "checkpoint")
+        through = train(kv, rounds // 2, rounds)
+    for size in range(1, ranks + 1):
+        if comm is not None and comm.rank >= size:
+            comm.Split(undefined(), 0)
+            continue
+        some = comm and comm.Split(0, comm.rank)
+        with mpikv.create(comm=some, deterministic=True) as kv:
+            kv.load(folder / "checkpoint")
+            resumed = train(kv, rounds // 2, rounds)
+        assert np.abs(resumed - through).max() <= 1e-12
+        if size == ranks or (ranks in (2, 4) and size in (1, 2)):
+            assert resumed.tobytes() == through.tobytes()
+        if some is not None:
+            some.Free()
+
+
+def undefined():
+    from mpi4py import MPI
+
+    return MPI.UNDEFINED
+
+
+def test_views_and_buffers_stay(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.arange(5.0))
+        kv.save(folder / "checkpoint")
+        view, buffer = kv.view("w"), kv.buffer("w")
+        buffer[:] = kv.rank + 1
+        kv.pushpull("w")
+        assert view[0] != 0
+        kv.load(folder / "checkpoint")
+        assert kv.view("w") is view
+        np.testing.assert_array_equal(view, np.arange(5.0))
+        np.testing.assert_array_equal(buffer, np.full(5, kv.rank + 1.0))
+
+
+def test_counts_of_earlier_updaters(comm, folder):
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init("w", np.zeros(3))
+        kv.push("w", np.ones(3))
+        kv.set_optimizer("adam")
+        for _ in range(4):
+            kv.push("w", np.ones(3))
+        kv.save(folder / "checkpoint")
+        other.load(folder / "checkpoint")
+        assert other.version("w") == 5
+        for store in (kv, other):
+            store.push("w", np.ones(3))
+        assert contents(other) == contents(kv)
+
+
+# --- What no file can hold
+
+
+def double(key, given, stored):
+    stored += 2 * given
+
+
+def halve(key, given, stored):
+    stored += given / 2
+
+
+def test_an_updater_function_has_to_be_given(comm, folder):
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init("w", np.zeros(3))
+        kv.set_updater(double)
+        kv.push("w", np.ones(3))
+        kv.save(folder / "checkpoint")
+        with pytest.raises(CheckpointError, match=r"callable .*double.* the store has assign; give the store the same"):
+            other.load(folder / "checkpoint")
+        other.set_updater(halve)
+        with pytest.raises(CheckpointError, match=r"double.* the store has callable .*halve"):
+            other.load(folder / "checkpoint")
+        other.set_updater(double)
+        other.load(folder / "checkpoint")
+        other.push("w", np.ones(3))
+        np.testing.assert_array_equal(other.pull("w"), np.full(3, 4.0 * kv.size))
+        assert other.version("w") == 2
+
+
+def rates(count):
+    return 1.0 / count
+
+
+def test_a_schedule_function_has_to_be_given(comm, folder):
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
+        kv.push("w", np.ones(3))
+        kv.save(folder / "checkpoint")
+        with pytest.raises(CheckpointError, match="of which a file holds the description only"):
+            other.load(folder / "checkpoint")
+        with pytest.raises(Unsupported, match="an option is an object of your own"):
+            kv.save_optimizer_states(folder / "states", dump_optimizer=True)
+        other.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
+        other.load(folder / "checkpoint")
+        for store in (kv, other):
+            store.push("w", np.ones(3))
+        assert contents(other) == contents(kv)
+
+
+def test_another_updater_is_not_dropped(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.zeros(3))
+        kv.save(folder / "assign")
+        kv.set_optimizer("adam", learning_rate=0.5)
+        kv.save(folder / "adam")
+        with pytest.raises(CheckpointError, match=r"made with no updater and the store has Adam\("):
+            kv.load(folder / "assign")
+        kv.set_optimizer("sgd")
+        with pytest.raises(CheckpointError, match=r"made with Adam\(.* and the store has SGD\("):
+            kv.load(folder / "adam")
+        kv.set_optimizer("adam", learning_rate=0.25)
+        kv.load(folder / "adam")
+        assert kv.optimizer.learning_rate == 0.5
+
+
+def test_a_changed_optimizer_without_its_state(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd")
+        kv.optimizer.momentum = 0.5
+        with pytest.raises(ConfigError, match="call set_optimizer again"):
+            kv.save(folder / "checkpoint")
+
+
+# --- The optimizer's state alone
+
+
+@pytest.mark.parametrize("dump", [False, True])
+def test_states(comm, folder, dump):
+    values = {"a": numbers((300, 7), FLOATS[0], 1), "b": numbers((), FLOATS[2], 2)}
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init(values)
+        kv.set_optimizer("adam", learning_rate=0.5, multi_precision=True)
+        for number in range(3):
+            push(kv, values, number)
+        kv.save_optimizer_states(folder / "states", dump_optimizer=dump)
+        assert not any(name.startswith("value/") for name in tensors(folder / "states"))
+        other.init(values)
+        push(other, values, 1)
+        other.set("a", kv.pull("a"))
+        other.set_optimizer("adam", learning_rate=0.5 if not dump else 0.125, multi_precision=True)
+        before = other.version("a"), other.version("b"), bits(other.pull(["a", "b"]))
+        other.load_optimizer_states(folder / "states")
+        assert before == (other.version("a"), other.version("b"), bits(other.pull(["a", "b"])))
+        assert other.optimizer.learning_rate == 0.5
+        for number in range(2):
+            push(kv, values, number)
+            push(other, values, number)
+        # Those of b come from the master, which is state.
+        assert bits(other.pull(["a", "b"])) == bits(kv.pull(["a", "b"]))
+
+
+def test_states_that_do_not_fit(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.zeros(3))
+        for verb in (kv.save_optimizer_states, kv.load_optimizer_states):
+            with pytest.raises(ConfigError, match="no optimizer"):
+                verb(folder / "states")
+        kv.set_optimizer("adam")
+        kv.save_optimizer_states(folder / "states")
+        kv.save(folder / "checkpoint")
+        with pytest.raises(CheckpointError, match="load_optimizer_states loads it"):
+            kv.load(folder / "states")
+        with pytest.raises(CheckpointError, match="holds values; load loads it"):
+            kv.load_optimizer_states(folder / "checkpoint")
+        kv.set_optimizer("adamw")
+        with pytest.raises(CheckpointError, match=r"holds the state of Adam and the store has AdamW"):
+            kv.load_optimizer_states(folder / "states")
+        kv.set_optimizer("sgd", momentum=0.5)
+        kv.save_optimizer_states(folder / "states")
+        kv.set_optimizer("sgd")
+        with pytest.raises(CheckpointError, match=r"has the states \{'momentum': 'float64'\} for key 'w'"):
+            kv.load_optimizer_states(folder / "states")
+        kv.init("b", np.zeros(1))
+        with pytest.raises(ValueMismatch, match="'b' is not in the checkpoint"):
+            kv.load_optimizer_states(folder / "states")
+
+
+# --- What is wrong, on one rank or on all
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"w": np.zeros(4)}, r"'w' is float64\[3\] in the checkpoint and float64\[4\] in the store"),
+        ({"w": np.zeros(3, np.float32)}, r"'w' is float64\[3\] in the checkpoint and float32\[3\] in the store"),
+        ({"w": np.zeros(3), "b": np.zeros(1)}, "1 keys and the store 2: 'b' is not in the checkpoint"),
+        ({"b": np.zeros(3)}, "'w' is not in the store"),
+        ({7: np.zeros(3)}, "'w' is not in the store"),
+    ],
+)
+def test_other_values(comm, folder, values, complaint):
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        kv.init("w", np.ones(3))
+        kv.save(folder / "checkpoint")
+        other.init(values)
+        before = contents(other)
+        with pytest.raises(ValueMismatch, match=complaint):
+            other.load(folder / "checkpoint")
+        assert contents(other) == before
+
+
+def outcome(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def test_another_path_on_one_rank(comm, folder, ranks):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        path = folder / ("other" if kv.rank == ranks - 1 and ranks > 1 else "checkpoint")
+        error = outcome(kv.save, path)
+        if ranks > 1:
+            assert isinstance(error, RankMismatch)
+            assert "checkpoint" in str(error)
+            assert "other" in str(error)
+            assert os.listdir(folder) == []
+        kv.barrier()
+
+
+def test_a_folder_that_is_not_there(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        error = outcome(kv.save, folder / "no" / "checkpoint")
+        assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
+        assert "checkpoint" in str(error)
+        error = outcome(kv.save, folder)
+        assert isinstance(error, FileExistsError if kv.is_root else PeerFailed)
+        assert os.listdir(folder) == []
+        kv.barrier()
+        assert isinstance(outcome(kv.load, folder / "checkpoint"), FileNotFoundError)
+        assert isinstance(outcome(kv.load, 3.5), TypeError)
+        kv.save(folder / "checkpoint")
+        kv.load(folder / "checkpoint")
+
+
+def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch):
+    path, culprit = folder / "checkpoint", ranks - 1
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.arange(10_000.0))
+        kv.save(path)
+        before = path.read_bytes()
+        kv.push("w", np.ones(10_000))
+        write = os.pwrite
+
+        def full(file, content, offset):
+            if len(content) > 1000:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return write(file, content, offset)
+
+        if kv.rank == culprit:
+            monkeypatch.setattr(os, "pwrite", full)
+        error = outcome(kv.save, path)
+        monkeypatch.undo()
+        if kv.rank == culprit:
+            assert isinstance(error, OSError)
+            assert error.errno == errno.ENOSPC
+        else:
+            assert isinstance(error, PeerFailed)
+            assert error.rank == culprit
+            assert "No space left" in str(error)
+        kv.barrier()
+        assert os.listdir(folder) == ["checkpoint"]
+        assert path.read_bytes() == before
+        kv.barrier()
+        kv.save(path)
+        assert path.read_bytes() != before
+
+
+def test_a_link_stays(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        if kv.is_root:
+            (folder / "versions").mkdir()
+            (folder / "last").symlink_to(folder / "versions" / "1")
+        kv.barrier()
+        for _ in range(2):
+            kv.save(folder / "last")
+            assert (folder / "last").is_symlink()
+            assert os.listdir(folder / "versions") == ["1"]
+            kv.load(folder / "last")
+
+
+def test_ranks_in_other_folders(comm, folder, ranks, monkeypatch):
+    """As on hosts that share no file system."""
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        (folder / f"{kv.rank}").mkdir()
+        monkeypatch.chdir(folder / f"{kv.rank}")
+        error = outcome(kv.save, "checkpoint")
+        if ranks == 1:
+            assert error is None
+        else:
+            assert isinstance(error, PeerFailed if kv.is_root else Unsupported)
+            assert "a file system that all hosts share" in str(error)
+            assert os.listdir() == []
+            # Not even where a killed job has left a draft.
+            Path("checkpoint.mpikv-part").write_bytes(bytes(100))
+            assert "all hosts share" in str(outcome(kv.save, "checkpoint"))
+            with mpikv.create(comm=comm.Split(kv.rank, 0)) as alone:
+                alone.init("w", np.full(3, 1.0 * kv.rank))
+                alone.save("checkpoint")
+            assert isinstance(outcome(kv.load, "checkpoint"), RankMismatch)
+
+
+def test_what_a_killed_job_has_left(comm, folder):
+    draft = folder / "checkpoint.mpikv-part"
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        if kv.is_root:
+            draft.write_bytes(bytes(12345))
+        kv.save(folder / "checkpoint")
+        assert os.listdir(folder) == ["checkpoint"]
+        kv.load(folder / "checkpoint")
+        kv.barrier()
+        if kv.is_root:
+            draft.write_bytes(b"")
+        kv.barrier()
+        with draft.open("rb") as busy:
+            if kv.is_root:
+                fcntl.flock(busy, fcntl.LOCK_EX)
+            error = outcome(kv.save, folder / "checkpoint")
+        assert isinstance(error, CheckpointError if kv.is_root else PeerFailed)
+        assert "another store is being saved" in str(error)
+        kv.barrier()
+        assert draft.exists()
+        kv.load(folder / "checkpoint")
+
+
+def flip(path, offset):
+    raw = bytearray(path.read_bytes())
+    raw[offset] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("arguments", STORES)
+def test_a_damaged_byte(comm, folder, arguments):
+    arguments = {} if comm is None else dict(zip(("transport", "placement"), arguments, strict=True))
+    path = folder / "checkpoint"
+    values = {"w": numbers((300_000,), FLOATS[0], 1), "b": numbers((3,), FLOATS[0], 2)}
+    with mpikv.create(comm=comm, **arguments) as kv, mpikv.create(comm=comm, **arguments) as other:
+        kv.init(values)
+        kv.set_optimizer("sgd", momentum=0.5)
+        push(kv, values, 1)
+        kv.save(path)
+        push(kv, values, 2)
+        before = contents(kv)
+        size = path.stat().st_size
+        for offset in (size - 1, size - 2_400_001, size // 2):
+            kv.barrier()
+            if kv.is_root:
+                flip(path, offset)
+            kv.barrier()
+            for store in (kv, other):
+                error = outcome(store.load, path)
+                assert isinstance(error, (CheckpointError, PeerFailed))
+                assert "the checkpoint is damaged: its bytes" in str(error)
+            assert contents(kv) == before
+            assert (len(other), other.optimizer) == (0, None)
+            kv.barrier()
+            if kv.is_root:
+                flip(path, offset)
+        kv.barrier()
+        other.load(path)
+        kv.load(path)
+        for store in (kv, other):
+            push(store, values, 2)
+            assert contents(store) == before
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
+def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, failure):
+    """After it was found whole, and when half of it is loaded, only the end of the store is honest."""
+    kv = mpikv.create(comm=comm)
+    kv.init("w", np.zeros(10))
+    kv.save(folder / "checkpoint")
+    read, reads = Reader.read, []
+
+    def once(self, memory, offset):
+        reads.append(offset)
+        if len(reads) > 1:
+            raise failure
+        read(self, memory, offset)
+
+    if kv.is_root:
+        monkeypatch.setattr(Reader, "read", once)
+    interrupted = kv.is_root and isinstance(failure, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt if interrupted else CheckpointError) as caught:
+        kv.load(folder / "checkpoint")
+    assert interrupted or "could not be read again" in str(caught.value)
+    with pytest.raises(mpikv.Closed, match="ended in an earlier call"):
+        kv.push("w", np.ones(10))
+
+
+def test_a_file_that_is_replaced_meanwhile(comm, folder, ranks, monkeypatch):
+    path = folder / "checkpoint"
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.ones(3))
+        kv.save(path)
+        open_reader = Reader.open
+
+        def late(self):
+            if kv.is_root:
+                shutil.copy(path, folder / "copy")
+                (folder / "copy").replace(path)
+            open_reader(self)
+
+        monkeypatch.setattr(Reader, "open", late)
+        error = outcome(kv.load, path)
+        monkeypatch.undo()
+        assert isinstance(error, CheckpointError if kv.is_root else (PeerFailed, CheckpointError))
+        assert "was changed while it was loaded" in str(error)
+        np.testing.assert_array_equal(kv.pull("w"), np.ones(3))
+        kv.load(path)

@@ -1,0 +1,409 @@
+"""Files that are no checkpoints: a clear error for each, before memory is taken, and the store is as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import mpikv
+from mpikv import CheckpointError, Unsupported, schedules
+from mpikv.checkpoint import inspect
+from mpikv.checkpoint.checksums import contributions
+
+Tree = dict[str, Any]
+VALUES = {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3, np.float32)}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good"
+    with mpikv.create() as kv:
+        kv.init(VALUES)
+        kv.set_optimizer("sgd", momentum=0.5, lr_scheduler=schedules.Factor(10, base_lr=0.5))
+        kv.push(VALUES)
+        kv.save(path)
+    return path
+
+
+def parts(path: Path) -> tuple[Tree, Tree, bytes]:
+    """Return the header, the description in it, and the arrays of a file."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    return header, json.loads(header["__metadata__"]["mpikv_checkpoint"]), raw[start:]
+
+
+def forge(path: Path, header: Tree, described: Any, arrays: bytes) -> Path:
+    """Write a file with checksums that are right."""
+    text = described if isinstance(described, str) else json.dumps(described)
+    sums = [
+        zlib.crc32(text.encode()),
+        *(zlib.crc32(arrays[at : at + (1 << 20)]) for at in range(0, len(arrays), 1 << 20)),
+    ]
+    header = {"__metadata__": {"mpikv_checkpoint": text, "mpikv_crc32": "".join(f"{s:08x}" for s in sums)}} | {
+        name: entry for name, entry in header.items() if name != "__metadata__"
+    }
+    return write(path, json.dumps(header), arrays)
+
+
+def write(path: Path, header: str, arrays: bytes = b"", length: int | None = None) -> Path:
+    text = header.encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + arrays)
+    return path
+
+
+def complaint(path: Path, kind: type[Exception] = CheckpointError) -> str:
+    """Load the file, which must fail; return what the error says."""
+    with mpikv.create() as kv:
+        tracemalloc.start()
+        try:
+            with pytest.raises(kind) as caught:
+                kv.load(path)
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        finally:
+            tracemalloc.stop()
+        assert (len(kv), kv.optimizer) == (0, None)
+        kv.init("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.ones(2))
+    return str(caught.value)
+
+
+def loaded(path: Path) -> Any:
+    with mpikv.create() as kv:
+        kv.load(path)
+        values = {
+            key: (value.dtype, value.tobytes()) for key, value in zip(kv.keys(), kv.pull(list(kv.keys())), strict=True)
+        }
+        kv.push(VALUES)
+        after = {key: kv.pull(key).tobytes() for key in kv}
+        return values, after, kv.optimizer.settings(), [kv.version(key) for key in kv]
+
+
+def test_a_forged_file_is_as_good(good: Path, tmp_path: Path) -> None:
+    """What the tests below do to it is what is wrong with it, and not the forging."""
+    assert loaded(forge(tmp_path / "forged", *parts(good))) == loaded(good)
+
+
+@pytest.mark.deadline(60)
+def test_every_truncation(good: Path, tmp_path: Path) -> None:
+    raw, path = good.read_bytes(), tmp_path / "cut"
+    for length in range(len(raw)):
+        path.write_bytes(raw[:length])
+        with pytest.raises(CheckpointError, match=r"'.*/cut' cannot be loaded: "):
+            inspect(str(path))
+    path.write_bytes(raw[: len(raw) - 1])
+    assert f"it has {len(raw) - 1} bytes, and with all its arrays it would have {len(raw)}" in complaint(path)
+    path.write_bytes(raw + b"\0")
+    assert "with all its arrays" in complaint(path)
+
+
+@pytest.mark.deadline(60)
+def test_every_byte_counts(good: Path, tmp_path: Path) -> None:
+    """With any byte changed, the file is refused, or means the same."""
+    raw, path, chances = good.read_bytes(), tmp_path / "changed", random.Random(0)
+    whole, same = loaded(good), 0
+    for offset in range(len(raw)):
+        changed = bytearray(raw)
+        changed[offset] ^= 1 << chances.randrange(8)
+        path.write_bytes(changed)
+        try:
+            assert loaded(path) == whole, offset
+            same += 1
+        except CheckpointError:
+            pass
+    # The padding, where a blank may become another white character; the letter case of a digit of a checksum.
+    assert same < 64
+
+
+@pytest.mark.parametrize("length", [1 << 62, (1 << 64) - 1, 100_000_001, 50_000_000, 0, 7])
+def test_absurd_lengths(good: Path, tmp_path: Path, length: int) -> None:
+    raw = good.read_bytes()
+    path = tmp_path / "absurd"
+    path.write_bytes(length.to_bytes(8, "little") + raw[8:])
+    assert "safetensors file, or was cut" in complaint(path) if length > 7 else "no JSON" in complaint(path)
+
+
+def test_a_long_file_of_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.write(((1 << 40) - 8).to_bytes(8, "little"))
+        file.truncate(1 << 40)
+    assert "begins with a header of" in complaint(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{",
+        '{"a": 1}{}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        '{"a": 1, "a": 2}',
+        '{"__metadata__": []}',
+        '{"__metadata__": {}}',
+        '{"__metadata__": {"mpikv_checkpoint": 1, "mpikv_crc32": 2}}',
+        '{"__metadata__": {"mpikv_checkpoint": "{}", "mpikv_crc32": ""}}',
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a": "\udc80"}'.encode("utf-8", "surrogatepass").decode("latin-1"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_headers_that_are_none(tmp_path: Path, text: str) -> None:
+    complaint(write(tmp_path / "none", text))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "none"
+    path.write_bytes((4).to_bytes(8, "little") + b'{"\xff"')
+    assert "no JSON" in complaint(path)
+
+
+def change(*where: Any, to: Any) -> Callable[[Tree, Tree], None]:
+    """Return a function that replaces what is at a place in the description."""
+
+    def run(header: Tree, described: Tree) -> None:
+        tree: Any = described
+        for step in where[:-1]:
+            tree = tree[step]
+        tree[where[-1]] = to
+
+    return run
+
+
+def header_change(name: str, to: Any) -> Callable[[Tree, Tree], None]:
+    return lambda header, described: header.__setitem__(name, to)
+
+
+def no_array(header: Tree, described: Tree) -> None:
+    del header["value/w"]
+
+
+def no_key(header: Tree, described: Tree) -> None:
+    del described["keys"][0]["shape"]
+
+
+def twice(header: Tree, described: Tree) -> None:
+    described["keys"].append(described["keys"][0])
+
+
+def nested(depth: int) -> Any:
+    """Return what JSON can still hold and a recursion in Python can not."""
+    return {"items": [nested(depth - 1)]} if depth else 1
+
+
+W = {"dtype": "F64", "shape": [2, 3]}
+OPTIONS = ("updater", "options")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (header_change("value/w", {**W, "data_offsets": [0, 1 << 60]}), "array 'value/w' is"),
+        (header_change("value/w", {**W, "data_offsets": [8, 56]}), "array 'value/w' is"),
+        (header_change("value/w", {**W, "data_offsets": [-48, 0]}), "array 'value/w' is"),
+        (header_change("value/w", {**W, "shape": [1 << 61, 8], "data_offsets": [0, 48]}), "array 'value/w' is"),
+        (header_change("value/w", {**W, "dtype": "F32", "data_offsets": [0, 48]}), "array 'value/w' is"),
+        (header_change("value/w", None), "array 'value/w' is None"),
+        (header_change("more", {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}), "array 'more' is"),
+        (no_array, "array 'value/w' is None and its description says"),
+        (no_key, "lacks 'shape'"),
+        (twice, "not all different"),
+        (change("version", to=2), "version 2 of the format; this mpikv reads version 1"),
+        (change("values", to=1), "a place of another type"),
+        (change("values", to=False), "array 'value/"),
+        (change("keys", to={}), "a place of another type"),
+        (change("keys", 0, to=3), "a place of another type"),
+        (change("keys", 0, "key", to=3), "all numbers or all strings"),
+        (change("keys", 0, "key", to=1.5), "a place of another type"),
+        (change("keys", 0, "key", to=True), "a place of another type"),
+        (change("keys", 0, "dtype", to="object"), "unknown dtype 'object'"),
+        (change("keys", 0, "dtype", to="O"), "unknown dtype 'O'"),
+        (change("keys", 0, "dtype", to=["float64"]), "a place of another type"),
+        (change("keys", 0, "shape", to=[2, -3]), "-3 is no length"),
+        (change("keys", 0, "shape", to=[1 << 70]), "is no length"),
+        (change("keys", 0, "shape", to=[1 << 40, 1 << 40]), "that no array has"),
+        (change("keys", 0, "shape", to=[1 << 40, 1 << 40, 0]), "that no array has"),
+        (change("keys", 0, "shape", to=[1] * 65), "that no array has"),
+        (change("keys", 0, "shape", to=[1 << 40]), "array 'value/w' is"),
+        (change("keys", 0, "shape", to="23"), "a place of another type"),
+        (change("keys", 0, "updates", to=-1), "-1 is no length and no count"),
+        (change("keys", 0, "updates", to=1 << 63), "no count"),
+        (change("keys", 0, "earlier", to=None), "a place of another type"),
+        (change("keys", 0, "state", to={}), "array 'state/"),
+        (change("keys", 0, "state", to={"a/b": "float64"}), "without a proper name"),
+        (change("keys", 0, "state", to={"momentum": "object"}), "unknown dtype"),
+        (change("updater", to="sgd"), "a place of another type"),
+        (change("updater", "kind", to="pickle"), "unknown kind 'pickle'"),
+        (change("updater", "kind", to=[]), "unknown kind"),
+        (change("updater", "settings", to=3), "a place of another type"),
+        (change("updater", "name", to="os.system"), "unknown optimizer 'os.system'"),
+        (change("updater", "name", to="adam"), "unknown option of Adam 'momentum'"),
+        (change(*OPTIONS, to=[]), "a place of another type"),
+        (change(*OPTIONS, "momentum", to="0.5"), "momentum='0.5' is not a number"),
+        (change(*OPTIONS, "momentum", to=1.5), "momentum=1.5 is not a number"),
+        (change(*OPTIONS, "revision", to=1), "unknown option of SGD 'revision'"),
+        (change(*OPTIONS, "lr_scheduler", to={"schedule": "math", "arguments": {}}), "no schedule is called 'math'"),
+        (change(*OPTIONS, "lr_scheduler", to={"schedule": [], "arguments": {}}), "no schedule is called"),
+        (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": {"step": "x"}}), "cannot be made"),
+        (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": {"setp": 1}}), "cannot be made"),
+        (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": 1}), "cannot be made"),
+        (change(*OPTIONS, "lr_scheduler", to={"system": "Factor"}), "cannot be made"),
+        (change(*OPTIONS, "lr_mult", to={"by_key": [[[], 1]]}), "cannot be made"),
+        (change(*OPTIONS, "lr_mult", to={"by_key": 1}), "cannot be made"),
+        (change(*OPTIONS, "lr_mult", to=nested(300)), "cannot be made"),
+        (change(*OPTIONS, "momentum", to=0.0), "has the states {'momentum': 'float64'} for key 'w'"),
+    ],
+)
+def test_forgeries(good: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], None], text: str) -> None:
+    header, described, arrays = parts(good)
+    spoil(header, described)
+    assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+def test_descriptions_that_are_none(good: Path, tmp_path: Path) -> None:
+    header, described, arrays = parts(good)
+    for text in ("", "[]", "{}", "{" * 10_000, json.dumps(described) * 2):
+        complaint(forge(tmp_path / "forged", header, text, arrays))
+
+
+def test_checksums_of_another_number(good: Path, tmp_path: Path) -> None:
+    header, _, arrays = parts(good)
+    sums = header["__metadata__"]["mpikv_crc32"]
+    for other in (sums[:8], sums + "00000000", sums[:-1], sums[:-1] + "x", sums[:-8] + " 0 0 0 0"):
+        header["__metadata__"]["mpikv_crc32"] = other
+        assert "its checksums are not 1 numbers" in complaint(write(tmp_path / "forged", json.dumps(header), arrays))
+    header["__metadata__"]["mpikv_crc32"] = "00000000" + sums[8:]
+    assert "does not have its checksum" in complaint(write(tmp_path / "forged", json.dumps(header), arrays))
+    header["__metadata__"]["mpikv_crc32"] = sums[:8] + "00000000"
+    assert "the checkpoint is damaged: its bytes" in complaint(write(tmp_path / "forged", json.dumps(header), arrays))
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is not a file" in complaint(tmp_path / "pipe")
+    assert "it is not a file" in complaint(tmp_path)
+    complaint(tmp_path / "missing", FileNotFoundError)
+
+
+def test_bfloat16_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(3, ml_dtypes.bfloat16))
+        kv.save(tmp_path / "checkpoint")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert "pip install 'mpikv[bf16]'" in complaint(tmp_path / "checkpoint", Unsupported)
+
+
+def test_an_optimizer_that_is_not_registered_here(tmp_path: Path) -> None:
+    script = (
+        "import sys, numpy, mpikv\n"
+        "from dataclasses import dataclass\n"
+        "@mpikv.optimizers.register\n"
+        "@dataclass(kw_only=True, eq=False, repr=False)\n"
+        "class Elsewhere(mpikv.optimizers.SGD):\n"
+        "    strength: float = mpikv.optimizers.number(0.5, '[0, 1)')\n"
+        "kv = mpikv.create()\n"
+        "kv.init('w', numpy.ones(3))\n"
+        "kv.set_optimizer('elsewhere', strength=0.25)\n"
+        "kv.save(sys.argv[1])\n"
+        "other = mpikv.create()\n"
+        "other.load(sys.argv[1])\n"
+        "assert other.optimizer.strength == 0.25, other.optimizer\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "checkpoint")], check=True, timeout=15)
+    text = complaint(tmp_path / "checkpoint")
+    assert "unknown optimizer 'Elsewhere'" in text
+    assert "must be registered before" in text
+
+
+@hypothesis.given(st.lists(st.binary(max_size=300), max_size=8))
+def test_contributions(texts: list[bytes]) -> None:
+    ends = [sum(map(len, texts[: number + 1])) for number in range(len(texts))]
+    following = np.array([ends[-1] - end for end in ends], np.int64) if texts else np.zeros(0, np.int64)
+    sums = np.array([zlib.crc32(text) for text in texts], np.uint32)
+    assert int(np.bitwise_xor.reduce(contributions(sums, following))) == zlib.crc32(b"".join(texts))
+
+
+def test_safetensors_reads_it(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtypes = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    dtypes += ["float16", "float32", "float64", ml_dtypes.bfloat16, "complex64", "complex128"]
+    values = {np.dtype(name).name: np.asarray(np.arange(6).reshape(2, 3) % 2 * 1.5).astype(name) for name in dtypes}
+    values |= {"none": np.zeros((0, 4)), "one": np.float32(3.0), 'a "strange"/näme\n': np.ones(5, np.int8)}
+    with mpikv.create() as kv:
+        kv.init(values)
+        kv.save(tmp_path / "checkpoint")
+    found = dict(safetensors.deserialize((tmp_path / "checkpoint").read_bytes()))
+    assert found.keys() == {f"value/{key}" for key in values}
+    for key, value in values.items():
+        entry = found[f"value/{key}"]
+        pairs = (2,) if value.dtype.kind == "c" else ()
+        assert (tuple(entry["shape"]), bytes(entry["data"])) == (value.shape + pairs, value.tobytes())
+
+
+# --- mpikv info PATH
+
+
+def info(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mpikv", "info", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+
+
+def test_info(good: Path) -> None:
+    report = json.loads(info(str(good), "--json").stdout)
+    assert report["bytes"] == good.stat().st_size
+    assert report["keys"][0] == {
+        "key": "w",
+        "dtype": "float64",
+        "shape": [2, 3],
+        "version": 1,
+        "updates": 1,
+        "state": {"momentum": "float64"},
+    }
+    assert report["updater"]["options"]["momentum"] == 0.5
+    lines = info(str(good)).stdout.splitlines()
+    assert lines[0] == f"checkpoint  {good}"
+    assert lines[3].startswith("updater     SGD(")
+    assert lines[-2:] == [
+        "  'w'  float64[2, 3]  version 1, 1 updates, momentum float64",
+        "  'b'  float32[3]  version 1, 1 updates, momentum float32",
+    ]
+
+
+def test_info_of_what_is_left_out(tmp_path: Path) -> None:
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(3))
+        kv.save(tmp_path / "assign")
+        kv.set_updater(lambda key, given, stored: given)
+        kv.save(tmp_path / "function")
+        kv.set_optimizer("sgd")
+        kv.save_optimizer_states(tmp_path / "states")
+    assert "none: a push assigns" in info(str(tmp_path / "assign")).stdout
+    assert "the function itself is not in the file" in info(str(tmp_path / "function")).stdout
+    assert "its settings are not in the file" in info(str(tmp_path / "states")).stdout
+    assert "the optimizer's state alone" in info(str(tmp_path / "states")).stdout
+
+
+def test_info_of_no_checkpoint(tmp_path: Path) -> None:
+    done = info(str(tmp_path / "missing"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "No such file" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "cannot be loaded" in info(str(Path(__file__))).stderr
