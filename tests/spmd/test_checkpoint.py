@@ -665,3 +665,31 @@ def test_a_file_that_is_replaced_meanwhile(comm, folder, ranks, monkeypatch):
         assert "was changed while it was loaded" in str(error)
         np.testing.assert_array_equal(kv.pull("w"), np.ones(3))
         kv.load(path)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+@pytest.mark.parametrize("transport", ["hosts"])
+def test_ranks_of_several_hosts(comm, folder, transport, placement):
+    """Saved there and loaded by messages alone, and the other way round; and what follows is the same."""
+    values = {"w": numbers((70_000,), FLOATS[0], 1), "b": numbers((3,), FLOATS[0], 2)}
+    with (
+        mpikv.create(comm=comm, transport=transport, placement=placement) as kv,
+        mpikv.create(comm=comm, transport="mpi", placement=placement) as other,
+    ):
+        kv.init(values)
+        kv.set_optimizer("adam")
+        push(kv, values, 1)
+        kv.save(folder / "checkpoint")  # before anything is pulled
+        saved = contents(kv)
+        other.load(folder / "checkpoint")
+        assert contents(other) == saved
+        for store in (kv, other):
+            push(store, values, 2)
+        kv.load(folder / "checkpoint")
+        assert contents(kv) == saved
+        np.testing.assert_array_equal(kv.view("w"), kv.pull("w"))
+        push(kv, values, 2)
+        # Up to the order in which the ranks' gradients are added.
+        for key in values:
+            np.testing.assert_allclose(kv.pull(key), other.pull(key), rtol=1e-5)
