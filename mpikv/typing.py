@@ -52,14 +52,14 @@ class Transport(Protocol):
 
     @property
     def outboxes(self) -> tuple[Array, ...]:
-        """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum whose
-        ``send`` is the beginning of the outbox whose turn it is saves a copy.
+        """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum, or an
+        all_to_all, whose ``send`` is the beginning of the outbox whose turn it is saves a copy.
         """
         ...
 
     @property
     def turn(self) -> int:
-        """The index of the outbox for the next sum, and only that one."""
+        """The index of the outbox for the next sum or all_to_all, and only that one."""
         ...
 
     def allocate(self, nbytes: int) -> Array:
@@ -80,6 +80,16 @@ class Transport(Protocol):
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements."""
+        ...
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Pass bytes on: rank r receives the r-th part of every rank's ``send``, of ``counts[r]`` bytes.
+
+        ``send`` is uint8, as long on every rank, and at most ``limit`` bytes. With ``counts`` None every rank receives
+        all of every rank's.
+
+        Returns what each rank sent to this one, in rank order, which may be read until the next exchange of data.
+        """
         ...
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
