@@ -8,13 +8,14 @@
 array([1., 1., 1.])
 """
 
-from . import optimizers, schedules
+from . import codecs, optimizers, schedules
 from .errors import (
     Closed,
     ConfigError,
     KeyAlreadyInitialized,
     KeyNotInitialized,
     MPIKVError,
+    NotFinite,
     PeerFailed,
     RankMismatch,
     Stalled,
@@ -35,6 +36,7 @@ __all__ = [
     "KeyAlreadyInitialized",
     "KeyNotInitialized",
     "MPIKVError",
+    "NotFinite",
     "PeerFailed",
     "RankMismatch",
     "Stalled",
@@ -42,6 +44,7 @@ __all__ = [
     "TransportUnavailable",
     "Unsupported",
     "ValueMismatch",
+    "codecs",
     "create",
     "optimizers",
     "schedules",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
+from . import codecs
 from .agreement import Agreement, Call, Said
 from .arguments import (
     in_form,
@@ -36,6 +37,7 @@ Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 """What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
 arguments."""
 
+_COMPRESS = "set_gradient_compression"
 # What a push adds to its description when it takes the buffers.
 _BUFFERS = "from the buffers"
 
@@ -62,6 +64,7 @@ class Calls:
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value)
+        self._check_compressible(plan, arrays)
         if arrays is None:
             call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
             return call, (exchange.push_buffers, plan, steps, confirm)
@@ -84,6 +87,7 @@ class Calls:
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value, filled=out is None)
+        self._check_compressible(plan, arrays)
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
         if isinstance(key, Mapping):
@@ -139,6 +143,13 @@ class Calls:
         call = Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings])
         return call, (self._exchange.adopt, updater)
 
+    def compression(self, compression: Any) -> Prepared:
+        """Prepare a change of the codec to what is meant by ``compression``."""
+        codec = codecs.create(compression)
+        settings = "None" if codec is None else codec.settings()
+        call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
+        return call, (self._exchange.compress, codec)
+
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it
         can.
@@ -152,7 +163,7 @@ class Calls:
         steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
         self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
-        if _BUFFERS in said.parts:
+        if _BUFFERS in said.parts and self._exchange.compression is None:
             until_done.enter_context(self._exchange.empty_buffers(plan))
             if said.verb == "push":
                 return lambda: self._exchange.push_buffers(plan, steps, confirm)
@@ -200,6 +211,11 @@ class Calls:
         arrays = plain(plan, key, out, writable=True)
         return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
 
+    def _check_compressible(self, plan: Plan, arrays: Arrays | None) -> None:
+        exchange = self._exchange
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, exchange.buffers(plan) if arrays is None else arrays)
+
     def _check_buffers(self, plan: Plan) -> None:
         if (key := self._exchange.unbuffered(plan)) is not None:
             raise ValueMismatch(f"no value for key {key!r}, and no buffer; pass one, or fill kv.buffer({key!r})")
@@ -219,7 +235,7 @@ class Calls:
         updater = self._exchange.updater
         revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
         if revision != updater.revision:
-            token = plan.digest ^ digest(verb + option) ^ digest(updater.settings())
+            token = plan.digest ^ digest(verb + option) ^ digest("\n".join(self._settings()))
             call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
             confirm = self._confirmation(call) if updater.fallible else None
             steps = None if updater.by_count else self._exchange.steps(plan)
@@ -231,7 +247,13 @@ class Calls:
 
     def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
         texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
-        return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
+        return [*self._settings(), *texts] if updates else texts
+
+    def _settings(self) -> list[str]:
+        """Describe what decides how a value changes by what is pushed."""
+        compression = self._exchange.compression
+        packed = [] if compression is None else [f"compression {compression.codec.settings()}"]
+        return [f"updater {self._exchange.updater.settings()}", *packed]
 
     def _with_steps(self, call: Call, steps: Steps) -> Call:
         """Add what a user's schedule returned to what is compared: two functions may differ and have the same name."""

@@ -7,6 +7,7 @@
     ├── KeyNotInitialized(KeyError)         push or pull of an unknown key
     ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
+    ├── NotFinite(ValueError)               an array that is to be compressed has NaN or infinity
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -30,6 +31,7 @@ __all__ = [
     "KeyAlreadyInitialized",
     "KeyNotInitialized",
     "MPIKVError",
+    "NotFinite",
     "PeerFailed",
     "RankMismatch",
     "Stalled",
@@ -64,6 +66,10 @@ class KeyAlreadyInitialized(MPIKVError, ValueError):
 
 class ValueMismatch(MPIKVError, ValueError):
     """The number of arrays, a shape or a dtype differs from the stored value."""
+
+
+class NotFinite(MPIKVError, ValueError):
+    """An array that is to be compressed has NaN, infinity or numbers that no residual can hold; nothing was sent."""
 
 
 class Unsupported(MPIKVError, NotImplementedError):

@@ -18,9 +18,9 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 LAYERS = (
     ("errors", "typing"),
     ("arrays", "config", "waiting", "world"),
-    ("arena", "board", "optimizers", "schedules", "transports", "updaters"),
+    ("arena", "board", "codecs", "optimizers", "schedules", "transports", "updaters"),
     ("kernels", "keys", "plan"),
-    ("agreement", "arguments", "placement"),
+    ("agreement", "arguments", "compression", "placement"),
     ("calls", "exchange", "store"),
     ("registry",),
     ("__init__", "__main__", "cli", "testing"),
@@ -209,7 +209,7 @@ def offences(folder: Path, module: str, source: str) -> list[str]:
     package = folder / "mpikv"
     for unit in LEVELS:
         path = package / unit
-        is_package = unit in ("cli", "optimizers", "testing", "transports")
+        is_package = unit in ("cli", "codecs", "optimizers", "testing", "transports")
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
