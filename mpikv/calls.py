@@ -163,6 +163,7 @@ class Calls:
         steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
         self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
+        # Buffers of zeros are nothing, but not every code of zeros is.
         if _BUFFERS in said.parts and self._exchange.compression is None:
             until_done.enter_context(self._exchange.empty_buffers(plan))
             if said.verb == "push":

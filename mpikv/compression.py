@@ -103,8 +103,8 @@ def _check_finite(entry: Entry, array: Array) -> None:
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
     large = np.count_nonzero(np.abs(values) > LARGEST) - infinite
     raise NotFinite(
-        f"the value of key {entry.key!r} has {nans} NaN, {infinite} infinite and {large} elements above {LARGEST:.2g} in "
-        "size, which a residual would keep for good; nothing was sent; leave out this step, or push it while "
+        f"the value of key {entry.key!r} has {nans} NaN, {infinite} infinite and {large} elements above {LARGEST:.2g} "
+        "in size, which a residual would keep for good; nothing was sent; leave out this step, or push it while "
         "set_gradient_compression(None)"
     )
 
@@ -113,6 +113,7 @@ def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Ca
     """Return ``confirm``, which in addition brings residuals back to what they are now where it raises."""
     arrays = [array for entry in plan.entries for array in (*entry.residuals(), *entry.codec_state.values())]
     kept = [(array, array.copy()) for array in arrays]
+    stateless = [entry for entry in plan.entries if not entry.codec_state]
 
     def confirm_or_restore(failure: BaseException | None) -> None:
         try:
@@ -120,6 +121,8 @@ def restoring(plan: Plan, confirm: Callable[[BaseException | None], None]) -> Ca
         except BaseException:
             for array, before in kept:
                 np.copyto(array, before)
+            for entry in stateless:
+                entry.codec_state.clear()
             raise
 
     return confirm_or_restore

@@ -166,8 +166,8 @@ class Exchange:
     def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Sum the ranks' buffers and update. They may be filled again when it returns."""
         if self.compression is not None:
+            # Only this rank reads its buffers, and it has when this returns.
             self.push(plan, self.buffers(plan), steps, confirm)
-            self.transport.fence()
             return
         for bucket in plan.buckets:
             assert bucket.buffered is not None
@@ -182,6 +182,9 @@ class Exchange:
 
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push the buffers, then pull; without targets only so that this rank has the newest values."""
+        if self.compression is not None:
+            self.pushpull(plan, self.buffers(plan), steps, targets or [()] * len(plan.keys), confirm)
+            return
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
 
