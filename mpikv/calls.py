@@ -26,6 +26,7 @@ from .arguments import (
 )
 from .errors import RankMismatch, ValueMismatch
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
+from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
@@ -143,9 +144,9 @@ class Calls:
         call = Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings])
         return call, (self._exchange.adopt, updater)
 
-    def compression(self, compression: Any) -> Prepared:
+    def compression(self, compression: Any, kernels: str) -> Prepared:
         """Prepare a change of the codec to what is meant by ``compression``."""
-        codec = codecs.create(compression)
+        codec = find_codec(codecs.create(compression), kernels)
         settings = "None" if codec is None else codec.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         return call, (self._exchange.compress, codec)

@@ -523,7 +523,7 @@ class KVStore:
             >>> kv.pull("w")
             array([0. , 0. , 0.5, 0. ], dtype=float32)
         """
-        self._collective("set_gradient_compression", self._calls.compression, compression)
+        self._collective("set_gradient_compression", self._calls.compression, compression, self._config.kernels)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mpikv import codecs
 from mpikv.errors import ConfigError
+from mpikv.kernels import find_codec
 from mpikv.testing import RangeCodecContract, ValueCodecContract
 from mpikv.testing.codec import together
 
@@ -53,6 +55,16 @@ def one_bit(gradients, residuals, threshold):
 
 
 RULES = [(codecs.TwoBit, two_bits), (codecs.OneBit, one_bit)]
+
+
+def both(codec):
+    """Return the codec with error feedback, in numpy and, if numba is there, compiled."""
+    with_feedback = codecs.ErrorFeedback(codec)
+    if find_spec("numba") is None:
+        return [with_feedback]
+    twin = find_codec(with_feedback, "numba")
+    assert type(twin) is not type(with_feedback)
+    return [with_feedback, twin]
 
 
 def encode(codec, gradient, residual=None):
@@ -124,24 +136,27 @@ BITS = [
 
 @pytest.mark.parametrize(("codec", "gradient", "payload", "values", "left"), BITS)
 def test_published_bits(codec, gradient, payload, values, left):
-    residual = np.zeros(len(gradient), F32)
-    sent = encode(codecs.ErrorFeedback(codec), gradient, residual)
-    assert sent.tobytes().hex() == payload
-    np.testing.assert_array_equal(decode(codec, sent, len(gradient)), np.array(values, F32))
-    np.testing.assert_array_equal(residual, np.array(left, F32))
+    for each in both(codec):
+        residual = np.zeros(len(gradient), F32)
+        sent = encode(each, gradient, residual)
+        assert sent.tobytes().hex() == payload
+        np.testing.assert_array_equal(decode(each, sent, len(gradient)), np.array(values, F32))
+        np.testing.assert_array_equal(residual, np.array(left, F32))
 
 
 def test_every_byte_of_two_bits_decodes():
     values = {0b11: 0.5, 0b10: -0.5, 0b01: 0.0, 0b00: 0.0}  # 01 is never written
     payload = np.arange(256).astype(np.uint8)
     expected = [values[byte >> shift & 3] for byte in range(256) for shift in (6, 4, 2, 0)]
-    assert decode(codecs.TwoBit(0.5), payload, 1024).tolist() == expected
+    for codec in both(codecs.TwoBit(0.5)):
+        assert decode(codec, payload, 1024).tolist() == expected
 
 
 def test_every_byte_of_one_bit_decodes():
     payload = np.arange(256).astype(np.uint8)
     expected = [1.0 if byte >> shift & 1 else -1.0 for byte in range(256) for shift in range(7, -1, -1)]
-    assert decode(codecs.OneBit(0.5), payload, 2048).tolist() == expected
+    for codec in both(codecs.OneBit(0.5)):
+        assert decode(codec, payload, 2048).tolist() == expected
 
 
 @pytest.mark.parametrize(("kind", "rule"), RULES)
@@ -153,28 +168,29 @@ def test_bits_are_those_of_the_rule(kind, rule, data):
         st.floats(-3, 3, width=32),
         st.sampled_from([0.0, -0.0, threshold, -threshold, 2 * threshold, 2.0**100, -(2.0**100)]),
     )
-    codec = codecs.ErrorFeedback(kind(threshold))
-    residual, expected = np.zeros(size, F32), [F32(0)] * size
-    for _ in range(data.draw(st.integers(1, 4))):
-        gradient = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), F32)
-        payload = encode(codec, gradient, residual)
-        bits, values = rule(gradient, expected, threshold)
-        assert payload.tobytes() == bits
-        assert decode(codec, payload, size).tobytes() == (np.zeros(size, F32) + np.array(values, F32)).tobytes()
-        assert residual.tobytes() == np.array(expected, F32).tobytes()
+    pushes = data.draw(st.lists(st.lists(numbers, min_size=size, max_size=size), min_size=1, max_size=4))
+    for codec in both(kind(threshold)):
+        residual, expected = np.zeros(size, F32), [F32(0)] * size
+        for gradient in np.array(pushes, F32):
+            payload = encode(codec, gradient, residual)
+            bits, values = rule(gradient, expected, threshold)
+            assert payload.tobytes() == bits
+            assert decode(codec, payload, size).tobytes() == (np.zeros(size, F32) + np.array(values, F32)).tobytes()
+            assert residual.tobytes() == np.array(expected, F32).tobytes()
 
 
 @pytest.mark.parametrize(("kind", "rule"), RULES)
 def test_bits_of_large_arrays(kind, rule):
     for size in (16383, 16384, 16385, 50_001):
         random = np.random.default_rng(size)
-        codec, residual, expected = codecs.ErrorFeedback(kind(0.5)), np.zeros(size, F32), [F32(0)] * size
-        for _ in range(2):
-            gradient = random.standard_normal(size).astype(F32)
-            payload = encode(codec, gradient, residual)
-            bits, values = rule(gradient, expected, 0.5)
-            assert payload.tobytes() == bits
-            np.testing.assert_array_equal(decode(codec, payload, size), np.array(values, F32))
+        pushes, expected = random.standard_normal((2, size)).astype(F32), [F32(0)] * size
+        results = [rule(gradient, expected, 0.5) for gradient in pushes]
+        for codec in both(kind(0.5)):
+            residual = np.zeros(size, F32)
+            for gradient, (bits, values) in zip(pushes, results, strict=True):
+                payload = encode(codec, gradient, residual)
+                assert payload.tobytes() == bits
+                np.testing.assert_array_equal(decode(codec, payload, size), np.array(values, F32))
             np.testing.assert_array_equal(residual, np.array(expected, F32))
 
 
@@ -192,6 +208,24 @@ def test_bfloat16_rounds_as_ml_dtypes(numbers):
     np.testing.assert_array_equal(
         decode(codecs.Bfloat16(), payload, gradient.size), gradient.astype(ml_dtypes.bfloat16).astype(F32)
     )
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.floats(width=32, allow_nan=False, min_value=-(2.0**100), max_value=2.0**100), min_size=5, max_size=5
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_compiled_bfloat16_has_the_bits_of_numpy(pushes):
+    codecs_, residuals = both(codecs.Bfloat16()), np.zeros((2, 5), F32)
+    for gradient in np.array(pushes, F32):
+        sent = [encode(each, gradient, left) for each, left in zip(codecs_, residuals, strict=False)]
+        assert len({payload.tobytes() for payload in sent}) == 1
+        assert len({decode(each, sent[0], 5).tobytes() for each in codecs_}) == 1
+        assert len({left.tobytes() for left in residuals[: len(codecs_)]}) == 1
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, min_value=-65504, max_value=65504), min_size=1, max_size=50))
@@ -386,6 +420,21 @@ class TestTwoBit(RangeCodecContract):
 class TestTwoBitWithFeedback(TestTwoBit):
     def codec(self):
         return codecs.create("2bit")
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed: pip install 'mpikv[numba]'")
+class TestCompiledTwoBit(TestTwoBit):
+    def codec(self):
+        return find_codec(codecs.create("2bit"), "numba")
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed: pip install 'mpikv[numba]'")
+class TestCompiledBfloat16(RangeCodecContract):
+    def codec(self):
+        return find_codec(codecs.create("bf16"), "numba")
+
+    def other(self):
+        return codecs.create("fp16")
 
 
 class TestOneBit(RangeCodecContract):

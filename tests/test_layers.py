@@ -42,7 +42,7 @@ SIDEWAYS = {
     ("testing", "__init__"),
 }
 
-NUMBA = {"optimizers/compiled"}
+NUMBA = {"codecs/compiled", "optimizers/compiled"}
 MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}

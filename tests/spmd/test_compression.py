@@ -104,11 +104,14 @@ def test_sums_are_those_of_the_simulated_quantiser(comm, name, placement):
                     np.testing.assert_array_equal(kv.pull(f"w{size}"), simulated.total(arrays))
 
 
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
 @pytest.mark.parametrize("name", ["2bit", "1bit"])
 @pytest.mark.deadline(60)
-def test_a_million_elements(comm, name):
+def test_a_million_elements(comm, name, kernels):
+    if kernels == "numba":
+        pytest.importorskip("numba", reason="numba is not installed: pip install 'mpikv[numba]'")
     size = 1_000_000
-    with mpikv.create(comm=comm, compression=name) as kv:
+    with mpikv.create(comm=comm, compression=name, kernels=kernels) as kv:
         simulated = Simulated(QUANTISERS[name])
         kv.init("w", np.zeros(size, F32))
         for step in range(2):
