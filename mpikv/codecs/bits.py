@@ -74,25 +74,41 @@ class TwoBit:
         threshold = np.float32(self.threshold)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            bits = self._bits[: part.size]
-            np.greater_equal(part, threshold, out=bits[:, 1])
-            np.less_equal(part, -threshold, out=bits[:, 0])
-            np.logical_or(bits[:, 0], bits[:, 1], out=bits[:, 0])
-            _pack(bits.reshape(-1), payload[low // 4 : (low + BLOCK) // 4])
+            codes, below = (codes[: part.size] for codes in self._codes)
+            np.greater_equal(part, threshold, out=codes.view(np.bool_))
+            np.less_equal(part, -threshold, out=below.view(np.bool_))
+            codes *= 3
+            below *= 2
+            codes |= below
+            self._codes[0, part.size :] = 0
+            words = payload[low // 4 : (low + BLOCK) // 4]
+            words[:] = self._packed()[: words.size]
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add the threshold, its negative or 0 to each element."""
         for low in range(0, total.size, BLOCK):
-            part = total[low : low + BLOCK]
-            _add_decoded(payload[low // 4 : (low + BLOCK) // 4], self._decoded, part)
+            _add_decoded(payload[low // 4 :], self.decoded, total[low : low + BLOCK], self._sums)
+
+    def _packed(self) -> Array:
+        """Return the codes of a block, four in a byte."""
+        codes: Array = self._codes[0].view("<u4")
+        # The product is a sum of shifted numbers, whose bits do not meet: the highest byte has the first code above the
+        # second, and so on.
+        np.multiply(codes, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=codes)
+        codes >>= 24
+        return codes
 
     @cached_property
-    def _bits(self) -> Array:
-        return np.empty((BLOCK, 2), np.bool_)
+    def _codes(self) -> Array:
+        return np.empty((2, BLOCK), np.uint8)
 
     @cached_property
-    def _decoded(self) -> Array:
-        """The four values of each byte."""
+    def _sums(self) -> Array:
+        return np.empty((BLOCK // 4, 4), np.float32)
+
+    @cached_property
+    def decoded(self) -> Array:
+        """The four values of each byte, ``(256, 4)``."""
         values = np.array([0, 0, -self.threshold, self.threshold], np.float32)
         codes = np.arange(256)[:, None] >> np.array([6, 4, 2, 0]) & 3
         table: Array = values[codes]
@@ -144,33 +160,34 @@ class OneBit:
             part = gradient[low : low + BLOCK]
             bits = self._bits[: part.size]
             np.greater(part, threshold, out=bits)
-            _pack(bits, payload[low // 8 : (low + BLOCK) // 8])
+            packed = np.packbits(bits)
+            words = payload[low // 8 : (low + BLOCK) // 8]
+            words[: packed.size] = packed
+            words[packed.size :] = 0
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add 1 or -1 to each element."""
         for low in range(0, total.size, BLOCK):
-            part = total[low : low + BLOCK]
-            _add_decoded(payload[low // 8 : (low + BLOCK) // 8], self._decoded, part)
+            _add_decoded(payload[low // 8 :], self.decoded, total[low : low + BLOCK], self._sums)
 
     @cached_property
     def _bits(self) -> Array:
         return np.empty(BLOCK, np.bool_)
 
     @cached_property
-    def _decoded(self) -> Array:
-        """The eight values of each byte."""
+    def _sums(self) -> Array:
+        return np.empty((BLOCK // 8, 8), np.float32)
+
+    @cached_property
+    def decoded(self) -> Array:
+        """The eight values of each byte, ``(256, 8)``."""
         bits = np.arange(256)[:, None] >> np.arange(7, -1, -1) & 1
         return (2 * bits - 1).astype(np.float32)
 
 
-def _pack(bits: Array, payload: Array) -> None:
-    """Write the bits to the payload, and zeros behind them."""
-    packed = np.packbits(bits)
-    payload[: packed.size] = packed
-    payload[packed.size :] = 0
-
-
-def _add_decoded(payload: Array, table: Array, total: Array) -> None:
+def _add_decoded(payload: Array, table: Array, total: Array, spare: Array) -> None:
     """Add to each element what the table has for its part of a byte; bits behind the last element say nothing."""
-    decoded = table[payload].reshape(-1)
-    np.add(total, decoded[: total.size], out=total)
+    count = -(-total.size // table.shape[1])
+    # No byte is out of the table's range; "clip" looks at none.
+    decoded = np.take(table, payload[:count], axis=0, out=spare[:count], mode="clip")
+    np.add(total, decoded.reshape(-1)[: total.size], out=total)

@@ -28,14 +28,16 @@ __all__ = ["CompiledRanges", "compiled"]
 _SINGLE, _BYTE = numba.types.float32, numba.types.uint8
 _READ_SINGLES, _READ_BYTES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_SINGLE, _BYTE))
 _ENCODE = numba.void(_READ_SINGLES, _BYTE[::1], _SINGLE[::1], _SINGLE)
-_DECODE = numba.void(_READ_BYTES, _SINGLE[::1], _SINGLE)
+_DECODE = numba.void(_READ_BYTES, _SINGLE[::1], _SINGLE[:, ::1])
+# Elements that are worked on at once: whole words of any payload, whose codes stay in the nearest cache.
+_CHUNK = 1024
 
 
 class _Loops(NamedTuple):
     encode: Callable[..., None]
     """``encode(gradient, payload, residual, threshold)``."""
     decode_add: Callable[..., None]
-    """``decode_add(payload, total, threshold)``."""
+    """``decode_add(payload, total, decoded)``: the codec's table of what each byte stands for, if it has one."""
 
 
 def compiled(codec: Codec) -> Codec:
@@ -57,6 +59,7 @@ class CompiledRanges:
         loops = _LOOPS[type(codec.codec)]
         self._encode, self._decode_add = _kept(loops.encode, _ENCODE), _kept(loops.decode_add, _DECODE)
         self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
+        self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def settings(self) -> str:
         """Describe the codec, as ranks need not have the same kernels."""
@@ -72,7 +75,7 @@ class CompiledRanges:
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Do what the codec does, at once."""
-        self._decode_add(payload, total, self._threshold)
+        self._decode_add(payload, total, self._decoded)
 
     def __repr__(self) -> str:
         return repr(self.codec)
@@ -93,48 +96,62 @@ def _kept(loop: Callable[..., None], signature: Any) -> Callable[..., Any]:
     return function
 
 
-# --- Loops. All numbers are float32: a Python number would make them float64.
+# --- Loops. All numbers are float32: a Python number would make them float64. The inner loops select instead of
+# branching, and their indices are plainly inside the arrays: the compiler makes vector instructions of them.
 
 
 def _encode_two_bits(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
     none = np.float32(0)
-    for byte in range(payload.size):
-        code = 0
-        for place in range(4 * byte, 4 * byte + 4):
-            code <<= 2
-            if place < residual.size:
-                kept = residual[place] + gradient[place]
-                above, below = kept >= threshold, kept <= -threshold
-                code |= 2 * (above or below) + above
-                residual[place] = kept - (threshold if above else -threshold if below else none)
-        payload[byte] = code
-
-
-def _add_two_bits(payload: Any, total: Any, threshold: Any) -> None:
-    none = np.float32(0)
-    for place in range(total.size):
-        code = payload[place >> 2] >> (6 - 2 * (place & 3)) & 3
-        total[place] += threshold if code == 3 else -threshold if code == 2 else none
+    codes = np.empty(_CHUNK, np.uint8)
+    for low in range(0, residual.size, _CHUNK):
+        left, added = residual[low : low + _CHUNK], gradient[low : low + _CHUNK]
+        for i in range(left.size):
+            kept = left[i] + added[i]
+            above = threshold if kept >= threshold else none
+            below = threshold if kept <= -threshold else none
+            left[i] = kept - (above - below)
+            codes[i] = 3 * (kept >= threshold) + 2 * (kept <= -threshold)
+        codes[left.size :] = 0
+        words = payload[low // 4 : (low + _CHUNK) // 4]
+        for i in range(words.size):
+            words[i] = codes[4 * i] << 6 | codes[4 * i + 1] << 4 | codes[4 * i + 2] << 2 | codes[4 * i + 3]
 
 
 def _encode_one_bit(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
     one = np.float32(1)
-    for byte in range(payload.size):
-        code = 0
-        for place in range(8 * byte, 8 * byte + 8):
-            code <<= 1
-            if place < residual.size:
-                kept = residual[place] + gradient[place]
-                above = kept > threshold
-                code |= above
-                residual[place] = kept - (one if above else -one)
-        payload[byte] = code
+    bits = np.empty(_CHUNK, np.uint8)
+    for low in range(0, residual.size, _CHUNK):
+        left, added = residual[low : low + _CHUNK], gradient[low : low + _CHUNK]
+        for i in range(left.size):
+            kept = left[i] + added[i]
+            sent = one if kept > threshold else -one
+            left[i] = kept - sent
+            bits[i] = kept > threshold
+        bits[left.size :] = 0
+        words = payload[low // 8 : (low + _CHUNK) // 8]
+        for i in range(words.size):
+            high = bits[8 * i] << 7 | bits[8 * i + 1] << 6 | bits[8 * i + 2] << 5 | bits[8 * i + 3] << 4
+            words[i] = high | bits[8 * i + 4] << 3 | bits[8 * i + 5] << 2 | bits[8 * i + 6] << 1 | bits[8 * i + 7]
 
 
-def _add_one_bit(payload: Any, total: Any, threshold: Any) -> None:
-    one = np.float32(1)
-    for place in range(total.size):
-        total[place] += one if payload[place >> 3] >> (7 - (place & 7)) & 1 else -one
+def _add_two_bits(payload: Any, total: Any, table: Any) -> None:
+    whole = total.size // 4
+    for byte in range(whole):
+        code = payload[byte]
+        for i in range(4):
+            total[4 * byte + i] += table[code, i]
+    for i in range(total.size - 4 * whole):
+        total[4 * whole + i] += table[payload[whole], i]
+
+
+def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
+    whole = total.size // 8
+    for byte in range(whole):
+        code = payload[byte]
+        for i in range(8):
+            total[8 * byte + i] += table[code, i]
+    for i in range(total.size - 8 * whole):
+        total[8 * whole + i] += table[payload[whole], i]
 
 
 def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
@@ -150,7 +167,7 @@ def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any)
         residual[place] = left - residual[place]
 
 
-def _add_bfloat16(payload: Any, total: Any, threshold: Any) -> None:
+def _add_bfloat16(payload: Any, total: Any, table: Any) -> None:
     halves = payload.view(np.uint16)
     one = np.empty(1, np.uint32)
     number = one.view(np.float32)
