@@ -65,7 +65,8 @@ class Calls:
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value)
-        self._check_compressible(plan, arrays)
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, arrays)
         if arrays is None:
             call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
             return call, (exchange.push_buffers, plan, steps, confirm)
@@ -88,7 +89,8 @@ class Calls:
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value, filled=out is None)
-        self._check_compressible(plan, arrays)
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, arrays)
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
         if isinstance(key, Mapping):
@@ -212,11 +214,6 @@ class Calls:
         """Return the arrays to fill."""
         arrays = plain(plan, key, out, writable=True)
         return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
-
-    def _check_compressible(self, plan: Plan, arrays: Arrays | None) -> None:
-        exchange = self._exchange
-        if exchange.compression is not None:
-            exchange.check_compressible(plan, exchange.buffers(plan) if arrays is None else arrays)
 
     def _check_buffers(self, plan: Plan) -> None:
         if (key := self._exchange.unbuffered(plan)) is not None:

@@ -427,10 +427,10 @@ class Exchange:
             self._arena.release(self.table.remove(key))
         self._forget_plans()
 
-    def check_compressible(self, plan: Plan, sources: Arrays) -> None:
-        """Raise if arrays that are to be pushed cannot be compressed, where they have to be. Local."""
-        if self.compression is not None:
-            check(self.compression.codec, plan, _groups(sources))
+    def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
+        """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
+        assert self.compression is not None
+        check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
 
     def compress(self, codec: Codec | None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped."""
