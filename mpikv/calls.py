@@ -30,7 +30,8 @@ from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
-from .typing import Array, Key, Updater
+from .trial import asked_for, choose
+from .typing import Array, Codec, Key, Updater
 
 __all__ = ["Calls", "Prepared"]
 
@@ -48,6 +49,8 @@ class Calls:
 
     def __init__(self, exchange: Exchange, agreement: Agreement, rank: int) -> None:
         self._exchange, self._agreement, self._rank = exchange, agreement, rank
+        self.choice = asked_for(None)
+        """How pushes are compressed, and why."""
 
     # --- Verbs
 
@@ -148,10 +151,12 @@ class Calls:
 
     def compression(self, compression: Any, kernels: str) -> Prepared:
         """Prepare a change of the codec to what is meant by ``compression``."""
-        codec = find_codec(codecs.create(compression), kernels)
-        settings = "None" if codec is None else codec.settings()
+        meant = codecs.create(compression)
+        settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
-        return call, (self._exchange.compress, codec)
+        if isinstance(meant, codecs.Auto):
+            return call, (self._run_choice, find_codec(meant.codec, kernels), settings)
+        return call, (self._run_compression, find_codec(meant, kernels))
 
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it
@@ -275,6 +280,14 @@ class Calls:
     def _run_init(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
+
+    def _run_compression(self, codec: Codec | None) -> None:
+        self._exchange.compress(codec)
+        self.choice = asked_for(codec)
+
+    def _run_choice(self, codec: Codec, asked: str) -> None:
+        chosen, self.choice = choose(self._exchange, codec, asked)
+        self._exchange.compress(chosen)
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)

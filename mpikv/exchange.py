@@ -75,6 +75,10 @@ class Exchange:
     def _adding(self) -> bool:
         return self._may_add and self.compression is None
 
+    def beside(self) -> Exchange:
+        """Return one without values that moves data in the same way, for measurements."""
+        return Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
+
     def known(self, key: Any) -> Plan | None:
         """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
         more closely. Local.

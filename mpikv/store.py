@@ -131,7 +131,7 @@ class KVStore:
 
     @property
     def compression(self) -> Any:
-        """The codec by which pushes are compressed, or None."""
+        """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
         compression = self._exchange.compression
         return compression and compression.codec
 
@@ -144,6 +144,19 @@ class KVStore:
         if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
         return _CAPABILITIES[capability.lower()]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the store has found out about itself. Local.
+
+        ``compression``: what was asked for, what was chosen, why, and by which measured seconds.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create(compression="fp16").statistics()["compression"]["why"]
+            'asked for'
+        """
+        choice = self._calls.choice
+        return {"compression": {**choice._asdict(), "seconds": dict(choice.seconds)}}
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
@@ -504,7 +517,9 @@ class KVStore:
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
                 ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
-                codec; or None, which turns compression off.
+                codec; or None, which turns compression off. ``auto``, with the option ``codec`` (default ``bf16``),
+                makes some pushes with and without the codec now, and takes it if they were faster;
+                :meth:`statistics` says what was found. Set the optimizer before, which may change the placement.
 
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.

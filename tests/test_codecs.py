@@ -333,6 +333,8 @@ def test_what_would_not_shrink_is_sent_as_it_is(shape):
         ({"type": "topk", "count": 3}, "topk(count=3) with error feedback"),
         ({"type": "lowrank", "rank": 2}, "lowrank(rank=2, seed=0) with error feedback"),
         (codecs.TwoBit(), "2bit(threshold=0.5)"),
+        ("auto", "auto(bf16() with error feedback)"),
+        ({"type": "auto", "codec": {"type": "topk", "count": 2}}, "auto(topk(count=2) with error feedback)"),
     ],
 )
 def test_what_is_meant(given, settings):
@@ -368,6 +370,9 @@ def test_none_is_no_codec():
         ({"type": "topk", "count": 2, "ratio": 0.5}, ConfigError, "exclude each other"),
         ({"type": "lowrank", "rank": 0}, ConfigError, "rank=0 is not a whole number from 1"),
         ({"type": "lowrank", "seed": -1}, ConfigError, "seed=-1 is not a whole number from 0"),
+        ({"type": "auto", "codecs": "2bit"}, ConfigError, "unknown option of compression 'auto' 'codecs'"),
+        ({"type": "auto", "codec": None}, ConfigError, "codec=None is no codec"),
+        ({"type": "auto", "codec": "auto"}, ConfigError, "codec='auto' is no codec"),
         (3, TypeError, "compression is a name"),
         (codecs.TwoBit, TypeError, "compression is a name"),
         (object(), TypeError, "compression is a name"),
@@ -495,3 +500,5 @@ def test_a_codec_can_be_registered():
     assert codecs.create({"type": "signs", "scale": 0.5}).settings() == "signs(scale=0.5) with error feedback"
     with pytest.raises(ConfigError, match="a codec '2bit' exists already"):
         codecs.register("2bit", Signs)
+    with pytest.raises(ConfigError, match="a codec 'auto' exists already"):
+        codecs.register("auto", Signs)

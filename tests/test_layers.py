@@ -21,7 +21,7 @@ LAYERS = (
     ("arena", "board", "codecs", "optimizers", "schedules", "transports", "updaters"),
     ("kernels", "keys", "plan"),
     ("agreement", "arguments", "compression", "placement"),
-    ("calls", "exchange", "store"),
+    ("calls", "exchange", "store", "trial"),
     ("registry",),
     ("__init__", "__main__", "cli", "testing"),
 )
@@ -35,6 +35,8 @@ SIDEWAYS = {
     ("optimizers", "schedules"),
     ("plan", "keys"),
     ("calls", "exchange"),
+    ("calls", "trial"),
+    ("trial", "exchange"),
     ("store", "calls"),
     ("store", "exchange"),
     ("__main__", "cli"),

@@ -11,7 +11,8 @@ topk     ratio=0.01 or count                       8 for each element that is se
 lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 ======== ========================================= ============================================
 
-Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``.
+Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``. ``auto``, with the
+option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere.
 
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
@@ -51,6 +52,7 @@ from typing import Any
 
 from ..errors import ConfigError, known_names
 from ..typing import Codec
+from .auto import Auto
 from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
@@ -59,6 +61,7 @@ from .topk import TopK
 
 __all__ = [
     "LARGEST",
+    "Auto",
     "Bfloat16",
     "ErrorFeedback",
     "Float16",
@@ -94,13 +97,13 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
     Raises:
         ConfigError: the name is taken.
     """
-    if _KINDS.get(name, kind) is not kind:
+    if name == "auto" or _KINDS.get(name, kind) is not kind:
         raise ConfigError(f"a codec {name!r} exists already; choose another name")
     _KINDS[name] = kind
 
 
-def create(compression: Any) -> Codec | None:
-    """Return the codec that is meant by a name, a dict with a ``type`` and options, a codec or None.
+def create(compression: Any) -> Codec | Auto | None:
+    """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
 
     Raises:
         ConfigError: a name or an option is unknown, or an option has a bad value.
@@ -110,23 +113,38 @@ def create(compression: Any) -> Codec | None:
     ErrorFeedback(TopK(ratio=0.01, count=None))
     >>> create({"type": "2bits"})
     Traceback (most recent call last):
-    mpikv.errors.ConfigError: unknown compression '2bits' (known: 1bit, 2bit, bf16, ...); did you mean '2bit'?
+    mpikv.errors.ConfigError: unknown compression '2bits' (known: 1bit, 2bit, auto, ...); did you mean '2bit'?
     """
     if compression is None:
         return None
     if isinstance(compression, str):
         compression = {"type": compression}
+    if isinstance(compression, Auto):
+        return compression
     if not isinstance(compression, Mapping):
         return _checked(compression)
     if "type" not in compression:
-        raise ConfigError(f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted(_KINDS))})")
+        raise ConfigError(
+            f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted([*_KINDS, 'auto']))})"
+        )
+    if compression["type"] == "auto":
+        return _auto(**compression)
     return _named(**compression)
+
+
+def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
+    for option in unknown:
+        raise ConfigError(known_names("option of compression 'auto'", option, ["codec"]))
+    meant = create(codec)
+    if meant is None or isinstance(meant, Auto):
+        raise ConfigError(f"auto chooses between a codec and none, and codec={codec!r} is no codec")
+    return Auto(meant)
 
 
 def _named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
-        raise ConfigError(known_names("compression", type, _KINDS))
+        raise ConfigError(known_names("compression", type, [*_KINDS, "auto"]))
     if error_feedback is not True and error_feedback is not False:
         raise TypeError(f"error_feedback is True or False, not {error_feedback!r}")
     known = list(inspect.signature(kind).parameters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from mpikv.errors import ConfigError, NotFinite, PeerFailed, RankMismatch, Unsup
 from mpikv.plan import build
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
+from mpikv.testing.faulty import Wrapper, store_over
 from mpikv.transports import open_transport
 from mpikv.world import Group
 
@@ -523,6 +526,63 @@ def test_a_bad_setting_on_one_rank(comm):
         assert kv.compression.settings() == "fp16() with error feedback"
         with pytest.raises(ConfigError if bad else PeerFailed, match="did you mean '2bit'"):
             mpikv.create(comm=comm, compression="2bti" if bad else "2bit")
+
+
+class Throttled(Wrapper):
+    """A network on which a rank sends so many bytes in a second."""
+
+    rate = 20e6
+
+    def reduce(self, send, recv, root):
+        time.sleep(send.nbytes / self.rate)
+        return super().reduce(send, recv, root)
+
+    def allreduce(self, send, recv):
+        time.sleep(send.nbytes / self.rate)
+        return super().allreduce(send, recv)
+
+    def reduce_scatter(self, send, recv, counts):
+        time.sleep(send.nbytes / self.rate)
+        return super().reduce_scatter(send, recv, counts)
+
+    def all_to_all(self, send, counts):
+        time.sleep(send.nbytes / self.rate)
+        return super().all_to_all(send, counts)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_auto_takes_the_codec_on_a_slow_network(comm, placement):
+    with store_over(Throttled, comm=comm, placement=placement, bucket_bytes=1 << 16) as kv:
+        kv.init("w", np.zeros(100, F32))
+        kv.set_gradient_compression({"type": "auto", "codec": {"type": "2bit", "threshold": 1.0}})
+        found = kv.statistics()["compression"]
+        assert found["asked"] == "auto(2bit(threshold=1.0) with error feedback)"
+        assert found["chosen"] == kv.compression.settings() == "2bit(threshold=1.0) with error feedback"
+        assert found["seconds"]["with"] < found["seconds"]["without"]
+        assert "bytes took" in found["why"]
+        assert kv.keys() == ("w",)
+        kv.push("w", np.full(100, 1.5, F32))
+        assert (kv.pull("w") == kv.size).all()
+
+
+def test_auto_takes_none_where_ranks_share_memory(comm):
+    with mpikv.create(comm=comm, compression={"type": "auto", "codec": "fp16"}) as kv:
+        found = kv.statistics()["compression"]
+        assert kv.compression is None
+        assert found["chosen"] == "None"
+        assert found["asked"] == "auto(fp16() with error feedback)"
+        kv.init("w", np.zeros(100, F32))
+        kv.push("w", np.full(100, 0.1, F32))
+        np.testing.assert_allclose(kv.pull("w"), kv.size * F32(0.1))
+
+
+def test_statistics_say_what_was_asked_for(comm):
+    with mpikv.create(comm=comm, compression="bf16") as kv:
+        settings = "bf16() with error feedback"
+        expected = {"asked": settings, "chosen": settings, "why": "asked for", "seconds": {}}
+        assert kv.statistics()["compression"] == expected
+        kv.set_gradient_compression(None)
+        assert kv.statistics()["compression"] == {**expected, "asked": "None", "chosen": "None"}
 
 
 def test_capability(comm):
