@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -316,6 +317,23 @@ def test_what_would_not_shrink_is_sent_as_it_is(shape):
     gradient = np.arange(np.prod(shape), dtype=F32)
     assert codec.state(shape) == {}
     assert next(codec.exchange(gradient, shape, {})).array is gradient
+
+
+@pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "bf16"])
+def test_packing_allocates_nothing_of_the_size_of_a_gradient(name):
+    gradient, total = np.ones(1 << 20, F32), np.zeros(1 << 20, F32)
+    for codec in (codecs.create(name), *both(codecs.TwoBit())[1:]):
+        payload, residual = np.empty(codec.nbytes(gradient.size), np.uint8), np.zeros_like(gradient)
+        peaks = []
+        for _ in range(2):  # the first makes what is used again
+            tracemalloc.start()
+            try:
+                codec.encode(gradient, payload, residual)
+                codec.decode_add(payload, total)
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+        assert peaks[1] < gradient.nbytes // 8
 
 
 # --- Names and arguments

@@ -15,6 +15,7 @@ TREE = {
     "KeyNotInitialized": ("MPIKVError", KeyError),
     "KeyAlreadyInitialized": ("MPIKVError", ValueError),
     "ValueMismatch": ("MPIKVError", ValueError),
+    "NotFinite": ("MPIKVError", ValueError),
     "Unsupported": ("MPIKVError", NotImplementedError),
     "TransportUnavailable": ("MPIKVError", ImportError),
     "TransportError": ("MPIKVError", RuntimeError),

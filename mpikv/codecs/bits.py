@@ -24,12 +24,9 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..typing import Array
-from .options import single
+from .options import BLOCK, single
 
-__all__ = ["BLOCK", "OneBit", "TwoBit"]
-
-# Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
-BLOCK = 1 << 14
+__all__ = ["OneBit", "TwoBit"]
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from ..typing import Array
+from .options import BLOCK
 
 __all__ = ["Bfloat16", "Float16"]
 
@@ -43,11 +45,22 @@ class Float16:
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the gradient in half precision."""
         halves = payload.view(np.float16)
-        np.clip(gradient, -_LARGEST_HALF, _LARGEST_HALF, out=halves, casting="same_kind")
+        for low in range(0, gradient.size, BLOCK):
+            part = gradient[low : low + BLOCK]
+            halves[low : low + BLOCK] = np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=self._spare[: part.size])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        np.add(total, payload.view(np.float16), out=total)
+        halves = payload.view(np.float16)
+        for low in range(0, total.size, BLOCK):
+            part = total[low : low + BLOCK]
+            wide = self._spare[: part.size]
+            wide[:] = halves[low : low + BLOCK]
+            np.add(part, wide, out=part)
+
+    @cached_property
+    def _spare(self) -> Array:
+        return np.empty(BLOCK, np.float32)
 
 
 @dataclass(frozen=True)
@@ -76,16 +89,27 @@ class Bfloat16:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the upper halves of the gradient, rounded."""
-        bits = gradient.view(np.uint32)
-        # Just below one half of what is cut off, and one more where the last bit that stays is odd: ties to even.
-        rounded = (bits >> 16) & 1
-        rounded += 0x7FFF
-        rounded += bits
-        rounded >>= 16
-        payload.view(np.uint16)[:] = rounded
+        halves = payload.view(np.uint16)
+        for low in range(0, gradient.size, BLOCK):
+            bits = gradient[low : low + BLOCK].view(np.uint32)
+            # Just below one half of what is cut off, and one more where the last bit that stays is odd: ties to even.
+            rounded = np.right_shift(bits, 16, out=self._spare[: bits.size])
+            rounded &= 1
+            rounded += 0x7FFF
+            rounded += bits
+            rounded >>= 16
+            halves[low : low + BLOCK] = rounded
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        wide = payload.view(np.uint16).astype(np.uint32)
-        wide <<= 16
-        np.add(total, wide.view(np.float32), out=total)
+        halves = payload.view(np.uint16)
+        for low in range(0, total.size, BLOCK):
+            part = total[low : low + BLOCK]
+            wide = self._spare[: part.size]
+            wide[:] = halves[low : low + BLOCK]
+            wide <<= 16
+            np.add(part, wide.view(np.float32), out=part)
+
+    @cached_property
+    def _spare(self) -> Array:
+        return np.empty(BLOCK, np.uint32)

@@ -1,4 +1,4 @@
-"""The checks of what a codec is given: each returns what is kept, or says what is wrong."""
+"""What codecs have in common: the checks of their options, each of which returns what is kept or says what is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import numpy as np
 
 from ..errors import ConfigError
 
-__all__ = ["real", "single", "whole"]
+__all__ = ["BLOCK", "real", "single", "whole"]
+
+# Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
+BLOCK = 1 << 14
 
 
 def real(where: str, value: Any, low: float, high: float) -> float:

@@ -14,11 +14,20 @@ from mpikv import codecs, optimizers
 from mpikv.board import Board
 from mpikv.compression import RangeCompression
 from mpikv.config import Config
-from mpikv.errors import ConfigError, NotFinite, PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv.errors import (
+    Closed,
+    ConfigError,
+    NotFinite,
+    PeerFailed,
+    RankMismatch,
+    TransportError,
+    Unsupported,
+    ValueMismatch,
+)
 from mpikv.plan import build
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
-from mpikv.testing.faulty import Wrapper, store_over
+from mpikv.testing.faulty import Failing, Slow, Wrapper, store_over
 from mpikv.transports import open_transport
 from mpikv.world import Group
 
@@ -528,10 +537,52 @@ def test_a_bad_setting_on_one_rank(comm):
             mpikv.create(comm=comm, compression="2bti" if bad else "2bit")
 
 
+@pytest.mark.parametrize("name", ["1bit", "topk", "lowrank"])
+def test_slow_ranks_change_no_result(comm, name):
+    """Ranks pass each other between exchanges: memory that is used again too early would show."""
+    for transport in transports(comm):
+        for placement in PLACEMENTS:
+            options = {"comm": comm, "transport": transport, "placement": placement, "bucket_bytes": 4096}
+            with (
+                store_over(lambda inner: Slow(inner, seed=3, longest=1e-3), **options) as kv,
+                mpikv.create(compression=name, deterministic=True, **options) as other,
+            ):
+                kv.set_gradient_compression(name)
+                for store in (kv, other):
+                    store.init("w", np.zeros((40, 60), F32))
+                for step in range(3):
+                    array = gradients((40, 60), step, kv.size)[kv.rank, 0]
+                    for store in (kv, other):
+                        store.push("w", array)
+                    np.testing.assert_allclose(kv.pull("w"), other.pull("w"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["2bit", "topk"])
+def test_a_transport_that_fails_leaves_nobody_waiting(comm, name):
+    def fail(inner):
+        return Failing(inner, rank=comm.size - 1, call=3)
+
+    kv = store_over(fail, comm=comm, timeout=0.3)
+    kv.set_gradient_compression(name)
+    kv.init("w", np.zeros(100, F32))
+
+    def push_often():
+        for _ in range(4):
+            kv.push("w", np.ones(100, F32))
+
+    with pytest.raises(TransportError) as caught:
+        push_often()
+    if kv.rank == comm.size - 1:
+        assert "planned failure in all_to_all" in str(caught.value)
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(100, F32))
+
+
 class Throttled(Wrapper):
     """A network on which a rank sends so many bytes in a second."""
 
-    rate = 20e6
+    rate = 3e6
 
     def reduce(self, send, recv, root):
         time.sleep(send.nbytes / self.rate)
