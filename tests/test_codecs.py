@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 import tracemalloc
 from dataclasses import dataclass
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mpikv
 from mpikv import codecs
 from mpikv.errors import ConfigError
 from mpikv.kernels import find_codec
@@ -513,10 +516,24 @@ class TestSigns(RangeCodecContract):
         return Signs(0.5)
 
 
-def test_a_codec_can_be_registered():
+def test_a_codec_can_be_registered(monkeypatch):
+    monkeypatch.setattr(codecs, "_KINDS", dict(codecs._KINDS))
     codecs.register("signs", Signs)
     assert codecs.create({"type": "signs", "scale": 0.5}).settings() == "signs(scale=0.5) with error feedback"
     with pytest.raises(ConfigError, match="a codec '2bit' exists already"):
         codecs.register("2bit", Signs)
     with pytest.raises(ConfigError, match="a codec 'auto' exists already"):
         codecs.register("auto", Signs)
+
+
+def test_the_codec_of_the_documentation_is_one(monkeypatch):
+    """Cut from the docstring, it sends signs."""
+    monkeypatch.setattr(codecs, "_KINDS", dict(codecs._KINDS))
+    source = textwrap.dedent(codecs.__doc__.partition("promise::\n\n")[2])
+    stores = []
+    kv = SimpleNamespace(set_gradient_compression=lambda meant: stores.append(codecs.create(meant)))
+    exec(source, {"dataclass": dataclass, "np": np, "mpikv": mpikv, "kv": kv, "__name__": __name__})
+    first, second = stores
+    assert first.settings() == second.settings() == "signs(scale=0.05) with error feedback"
+    payload = encode(first, [3, -3, 3], np.zeros(3, F32))
+    np.testing.assert_allclose(decode(first, payload, 3), [0.05, -0.05, 0.05])

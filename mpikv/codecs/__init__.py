@@ -17,9 +17,9 @@ option ``codec="bf16"``, is that codec where it saves time, and no compression e
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
 
-**A codec of your own** has the methods of :class:`mpikv.typing.RangeCodec` or :class:`mpikv.typing.ValueCodec`, is held
-to them by :class:`mpikv.testing.RangeCodecContract`
-or :class:`mpikv.testing.ValueCodecContract`, and is passed as an object, or registered under a name::
+**A codec of your own** has the methods of :class:`mpikv.typing.RangeCodec` or :class:`mpikv.typing.ValueCodec`, and is
+passed as an object, or registered under a name. :class:`mpikv.testing.RangeCodecContract` and
+:class:`mpikv.testing.ValueCodecContract` hold it to what they promise::
 
     @dataclass(frozen=True)
     class Signs:

@@ -62,7 +62,7 @@ class CompiledRanges:
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
     def settings(self) -> str:
-        """Describe the codec, as ranks need not have the same kernels."""
+        """Describe the codec, whose payloads are the same."""
         return self.codec.settings()
 
     def nbytes(self, count: int) -> int:
