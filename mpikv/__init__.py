@@ -26,6 +26,7 @@ from .errors import (
 )
 from .registry import create
 from .store import KVStore
+from .work import Work
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "TransportUnavailable",
     "Unsupported",
     "ValueMismatch",
+    "Work",
     "codecs",
     "create",
     "optimizers",

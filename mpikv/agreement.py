@@ -16,8 +16,10 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
+import numpy as np
+
 from .board import Board
-from .errors import MPIKVError, PeerFailed, RankMismatch, noted, notes, settled
+from .errors import MPIKVError, PeerFailed, Raised, RankMismatch, noted, notes, settled
 from .typing import Key, Transport
 from .world import Group
 
@@ -69,6 +71,7 @@ class Agreement:
     def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
         self._transport, self._group, self._board, self._check = transport, group, board, check
         self.calls = 0
+        self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, showing: bool = False) -> None:
         """Wait for every rank to make the same call. Also a fence.
@@ -89,7 +92,13 @@ class Agreement:
             if some_have_left:
                 self.confirm(call, None)  # that they can do their part
 
-    def refuse(self, call: Call, error: Exception) -> NoReturn:
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers. All have agreed that this comes next."""
+        self._numbers[self._group.rank] = number
+        self._transport.all_gather(self._numbers, self._one_each)
+        return int(self._numbers.min())
+
+    def refuse(self, call: Call, error: BaseException) -> NoReturn:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
@@ -148,8 +157,10 @@ class Agreement:
                 )
                 raise self.at_rank(call.verb, RankMismatch(f"{text}; nothing was changed"))
 
-    def at_rank(self, verb: str, error: Exception) -> Exception:
-        """Add the verb and this rank to the error's message."""
+    def at_rank(self, verb: str, error: Raised) -> Raised:
+        """Add the verb and this rank to the error's message, unless an earlier call has."""
+        if getattr(error, "settled", False):
+            return error
         text = str(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{verb}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""

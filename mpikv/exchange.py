@@ -34,6 +34,9 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks what an update raised here, if it did, and learns what it did there."""
 
 
+Packed: TypeAlias = "tuple[Array, Array | None]"
+"""A rank's message of a bucket, and what it owns of it itself, if that is left where it lies instead of put there."""
+
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
 or each is a tuple of any number of arrays; flat ones where they are pushed."""
@@ -68,7 +71,7 @@ class Exchange:
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
-        self.staged: Array | None = None
+        self.staged: Packed | None = None
         """The first message of a push, prepared before the ranks agree on it."""
 
     @property
@@ -234,9 +237,9 @@ class Exchange:
         The delay lets the exchange of the next bucket be the fence that the delivery of this one needs.
         """
         previous: Bucket | None = None
-        packed = None if self.compression is None else self.compression.start(plan, _layers(sources))
+        compressed = None if self.compression is None else self.compression.start(plan, _layers(sources))
         for bucket in plan.buckets:
-            terms = self._terms(bucket, sources) if packed is None else (packed(bucket),)
+            terms = self._terms(bucket, sources) if compressed is None else (compressed(bucket),)
             self._take(bucket, terms, steps)
             if outs is not None and previous is not None:
                 self._deliver(previous, outs)
@@ -247,35 +250,39 @@ class Exchange:
 
     def _terms(self, bucket: Bucket, sources: Arrays) -> Sequence[Array]:
         """Run the collective of a bucket; return the terms of this rank's elements."""
-        send, self.staged = self.staged, None
-        if send is None:
-            send = self._pack(bucket, sources)
-        return self.placement.reduce(bucket, send, bucket.total)
+        packed, self.staged = self.staged, None
+        send, own = packed or self._pack(bucket, sources)
+        terms = self.placement.reduce(bucket, send, bucket.total)
+        if own is None:
+            return terms
+        rank = self.transport.rank
+        return (*terms[:rank], own, *terms[rank + 1 :])
 
-    def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
-        """Return this rank's contribution to a bucket, in the outbox, or where it lies when the transport would copy it
-        anyway.
+    def _pack(self, bucket: Bucket, sources: Arrays) -> Packed:
+        """Prepare this rank's contribution to a bucket: in the outbox, or where it lies when the transport would copy
+        it anyway.
         """
-        transport = self.transport
-        if not transport.shared and len(bucket.pieces) == 1:
-            piece = bucket.pieces[0]
-            (array, *others) = _flat(sources[piece.item]) or (None,)
-            # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
-            if array is not None and not others and array.dtype == bucket.dtype and array.flags.carray:
-                return array[piece.begin : piece.end]
-        send = bucket.sends[transport.turn]
+        send = bucket.sends[self.transport.turn]
+        if bucket.direct and (whole := _in_place(bucket, sources)) is not None:
+            if not self.transport.shared:
+                return whole, None
+            # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
+            if not np.may_share_memory(whole, bucket.value):
+                low, high = bucket.share.low, bucket.share.high
+                send[:low], send[high:] = whole[:low], whole[high:]
+                return send, whole[low:high]
         if not bucket.dense:
             send.fill(0)
         if bucket.items is not None and are_plain(sources):
-            for slot, array in zip(bucket.slots[transport.turn], sources[bucket.items], strict=True):
+            for slot, array in zip(bucket.slots[self.transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
-            return send
+            return send, None
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
             # A rank that has left join() brings no arrays.
             total = local_sum(arrays, bucket.dtype, self._in_pairs) if arrays else 0
             np.copyto(send[piece.at : piece.until], total, casting="unsafe")
-        return send
+        return send, None
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
@@ -497,6 +504,18 @@ def _two_terms(terms: Sequence[Array], part: Part) -> tuple[Array, Array]:
         return terms[0][low:high], terms[1][low:high]
     add(terms[:-1], low, high, part.total)
     return part.total, terms[-1][low:high]
+
+
+def _in_place(bucket: Bucket, sources: Arrays) -> Array | None:
+    """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
+    piece = bucket.pieces[0]
+    given = sources[piece.item]
+    (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
+    # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
+    if array is None or others or array.dtype != bucket.dtype or not array.flags.carray:
+        return None
+    whole: Array = array.reshape(-1)[piece.begin : piece.end]
+    return whole
 
 
 def _flat(given: Any) -> Sequence[Array]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,12 +17,13 @@ from .arrays import quiet, run_quietly
 from .board import Board
 from .calls import Calls, Prepared
 from .config import Config
-from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
+from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
 from .kernels import find_kernels
-from .plan import digest
+from .plan import digest, label
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
+from .work import Pending, Work, urgency
 from .world import Group
 
 __all__ = ["LOST", "OPEN", "KVStore"]
@@ -37,6 +40,7 @@ LOST: list[KVStore] = []
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": True, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
+_NEXT = Call("next", digest("next"), "wait=False")
 
 
 class KVStore:
@@ -68,6 +72,7 @@ class KVStore:
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
         self._calls = Calls(self._exchange, self._agreement, group.rank)
+        self._pending = Pending(self._least)
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()
@@ -126,7 +131,8 @@ class KVStore:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer given to :meth:`set_optimizer`, or None."""
+        """The optimizer given to :meth:`set_optimizer`, or None. Waits for calls with ``wait=False``, which use it."""
+        self._pending.drain()
         return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
 
     @property
@@ -163,11 +169,12 @@ class KVStore:
         return tuple(self._exchange.table)
 
     def version(self, key: Key) -> int:
-        """Return how many pushes the value of a key has seen. Local.
+        """Return how many pushes the value of a key has seen. Local; waits for calls with ``wait=False``.
 
         Raises:
             KeyNotInitialized: the key is unknown.
         """
+        self._pending.drain()
         return self._exchange.table.version(key)
 
     def __iter__(self) -> Iterator[Key]:
@@ -212,7 +219,7 @@ class KVStore:
         """
         self._collective("init", self._calls.init, key, value, overwrite)
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Add up one value per rank and give the sum to the updater.
 
         Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
@@ -223,10 +230,20 @@ class KVStore:
             value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
                 left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast.
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
-                never changed or kept and may be reused when push returns. None, on every rank, takes the
+                never changed or kept and may be reused when push returns; memory that several ranks push from when it
+                has returned on all of them. None, on every rank, takes the
                 :meth:`buffer` of each key.
-            priority: an int, or one per key; the same on every rank. Calls run at once and in order, so it changes
-                nothing yet.
+            priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
+                issued and that have not begun, the one with the highest comes first.
+            wait: False returns a :class:`Work` at once, and a thread of the store makes the call while the caller goes
+                on. Until it has completed, the arrays and lists of the call must not be changed, what it fills not be
+                read, and settings of the optimizer not be set. Such calls are made one after the other, in the order in
+                which they were issued but for priorities, on every rank alike; any other call waits for all of them
+                first. Whatever is wrong with the call is raised by :meth:`Work.wait`. A Python updater runs in that
+                thread.
+
+        Returns:
+            None, or the :class:`Work`, of which :meth:`Work.wait` returns None.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -242,9 +259,12 @@ class KVStore:
             >>> kv.pull(3)
             array([2., 2.])
         """
-        self._collective("push", self._calls.push, key, value, priority)
+        call = self._collective if wait else self._issue
+        return call("push", self._calls.push, key, value, priority)
 
-    def pull(self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
+    ) -> Any:
         """Read the stored value of a key, or of each key of a list.
 
         Collective; ``out`` may differ per rank.
@@ -256,9 +276,10 @@ class KVStore:
                 up to date. None: new arrays are returned.
             priority: as in :meth:`push`.
             ignore_sparse: accepted for MXNet's sake; all values are dense.
+            wait: as in :meth:`push`.
 
         Returns:
-            ``out``, or the new arrays in the form of ``key``.
+            ``out``, or the new arrays in the form of ``key``; with ``wait=False`` a :class:`Work` that returns them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -273,9 +294,10 @@ class KVStore:
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        return self._collective("pull", self._calls.pull, key, out, priority)
+        call = self._collective if wait else self._issue
+        return call("pull", self._calls.pull, key, out, priority)
 
-    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.
 
         Collective.
@@ -286,9 +308,11 @@ class KVStore:
             out: as in :meth:`pull`, a dict where ``key`` is one; None writes into the arrays of ``value``. An array
                 may be both pushed and pulled into.
             priority: as in :meth:`push`.
+            wait: as in :meth:`push`.
 
         Returns:
-            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key.
+            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. With ``wait=False``
+            a :class:`Work` that returns them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -302,7 +326,8 @@ class KVStore:
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        return self._collective("pushpull", self._calls.pushpull, key, value, out, priority)
+        call = self._collective if wait else self._issue
+        return call("pushpull", self._calls.pushpull, key, value, out, priority)
 
     def buffer(self, key: Any) -> Any:
         """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
@@ -362,6 +387,8 @@ class KVStore:
             array([1., 1.])
         """
         self._check_open("view")
+        self._pending.drain()
+        self._check_open("view")  # a pending call may have ended it
         plan = self._calls.known(key)
         return in_form(key, plan, plan.views)
 
@@ -559,7 +586,8 @@ class KVStore:
         Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
         of times. A rank that has left contributes nothing to their sums, whatever its buffers hold, and is given
         nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller. Only one
-        store can be used in the block: a rank that has left waits in it.
+        store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` have to be
+        over when a rank leaves: with them the others' next call fails.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
@@ -577,6 +605,7 @@ class KVStore:
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         yield
+        self._pending.drain()
         self._check_open("join")
         try:
             with np.errstate(all="ignore"):
@@ -591,23 +620,50 @@ class KVStore:
 
         Raises:
             RankMismatch: the other ranks did something else.
+            Exception: what a call with ``wait=False`` raised and nobody has seen, once the store is closed.
         """
         if self._ended is not None:
             return
-        self._collective("close", lambda: (_CLOSE, (self._free,)))
-        self._leave("the store was closed")
+        self._pending.drain()
+        if (unseen := self._pending.failure()) is not None:
+            unseen.__traceback__ = None  # its frames know of memory that could not be freed
+        if self._ended is None:  # as it may have by a pending call
+            try:
+                self._collective("close", lambda: (_CLOSE, (self._free,)))
+            except Exception as error:
+                error.__cause__ = unseen
+                raise
+            self._leave("the store was closed")
+        if unseen is not None:
+            raise unseen
+
+    def drain(self) -> None:
+        """Wait for calls with ``wait=False``, and log what nobody has seen. Local. For the end of the program.
+
+        Raises:
+            Stalled: no call has completed within the store's timeout, as where an updater never returns.
+        """
+        if not self._pending.drain(self._config.timeout):
+            raise Stalled(f"calls with wait=False have not completed after {self._config.timeout} s")
+        if (unseen := self._pending.failure()) is not None:
+            logging.getLogger("mpikv").error("%r; %s", unseen, notes(unseen)[-1])
 
     def abandon(self, why: str) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
         wait for ever.
         """
-        if self._ended is None:
+        if self._leave(why):
             LOST.append(self)
-            self._leave(why)
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str) -> bool:
+        """Make the store unusable; return whether it was not."""
+        try:
+            OPEN.remove(self)  # which only one of two threads can, that of the pending calls being one
+        except ValueError:
+            return False
         self._ended = why
-        OPEN.remove(self)
+        self._pending.end()
+        return True
 
     def farewell(self) -> tuple[Callable[[], list[int]], float]:
         """Tell the other ranks that this one ends without having closed the store together with them. For the end.
@@ -632,11 +688,13 @@ class KVStore:
 
     def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
-        if self._running or self._ended is not None:
-            self._check_open(verb)
-            raise Unsupported(f"{verb}: the store is in {self._running}; an updater, or another thread, cannot call it")
+        unseen = None
+        if self._running or self._pending.waiting or self._ended is not None:
+            unseen = self._entered(verb)
         self._running = verb
         try:
+            if unseen is not None:
+                self._agreement.refuse(Call(verb, 0, _shown(arguments)), unseen)
             try:
                 call, work = prepare(*arguments)
             except Exception as error:
@@ -649,6 +707,43 @@ class KVStore:
             raise
         finally:
             self._running = ""
+
+    def _entered(self, verb: str) -> BaseException | None:
+        """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
+        if self._ended is None:
+            self._check_free(verb)
+        unseen = None
+        if self._pending.waiting and not self._pending.runs_here():
+            self._pending.drain()
+            unseen = self._pending.failure()
+            if unseen is not None and self._ended is not None:  # by that failure, which says more than "closed"
+                raise unseen
+        self._check_open(verb)
+        return unseen
+
+    def _check_free(self, verb: str) -> None:
+        """Raise unless a call may run here, perhaps after those that are pending."""
+        self._check_open(verb)
+        # First this, as calls may complete meanwhile.
+        mine = not self._pending.active or self._pending.runs_here()
+        if mine and (running := self._running):
+            raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
+
+    def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
+        """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        self._check_free(verb)
+        if not self._group.threads:
+            raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+        self._board.step_aside()
+        text = partial(_called, verb, arguments[:1])
+        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+
+    def _least(self, queued: int) -> int:
+        """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
+        if self.size == 1:
+            return queued
+        least: int = self._collective("next", lambda: (_NEXT, (self._agreement.least, queued)))
+        return least
 
     def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
@@ -712,10 +807,14 @@ def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
     return optimizer
 
 
+def _called(verb: str, arguments: Sequence[Any]) -> str:
+    return f"{verb}({_shown(arguments)})"
+
+
 def _shown(arguments: Sequence[Any]) -> str:
-    """Return the keys of a call whose arguments are bad, for a message."""
+    """Return the keys of a call, good or bad, for a message."""
     key = arguments[0] if arguments else None
     if key is None:
         return ""
-    text = repr(list(key)) if isinstance(key, Mapping) else repr(key)
+    text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
     return text if len(text) <= 80 else text[:77] + "..."

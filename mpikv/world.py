@@ -96,6 +96,11 @@ class Group:
         """Whether all ranks share the memory of one host."""
         return len(self.host_ranks) == self.size
 
+    @property
+    def threads(self) -> bool:
+        """Whether several threads of this process may use MPI at once."""
+        return self.comm is None or bool(_mpi().Query_thread() == _mpi().THREAD_MULTIPLE)
+
     def share(self, nbytes: int, zeroed: bool = True) -> Array:
         """Return memory that all ranks of this host share, aligned to 128 bytes. Freed by :meth:`close`.
 

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
     ("errors", "typing"),
-    ("arrays", "config", "waiting", "world"),
+    ("arrays", "config", "waiting", "work", "world"),
     ("arena", "board", "codecs", "optimizers", "schedules", "transports", "updaters"),
     ("kernels", "keys", "plan"),
     ("agreement", "arguments", "compression", "placement"),

@@ -337,6 +337,21 @@ def check_alone(kv, name, last):
         np.testing.assert_array_equal(kv.pull("w"), expected)
 
 
+@pytest.mark.parametrize("name", ["1bit", "topk"])
+def test_calls_that_nobody_waits_for_are_compressed(comm, name):
+    with mpikv.create(comm=comm, compression=name) as kv, mpikv.create(comm=comm, compression=name) as other:
+        arrays = [gradients((20, 30), step, kv.size)[kv.rank, 0] for step in range(4)]
+        outs = [np.empty((20, 30), F32) for _ in arrays]
+        for store in (kv, other):
+            store.init("w", np.zeros((20, 30), F32))
+        works = [kv.pushpull("w", array, out=out, wait=False) for array, out in zip(arrays, outs, strict=True)]
+        for work, array, out in zip(works, arrays, outs, strict=True):
+            work.wait()
+            np.testing.assert_array_equal(out, other.pushpull("w", array.copy()))
+        with pytest.raises(NotFinite if kv.is_root else PeerFailed):
+            kv.push("w", np.full((20, 30), np.nan if kv.is_root else 0, F32), wait=False).wait()
+
+
 def test_none_ends_compression_and_drops_residuals(comm):
     with mpikv.create(comm=comm) as kv:
         kv.init("w", np.zeros(8, F32))

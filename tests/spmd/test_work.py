@@ -1,0 +1,580 @@
+"""Calls that nobody waits for give what they would have given, in one order on all ranks, and lose no error."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import (
+    Closed,
+    KeyNotInitialized,
+    PeerFailed,
+    RankMismatch,
+    Stalled,
+    TransportError,
+    Unsupported,
+    ValueMismatch,
+)
+from mpikv.cli.launchers import clean
+
+ALL = pytest.mark.ranks(1, 2, 3, 4)
+SEVERAL = pytest.mark.ranks(2, 4)
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi"])
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "mpikv"]
+
+
+@ALL
+@TRANSPORTS
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_as_waiting_for_each_call(transport, seed):
+    """Beside numpy in one process; ranks issue and wait at moments of their own."""
+    alike, own = random.Random(seed), random.Random(1000 * seed + os.getpid())
+    value = {"a": np.zeros(3), "b": np.zeros(70_000)}
+    promised = []
+    with mpikv.create(transport=transport, timeout=20) as kv:
+        kv.init(list(value), list(value.values()))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        for step in range(40):
+            key, verb = alike.choice("ab"), alike.choice(["push", "pushpull", "pull", "push and wait"])
+            gradient = np.full(value[key].shape, float(step) * (kv.rank + 1))
+            if verb != "pull":
+                value[key] = value[key] - 0.5 * step * sum(range(1, kv.size + 1))
+            if verb == "push":
+                promised.append((kv.push(key, gradient, wait=False), None))
+            elif verb == "pushpull":
+                promised.append((kv.pushpull(key, gradient, np.empty_like(gradient), wait=False), value[key]))
+            elif verb == "pull":
+                promised.append((kv.pull(key, wait=False), value[key]))
+            else:
+                kv.push(key, gradient)
+                assert all(work.done for work, _ in promised)
+            time.sleep(own.choice([0, 0, 0, 0.003]))
+            if promised and own.random() < 0.1:
+                own.choice(promised)[0].wait()
+        for work, result in promised:
+            np.testing.assert_array_equal(work.wait(), result)
+        for key, last in value.items():
+            np.testing.assert_array_equal(kv.pull(key), last)
+
+
+@ALL
+@TRANSPORTS
+def test_the_most_urgent_of_what_is_pending_comes_first(comm, transport):
+    begun, released, order = threading.Event(), threading.Event(), []
+
+    def updater(key, total, stored):
+        begun.set()
+        assert released.wait(20)
+        order.append(key)
+
+    with mpikv.create(transport=transport, timeout=20) as kv:
+        keys = ["first", "low", "none", "high", "list", "none too"]
+        kv.init(keys, [np.zeros(1)] * len(keys))
+        kv.set_updater(updater)
+        works = [kv.push("first", np.ones(1), wait=False)]
+        assert not kv.is_root or begun.wait(20)
+        meet(comm)
+        for key, priority in [("low", -1), ("none", 0), ("high", 7), ("list", [2]), ("none too", 0)]:
+            works.append(kv.push(key, np.ones(1), priority=priority, wait=False))
+        assert not works[0].done
+        meet(comm)  # all ranks have issued all
+        released.set()
+        for work in works:
+            assert work.wait(20) is None
+        assert order == (["first", "high", "list", "none", "none too", "low"] if kv.is_root else [])
+
+
+def meet(comm):
+    if comm:
+        comm.Barrier()
+
+
+@SEVERAL
+@TRANSPORTS
+def test_urgency_counts_among_what_all_ranks_have_issued(comm, transport):
+    """A rank that is ahead must not prefer what another has not issued yet."""
+    order = []
+    with mpikv.create(transport=transport, timeout=20) as kv:
+        kv.init([0, 1, 2], [np.zeros(1)] * 3)
+        kv.set_updater(lambda key, total, stored: order.append(key))
+        if kv.is_root:
+            works = [kv.push(key, np.ones(1), priority=key, wait=False) for key in range(3)]
+            comm.Barrier()
+        else:
+            comm.Barrier()
+            works = []
+            for key in range(3):
+                works.append(kv.push(key, np.ones(1), priority=key, wait=False))
+                works[-1].wait()
+        for work in works:
+            work.wait()
+        assert order == ([0, 1, 2] if kv.is_root else [])
+
+
+@ALL
+def test_what_is_wrong_with_a_call_is_raised_by_wait():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        works = [
+            kv.push("w", np.ones(3 if kv.is_root else 2), wait=False),
+            kv.push("w", np.ones(2), wait=False),
+            kv.pull("unknown", wait=False),
+        ]
+        error = ValueMismatch if kv.is_root else PeerFailed
+        with pytest.raises(error, match=r"key 'w' has shape \(3,\)"):
+            works[0].wait()
+        assert isinstance(works[0].error, error)
+        works[1].wait()
+        with pytest.raises(KeyNotInitialized):
+            works[2].wait()
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
+
+
+@ALL
+@TRANSPORTS
+def test_a_failure_that_nobody_has_seen_comes_in_place_of_the_next_call(transport):
+    """Also where some ranks have seen it: the others' error is then told to them."""
+    with mpikv.create(transport=transport, timeout=20) as kv:
+        kv.init("w", np.ones(2))
+        for seen_by in (None, kv.size - 1):
+            work = kv.push("w", np.ones(3), wait=False)
+            if kv.rank == seen_by:
+                with pytest.raises(ValueMismatch):
+                    work.wait()
+            if kv.rank != seen_by:
+                with pytest.raises(ValueMismatch, match="shape") as raised:
+                    kv.push("w", np.full(2, 5.0))
+                assert "nobody has waited" in raised.value.__notes__[-1]
+            elif kv.size > 1:
+                with pytest.raises(PeerFailed, match="rank 0 raised ValueMismatch"):
+                    kv.push("w", np.full(2, 5.0))
+            np.testing.assert_array_equal(kv.pull("w"), np.ones(2))
+
+
+@ALL
+def test_one_failure_stands_for_those_that_follow():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.ones(2))
+        for size in (3, 4, 5):
+            kv.push("w", np.ones(size), wait=False)
+        with pytest.raises(ValueMismatch, match=r"\(3,\)") as raised:
+            kv.barrier()
+        assert "2 later ones" in raised.value.__notes__[-1]
+        kv.barrier()
+
+
+@ALL
+def test_looking_is_not_seeing_and_local_calls_take_no_error_away():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.ones(2))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        work = kv.push("w", np.ones(3), wait=False)
+        assert kv.version("w") == 0
+        assert kv.view("w").shape == (2,)
+        assert kv.optimizer is not None
+        kv.set_learning_rate(2.0)
+        assert work.done
+        assert isinstance(work.error, ValueMismatch)
+        assert "failed" in repr(work)
+        with pytest.raises(ValueMismatch):
+            kv.push("w", np.ones(2))
+        kv.push("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, 1.0 - 2 * kv.size))
+
+
+@ALL
+def test_settings_are_set_after_what_is_pending():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(100_000))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        for _ in range(5):
+            kv.push("w", np.ones(100_000), wait=False)
+        kv.set_learning_rate(10.0)
+        kv.push("w", np.ones(100_000), wait=False)
+        assert kv.version("w") == 6
+        np.testing.assert_array_equal(kv.pull("w"), np.full(100_000, -15.0 * kv.size))
+
+
+@ALL
+def test_an_updater_in_the_thread_cannot_use_the_store_nor_wait():
+    caught, issued = [], threading.Event()
+
+    def updater(key, total, stored):
+        assert issued.wait(20)
+        for attempt in (
+            lambda: kv.pull(key),
+            lambda: kv.push(key, total, wait=False),
+            lambda: later.wait(),
+            kv.close,
+        ):
+            with pytest.raises(Unsupported) as raised:
+                attempt()
+            caught.append(str(raised.value))
+        assert kv.version(key) == 0
+        stored[:] = 3
+
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(updater)
+        work = kv.push("w", np.ones(2), wait=False)
+        later = kv.pull("w", wait=False)
+        issued.set()
+        work.wait()
+        np.testing.assert_array_equal(later.wait(), np.full(2, 3.0))
+        assert len(caught) == (4 if kv.is_root else 0)
+
+
+@ALL
+def test_an_updater_cannot_issue_calls_either():
+    def updater(key, total, stored):
+        kv.push(key, total, wait=False)
+
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(updater)
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="the store is in push"):
+            kv.push("w", np.ones(2))
+
+
+@ALL
+def test_what_an_updater_raises_in_the_thread_reaches_every_rank():
+    def updater(key, total, stored):
+        sys.exit(3)
+
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(updater)
+        with pytest.raises(SystemExit if kv.is_root else PeerFailed):
+            kv.push("w", np.ones(2), wait=False).wait()
+        # Nobody waits, and it comes in place of the next call, which must not run on any rank.
+        kv.push("w", np.ones(2), wait=False)
+        with pytest.raises(SystemExit if kv.is_root else PeerFailed):
+            kv.barrier()
+        kv.set_updater(None)
+        kv.push("w", np.ones(2), wait=False)
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
+
+
+@ALL
+def test_a_short_wait_ends_and_the_call_goes_on():
+    released = threading.Event()
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(lambda key, total, stored: released.wait(20) and None)
+        work = kv.push("w", np.ones(2), wait=False)
+        if kv.is_root:  # on other ranks it ends as soon as the root goes on
+            with pytest.raises(TimeoutError, match=r"push\('w'\) has not completed after 0.01 s"):
+                work.wait(0.01)
+            assert not work.done
+        released.set()
+        work.wait(20)
+
+
+@ALL
+def test_waiting_again_gives_the_same_and_keeps_nothing():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        good, bad = kv.pushpull("w", np.ones(2), wait=False), kv.push("w", np.ones(3), wait=False)
+        assert good.wait() is good.wait()
+        lengths = set()
+        for _ in range(5):
+            try:
+                bad.wait()
+            except ValueMismatch as error:
+                lengths.add(len(traceback.extract_tb(error.__traceback__)))
+        assert len(lengths) == 1
+
+
+@SEVERAL
+@TRANSPORTS
+def test_one_rank_waits_and_another_does_not(transport):
+    with mpikv.create(transport=transport, timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        call = (lambda: kv.push("w", np.ones(2), wait=False).wait()) if kv.is_root else (lambda: kv.pull("w"))
+        for _ in range(2):
+            with pytest.raises(RankMismatch, match=r"rank 0 calls next\(wait=False\).*pull\('w'\)"):
+                call()
+            np.testing.assert_array_equal(kv.pull("w", wait=False).wait(), np.zeros(2))
+        for step in range(3):
+            kv.push("w", np.full(2, float(step)), priority=step, wait=False)
+        np.testing.assert_array_equal(kv.pull("w") % kv.size, np.zeros(2))
+
+
+@SEVERAL
+@TRANSPORTS
+def test_ranks_issue_different_calls(transport):
+    with mpikv.create(transport=transport, timeout=20) as kv:
+        kv.init(["a", "b"], [np.zeros(2)] * 2)
+        first = kv.push("a" if kv.is_root else "b", np.ones(2), wait=False)
+        second = kv.push("a", np.ones(2), wait=False)
+        with pytest.raises(RankMismatch, match=r"rank 0 calls push\('a'\)"):
+            first.wait()
+        second.wait()
+        np.testing.assert_array_equal(kv.pull("a"), np.full(2, float(kv.size)))
+
+
+@SEVERAL
+@TRANSPORTS
+def test_a_rank_that_does_not_come_ends_the_store(comm, transport):
+    kv = mpikv.create(transport=transport, timeout=0.5)
+    kv.init("w", np.zeros(2))
+    if kv.is_root:
+        works = [kv.push("w", np.ones(2), wait=False) for _ in range(3)]
+        with pytest.raises(Stalled, match=r"waited .* s for"):
+            works[0].wait()
+        for work in works[1:]:
+            with pytest.raises(Closed):
+                work.wait()
+        with pytest.raises(Closed):
+            kv.pull("w")
+    comm.Barrier()
+    if not kv.is_root:
+        with pytest.raises(TransportError):
+            kv.push("w", np.ones(2), wait=False).wait()
+        with pytest.raises(Closed):
+            kv.push("w", np.ones(2), wait=False)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.deadline(30)
+@TRANSPORTS
+def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
+    """While an updater keeps one rank, the others' own code is anywhere."""
+    released = threading.Event()
+    kv = mpikv.create(transport=transport, timeout=1)
+    kv.init("w", np.zeros(2))
+    kv.set_updater(lambda key, total, stored: released.wait(25) and None)
+    work = kv.push("w", np.ones(2), wait=False)
+    comm.Barrier()
+    if not kv.is_root:
+        while not work.done:
+            time.sleep(0.01)
+        with pytest.raises(Stalled) as raised:
+            work.wait()
+        assert raised.value.missing == (0,)
+    comm.Barrier()
+    released.set()
+    kv.abandon("it has stalled")
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.deadline(30)
+@TRANSPORTS
+def test_a_late_rank_is_named_after_calls_aside(comm, transport):
+    released = threading.Event()
+    kv = mpikv.create(transport=transport, timeout=1)
+    kv.init("w", np.zeros(2))
+    kv.push("w", np.ones(2), wait=False).wait()
+    kv.set_updater(lambda key, total, stored: released.wait(2.5) and None)
+    if kv.is_root:
+        with pytest.raises(TransportError):
+            kv.push("w", np.ones(2))
+    else:
+        with pytest.raises(Stalled, match=r"rank 0 .* is now at .*test_work.py:\d+ in <lambda>") as raised:
+            kv.push("w", np.ones(2))
+        assert raised.value.missing == (0,)
+    comm.Barrier()
+
+
+@ALL
+def test_closing_waits_closes_and_then_raises():
+    kv = mpikv.create(timeout=20)
+    kv.init("w", np.zeros(2))
+    work = kv.push("w", np.ones(3), wait=False)
+    with pytest.raises(ValueMismatch):
+        kv.close()
+    assert work.done
+    with pytest.raises(Closed):
+        kv.pull("w")
+    kv.close()
+    wait_for_threads()
+
+
+@ALL
+def test_stores_that_always_wait_have_no_thread():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        kv.pushpull("w", np.ones(2))
+        assert threads() == []
+        kv.push("w", np.ones(2), wait=False).wait()
+        assert len(threads()) == 1
+    wait_for_threads()
+
+
+def wait_for_threads():
+    deadline = time.monotonic() + 10
+    while threads():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Traced(np.ndarray):
+    """An array whose life can be seen."""
+
+
+@ALL
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_arrays_of_a_call_are_let_go(size):
+    """What it was given and what it returned, whether it went well or not."""
+    with mpikv.create(timeout=20) as kv:
+        kv.init(["w"], [np.zeros(2)])
+        given, out = np.ones(size).view(Traced), np.ones(2).view(Traced)
+        lives = [weakref.ref(given), weakref.ref(out)]
+        work = kv.pushpull(["w"], [given], [out], wait=False)
+        del given, out
+        kv.drain()
+        assert (work.error is None) == (size == 2)
+        with pytest.raises(ValueMismatch) if size == 3 else contextlib.nullcontext():
+            work.wait()
+        del work
+        gc.collect()
+        assert [life() for life in lives] == [None, None]
+
+
+@ALL
+def test_shared_memory_is_freed_after_calls_aside():
+    before = kept_windows()
+    for bad in (0, 1):
+        kv = mpikv.create(timeout=20)
+        kv.init("w", np.zeros(10_000))
+        kv.buffer("w")
+        if kv.size > 1:
+            kv.pushpull("w", wait=False).wait()
+        if bad:
+            kv.push("w", np.ones(2), wait=False)
+        with pytest.raises(ValueMismatch) if bad else contextlib.nullcontext():
+            kv.close()
+    assert kept_windows() <= before  # those of earlier stores may be freed with these
+
+
+def kept_windows():
+    gc.collect()
+    return len(mpikv.world._kept)
+
+
+@SEVERAL
+def test_ranks_that_have_left_join_cannot_take_part():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(1))
+        with pytest.raises(RankMismatch, match="others have left join"), kv.join():
+            _ = [kv.push("w", np.ones(1), wait=False).wait() for _ in range(kv.is_root)]
+        kv.push("w", np.ones(1), wait=False).wait()
+
+
+@ALL
+def test_bad_priorities_are_refused_by_the_call():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        for priority in ("high", None, [1, 2], object(), float("inf"), float("nan")):
+            with pytest.raises(ValueMismatch, match="priority"):
+                kv.push("w", np.ones(2), priority=priority, wait=False).wait()
+
+
+def test_several_threads_may_wait():
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.zeros(2))
+        work = kv.pushpull("w", np.ones(2), wait=False)
+        results = []
+        waiters = [threading.Thread(target=lambda: results.append(work.wait(20))) for _ in range(4)]
+        for waiter in waiters:
+            waiter.start()
+        for waiter in waiters:
+            waiter.join(20)
+        assert len(results) == 4
+        assert all(result is results[0] for result in results)
+
+
+def run(program, timeout):
+    return subprocess.run(
+        [sys.executable, "-c", program], env=clean(os.environ), capture_output=True, text=True, timeout=timeout
+    )
+
+
+UNFINISHED = """
+import sys, threading
+import numpy as np, mpikv
+kv = mpikv.create(timeout=1)
+kv.init("w", np.zeros(1))
+kv.set_updater(lambda key, total, stored: threading.Event().wait())
+kv.push("w", np.ones(1), wait=False)
+sys.exit(7)
+"""
+
+
+@pytest.mark.deadline(40)
+def test_an_updater_that_never_returns_does_not_keep_the_program():
+    ended = run(UNFINISHED, 30)
+    assert ended.returncode == 7
+    assert "calls with wait=False have not completed after 1 s" in ended.stderr
+
+
+UNSEEN = """
+import numpy as np, mpikv
+kv = mpikv.create(timeout=1)
+kv.init("w", np.zeros(1))
+kv.push("w", np.ones(2), wait=False)
+"""
+
+
+def test_what_nobody_has_seen_is_logged_at_the_end():
+    ended = run(UNSEEN, 30)
+    assert ended.returncode == 0
+    assert "for which nobody has waited" in ended.stderr
+
+
+FORKED = """
+import os, threading
+import numpy as np, mpikv
+kv = mpikv.create(timeout=5)
+kv.init("w", np.zeros(1))
+go = threading.Event()
+kv.set_updater(lambda key, total, stored: go.wait() and None)
+work = kv.push("w", np.ones(1), wait=False)
+child = os.fork()
+if child == 0:
+    try:
+        work.wait()
+    except mpikv.Closed as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+go.set()
+work.wait()
+"""
+
+
+@pytest.mark.deadline(40)
+def test_a_forked_child_does_not_wait():
+    ended = run(FORKED, 30)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "issued before a fork" in ended.stdout
+
+
+@pytest.mark.deadline(40)
+def test_ctrl_c_ends_a_wait():
+    program = UNFINISHED.replace("sys.exit(7)", "print(flush=True); work.wait()").replace("kv.push", "work = kv.push")
+    with subprocess.Popen(
+        [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + program],
+        env=clean(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        process.stdout.readline()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert "KeyboardInterrupt" in errors
