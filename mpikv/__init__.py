@@ -8,7 +8,7 @@
 array([1., 1., 1.])
 """
 
-from . import optimizers, schedules
+from . import codecs, optimizers, schedules
 from .errors import (
     CheckpointError,
     Closed,
@@ -16,6 +16,7 @@ from .errors import (
     KeyAlreadyInitialized,
     KeyNotInitialized,
     MPIKVError,
+    NotFinite,
     PeerFailed,
     RankMismatch,
     Stalled,
@@ -38,6 +39,7 @@ __all__ = [
     "KeyAlreadyInitialized",
     "KeyNotInitialized",
     "MPIKVError",
+    "NotFinite",
     "PeerFailed",
     "RankMismatch",
     "Stalled",
@@ -46,6 +48,7 @@ __all__ = [
     "Unsupported",
     "ValueMismatch",
     "Work",
+    "codecs",
     "create",
     "optimizers",
     "schedules",

@@ -40,6 +40,9 @@ class Block:
     buffers: Array | None = None
     """What the ranks are to push, where they asked for it: a row parallel to ``values`` for every rank that shares the
     memory, as many on every host, or for this rank alone."""
+    residuals: list[Array] = field(default_factory=list)
+    """What this rank's compressed pushes have left out so far: an array parallel to ``values`` for each position in the
+    lists that were pushed."""
     used: int = 0
 
     def grid(self, element: int) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
 
+from . import codecs
 from .agreement import Agreement, Call, Said
 from .arguments import (
     in_form,
@@ -25,10 +26,12 @@ from .arguments import (
 )
 from .errors import RankMismatch, ValueMismatch
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
+from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
-from .typing import Array, Key, Updater
+from .trial import asked_for, choose
+from .typing import Array, Codec, Key, Updater
 
 __all__ = ["Calls", "Prepared"]
 
@@ -36,6 +39,7 @@ Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 """What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
 arguments."""
 
+_COMPRESS = "set_gradient_compression"
 # What a push adds to its description when it takes the buffers.
 _BUFFERS = "from the buffers"
 
@@ -45,6 +49,8 @@ class Calls:
 
     def __init__(self, exchange: Exchange, agreement: Agreement, rank: int) -> None:
         self._exchange, self._agreement, self._rank = exchange, agreement, rank
+        self.choice = asked_for(None)
+        """How pushes are compressed, and why."""
 
     # --- Verbs
 
@@ -62,6 +68,8 @@ class Calls:
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value)
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, arrays)
         if arrays is None:
             call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
             return call, (exchange.push_buffers, plan, steps, confirm)
@@ -84,6 +92,8 @@ class Calls:
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value, filled=out is None)
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, arrays)
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
         if isinstance(key, Mapping):
@@ -139,6 +149,15 @@ class Calls:
         call = Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings])
         return call, (self._exchange.adopt, updater)
 
+    def compression(self, compression: Any, kernels: str) -> Prepared:
+        """Prepare a change of the codec to what is meant by ``compression``."""
+        meant = codecs.create(compression)
+        settings = "None" if meant is None else meant.settings()
+        call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
+        if isinstance(meant, codecs.Auto):
+            return call, (self._run_choice, find_codec(meant.codec, kernels), settings)
+        return call, (self._run_compression, find_codec(meant, kernels))
+
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it
         can.
@@ -152,7 +171,8 @@ class Calls:
         steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
         self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
-        if _BUFFERS in said.parts:
+        # Buffers of zeros are nothing, but not every code of zeros is.
+        if _BUFFERS in said.parts and self._exchange.compression is None:
             until_done.enter_context(self._exchange.empty_buffers(plan))
             if said.verb == "push":
                 return lambda: self._exchange.push_buffers(plan, steps, confirm)
@@ -219,7 +239,7 @@ class Calls:
         updater = self._exchange.updater
         revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
         if revision != updater.revision:
-            token = plan.digest ^ digest(verb + option) ^ digest(updater.settings())
+            token = plan.digest ^ digest(verb + option) ^ digest("\n".join(self._settings()))
             call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
             confirm = self._confirmation(call) if updater.fallible else None
             steps = None if updater.by_count else self._exchange.steps(plan)
@@ -231,7 +251,13 @@ class Calls:
 
     def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
         texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
-        return [f"updater {self._exchange.updater.settings()}", *texts] if updates else texts
+        return [*self._settings(), *texts] if updates else texts
+
+    def _settings(self) -> list[str]:
+        """Describe what decides how a value changes by what is pushed."""
+        compression = self._exchange.compression
+        packed = [] if compression is None else [f"compression {compression.codec.settings()}"]
+        return [f"updater {self._exchange.updater.settings()}", *packed]
 
     def _with_steps(self, call: Call, steps: Steps) -> Call:
         """Add what a user's schedule returned to what is compared: two functions may differ and have the same name."""
@@ -254,6 +280,14 @@ class Calls:
     def _run_init(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
+
+    def _run_compression(self, codec: Codec | None) -> None:
+        self._exchange.compress(codec)
+        self.choice = asked_for(codec)
+
+    def _run_choice(self, codec: Codec, asked: str) -> None:
+        chosen, self.choice = choose(self._exchange, codec, asked)
+        self._exchange.compress(chosen)
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)

@@ -8,6 +8,7 @@
     ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
     ├── CheckpointError(ValueError)         a file is not a whole checkpoint, or not one for this store
+    ├── NotFinite(ValueError)               an array that is to be compressed has NaN or infinity
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -32,6 +33,7 @@ __all__ = [
     "KeyAlreadyInitialized",
     "KeyNotInitialized",
     "MPIKVError",
+    "NotFinite",
     "PeerFailed",
     "RankMismatch",
     "Stalled",
@@ -70,6 +72,10 @@ class ValueMismatch(MPIKVError, ValueError):
 
 class CheckpointError(MPIKVError, ValueError):
     """A file is not a whole checkpoint, or not one for this store; the store is as before."""
+
+
+class NotFinite(MPIKVError, ValueError):
+    """An array that is to be compressed has NaN, infinity or numbers that no residual can hold; nothing was sent."""
 
 
 class Unsupported(MPIKVError, NotImplementedError):

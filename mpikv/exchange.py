@@ -15,11 +15,12 @@ import numpy as np
 
 from .arena import Arena
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
+from .compression import Compression, Layers, check, compress, restoring
 from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Part, Plan, build
-from .typing import Array, Kernels, Key, Placement, Transport, Updater
+from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
 from .updaters import Assign
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
@@ -61,7 +62,8 @@ class Exchange:
         self.updater: Updater = Assign()
         self._kernels = kernels
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
-        self._adding = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
+        self._may_add = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
+        self.compression: Compression | None = None
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision
@@ -71,6 +73,14 @@ class Exchange:
         self._plans: dict[Any, Plan] = {}
         self.staged: Packed | None = None
         """The first message of a push, prepared before the ranks agree on it."""
+
+    @property
+    def _adding(self) -> bool:
+        return self._may_add and self.compression is None
+
+    def beside(self) -> Exchange:
+        """Return one without values that moves data in the same way, for measurements."""
+        return Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
 
     def known(self, key: Any) -> Plan | None:
         """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
@@ -141,7 +151,8 @@ class Exchange:
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
-        if plan.buckets:
+        # What is compressed changes residuals, for which it is too early.
+        if plan.buckets and self.compression is None:
             # Copies of plain arrays cannot overflow.
             pack = self._pack if are_plain(sources) else partial(run_quietly, self._pack)
             self.staged = pack(plan.buckets[0], sources)
@@ -152,6 +163,8 @@ class Exchange:
         ``confirm`` is called with what a fallible updater raised on this rank, or None; it raises if one raised
         anywhere.
         """
+        if self.compression is not None and confirm is not None:
+            confirm = restoring(plan, confirm)
         self._reduce(plan, sources, steps, None)
         if self._whole:
             self._update_whole(plan, steps, confirm)
@@ -159,6 +172,10 @@ class Exchange:
 
     def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Sum the ranks' buffers and update. They may be filled again when it returns."""
+        if self.compression is not None:
+            # Only this rank reads its buffers, and it has when this returns.
+            self.push(plan, self.buffers(plan), steps, confirm)
+            return
         for bucket in plan.buckets:
             assert bucket.buffered is not None
             send, terms = bucket.buffered
@@ -172,6 +189,9 @@ class Exchange:
 
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push the buffers, then pull; without targets only so that this rank has the newest values."""
+        if self.compression is not None:
+            self.pushpull(plan, self.buffers(plan), steps, targets or [()] * len(plan.keys), confirm)
+            return
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
 
@@ -223,13 +243,9 @@ class Exchange:
         The delay lets the exchange of the next bucket be the fence that the delivery of this one needs.
         """
         previous: Bucket | None = None
+        compressed = None if self.compression is None else self.compression.start(plan, _layers(sources))
         for bucket in plan.buckets:
-            packed, self.staged = self.staged, None
-            send, own = packed or self._pack(bucket, sources)
-            terms = self.placement.reduce(bucket, send, bucket.total)
-            if own is not None:
-                rank = self.transport.rank
-                terms = (*terms[:rank], own, *terms[rank + 1 :])
+            terms = self._terms(bucket, sources) if compressed is None else (compressed(bucket),)
             self._take(bucket, terms, steps)
             if outs is not None and previous is not None:
                 self._deliver(previous, outs)
@@ -237,6 +253,16 @@ class Exchange:
         if outs is not None and previous is not None:
             self.transport.fence()
             self._deliver(previous, outs)
+
+    def _terms(self, bucket: Bucket, sources: Arrays) -> Sequence[Array]:
+        """Run the collective of a bucket; return the terms of this rank's elements."""
+        packed, self.staged = self.staged, None
+        send, own = packed or self._pack(bucket, sources)
+        terms = self.placement.reduce(bucket, send, bucket.total)
+        if own is None:
+            return terms
+        rank = self.transport.rank
+        return (*terms[:rank], own, *terms[rank + 1 :])
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Packed:
         """Prepare this rank's contribution to a bucket: in the outbox, or where it lies when the transport would copy
@@ -412,8 +438,26 @@ class Exchange:
                 for array in part.state.values():
                     array.fill(0)  # the place may be given to a new key, whose state starts as zeros
         for key in keys:
+            for residual in self.table[key].residuals():
+                residual.fill(0)
             self._arena.release(self.table.remove(key))
         self._forget_plans()
+
+    def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
+        """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
+        assert self.compression is not None
+        check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
+
+    def compress(self, codec: Codec | None) -> None:
+        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped."""
+        self.compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        self._forget_plans()
+        for block in self._arena.blocks:
+            block.residuals.clear()
+        for entry in self.table.entries():
+            entry.codec_state.clear()
+        # Sums are no longer, or again, left to the rules.
+        self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
 
     def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
         """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.
@@ -484,6 +528,13 @@ def _in_place(bucket: Bucket, sources: Arrays) -> Array | None:
 def _flat(given: Any) -> Sequence[Array]:
     """Return the flat arrays of one key."""
     return (given.reshape(-1),) if type(given) is np.ndarray else given
+
+
+def _layers(sources: Arrays) -> Layers:
+    """Return the flat arrays of each position in the keys' lists, which are of one length."""
+    if are_plain(sources):
+        return [[array.reshape(-1) for array in sources]]
+    return list(zip(*sources, strict=True))
 
 
 def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:

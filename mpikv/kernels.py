@@ -1,4 +1,4 @@
-"""What runs the rules of optimizers, by name."""
+"""What runs the rules of optimizers, and codecs, by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from .errors import TransportUnavailable
-from .typing import Array, Kernels, Updater
+from .typing import Array, Codec, Kernels, Updater
 
-__all__ = ["NumpyKernels", "find_kernels"]
+__all__ = ["NumpyKernels", "find_codec", "find_kernels"]
 
 
 class NumpyKernels:
@@ -45,3 +45,12 @@ def find_kernels(name: str) -> Kernels:
             "which gives the same bits"
         ) from error
     return compiled
+
+
+def find_codec(codec: Codec | None, kernels: str) -> Codec | None:
+    """Return what does the work of a codec with the kernels of a name, which can be found."""
+    if codec is None or kernels == "numpy":
+        return codec
+    from .codecs import compiled
+
+    return compiled.compiled(codec)

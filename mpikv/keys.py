@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
@@ -35,6 +35,8 @@ class Entry:
     place: Place
     value: Array
     """This rank's memory of the value, in its shape."""
+    codec_state: dict[str, Array] = field(default_factory=dict)
+    """What a codec of whole values keeps between pushes."""
 
     @cached_property
     def view(self) -> Array:
@@ -48,6 +50,11 @@ class Entry:
         assert self.place.block.buffers is not None
         row: Array = self.place.block.buffers[place]
         return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
+
+    def residuals(self) -> list[Array]:
+        """Return what compressed pushes of this rank have left out, flat, for each position in lists of arrays."""
+        low, high = self.place.start, self.place.start + self.place.size
+        return [residual[low:high] for residual in self.place.block.residuals]
 
     @property
     def state(self) -> dict[str, Array]:

@@ -20,7 +20,7 @@ from .keys import Entry
 from .optimizers.optimizer import BLOCK
 from .typing import Array, Kernels, Key, Placement, Share, Transport, Updater
 
-__all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label"]
+__all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label", "merged"]
 
 
 # From here on it pays not to write one's own part of a message to shared memory. Its lines are in another core's cache,
@@ -253,7 +253,7 @@ def _cells(block: Block, members: Sequence[int], entries: Sequence[Entry]) -> li
     return list(cells.values())
 
 
-def _merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+def merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
     """Join pieces that touch."""
     runs: list[tuple[int, int, int]] = []
     for piece in pieces:
@@ -298,7 +298,7 @@ class _Cutter:
             dense=dense,
             total=total,
             parts=tuple(self._parts(block, start, share, [(p.item, p.at, p.until) for p in pieces], total)),
-            runs=tuple(self._parts(block, start, share, _merged(pieces), total)),
+            runs=tuple(self._parts(block, start, share, merged(pieces), total)),
             sends=tuple(outbox[:nbytes].view(dtype) for outbox in self._transport.outboxes),
             items=self._items(pieces),
             shapes=tuple(self._entries[piece.item].shape for piece in pieces),

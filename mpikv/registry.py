@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from . import codecs
 from .board import Board
 from .config import Config
 from .errors import (
@@ -57,6 +58,7 @@ def create(
     bucket_bytes: int | None = None,
     deterministic: bool | None = None,
     kernels: str | None = None,
+    compression: Any = None,
 ) -> KVStore:
     """Make a store.
 
@@ -83,6 +85,7 @@ def create(
             the MPI library's, and ``hosts`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same.
+        compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
 
@@ -97,7 +100,7 @@ def create(
         >>> mpikv.create("dist_sync").type
         'dist_sync'
     """
-    settings = Config()
+    settings, codec = Config(), None
     problem: Exception | None = None
     try:
         kind = _known(name)
@@ -112,6 +115,7 @@ def create(
             kernels=kernels,
         )
         find_kernels(settings.kernels)
+        codec = codecs.create(compression)
     except Exception as error:
         problem = error
     group = connect(comm, settings)
@@ -119,6 +123,7 @@ def create(
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         del wanted["abort"]  # each rank's own affair
+        wanted["compression"] = "None" if codec is None else codec.settings()
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -130,7 +135,10 @@ def create(
         group.close()
         raise
     _prepare_endings()
-    return KVStore(group, board, mover, settings, name=kind, root=root)
+    store = KVStore(group, board, mover, settings, name=kind, root=root)
+    if codec is not None:
+        store.set_gradient_compression(codec)
+    return store
 
 
 def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None) -> None:

@@ -39,7 +39,7 @@ OPEN: list[KVStore] = []
 LOST: list[KVStore] = []
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
-_CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
+_CAPABILITIES = {"optimizer": True, "sparse": False, "compression": True, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
 
@@ -137,6 +137,12 @@ class KVStore:
         self._pending.drain()
         return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
 
+    @property
+    def compression(self) -> Any:
+        """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
+        compression = self._exchange.compression
+        return compression and compression.codec
+
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
 
@@ -146,6 +152,19 @@ class KVStore:
         if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
         return _CAPABILITIES[capability.lower()]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the store has found out about itself. Local.
+
+        ``compression``: what was asked for, what was chosen, why, and by which measured seconds.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create(compression="fp16").statistics()["compression"]["why"]
+            'asked for'
+        """
+        choice = self._calls.choice
+        return {"compression": {**choice._asdict(), "seconds": dict(choice.seconds)}}
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
@@ -514,6 +533,41 @@ class KVStore:
             array([0.5, 0.5])
         """
         self._change_updater("set_optimizer", lambda: _optimizer(optimizer, arguments))
+
+    def set_gradient_compression(self, compression: Any) -> None:
+        """Compress what is pushed from now on.
+
+        Collective; the same on every rank. A ``push`` and a ``pushpull`` then send codes in place of gradients, on
+        every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
+        feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
+        float32. ``init``, ``set``, ``broadcast`` and ``pull`` are never compressed. Residuals start at zero, and do so
+        again after this call, ``delete`` and ``init(..., overwrite=True)``; a push that fails leaves them as they were.
+
+        Args:
+            compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
+                ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
+                codec; or None, which turns compression off. ``auto``, with the option ``codec`` (default ``bf16``),
+                makes some pushes with and without the codec now, and takes it if they were faster;
+                :meth:`statistics` says what was found. Set the optimizer before, which may change the placement.
+
+        Raises:
+            ConfigError: a name or an option is unknown, or a value is out of its range.
+            TypeError: an argument is of a wrong type.
+            RankMismatch: ranks gave other settings.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(4, np.float32))
+            >>> kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+            >>> kv.push("w", np.array([0.7, -0.6, 0.2, 0.5], np.float32))
+            >>> kv.pull("w")
+            array([ 0.5, -0.5,  0. ,  0.5], dtype=float32)
+            >>> kv.push("w", np.array([0.0, 0.0, 0.3, 0.0], np.float32))
+            >>> kv.pull("w")
+            array([0. , 0. , 0.5, 0. ], dtype=float32)
+        """
+        self._collective("set_gradient_compression", self._calls.compression, compression, self._config.kernels)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push

@@ -1,4 +1,4 @@
-"""The seams of mpikv: what a transport, a placement, an updater and kernels promise to the store.
+"""The seams of mpikv: what a transport, a placement, an updater, kernels and a codec promise to the store.
 
 Each is a Protocol: a class that has these attributes is one, and subclassing is never needed. Every implementation is
 held to its contract by a class in :mod:`mpikv.testing`.
@@ -6,13 +6,29 @@ held to its contract by a class in :mod:`mpikv.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Kernels", "Key", "Placement", "Share", "Slots", "Span", "Transport", "Updater"]
+__all__ = [
+    "Array",
+    "Codec",
+    "Gather",
+    "Kernels",
+    "Key",
+    "Placement",
+    "RangeCodec",
+    "Rounds",
+    "Share",
+    "Slots",
+    "Span",
+    "Sum",
+    "Transport",
+    "Updater",
+    "ValueCodec",
+]
 
 Array: TypeAlias = "npt.NDArray[Any]"
 """A numpy array."""
@@ -61,14 +77,14 @@ class Transport(Protocol):
 
     @property
     def outboxes(self) -> tuple[Array, ...]:
-        """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum whose
-        ``send`` is the beginning of the outbox whose turn it is saves a copy.
+        """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum, or an
+        all_to_all, whose ``send`` is the beginning of the outbox whose turn it is saves a copy.
         """
         ...
 
     @property
     def turn(self) -> int:
-        """The index of the outbox for the next sum, and only that one."""
+        """The index of the outbox for the next sum or all_to_all, and only that one."""
         ...
 
     def allocate(self, nbytes: int) -> Array:
@@ -89,6 +105,16 @@ class Transport(Protocol):
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements."""
+        ...
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Pass bytes on: rank r receives the r-th part of every rank's ``send``, of ``counts[r]`` bytes.
+
+        ``send`` is uint8, as long on every rank, and at most ``limit`` bytes. With ``counts`` None every rank receives
+        all of every rank's.
+
+        Returns what each rank sent to this one, in rank order, which may be read until the next exchange of data.
+        """
         ...
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
@@ -267,3 +293,98 @@ class Kernels(Protocol):
         The arrays are flat and contiguous, of the size and the dtype of the value.
         """
         ...
+
+
+class RangeCodec(Protocol):
+    """Packs a gradient of which any range can be packed by itself, so that each owner is sent its own elements alone.
+
+    Gradients are flat, float32, finite, and not above :data:`mpikv.codecs.LARGEST`. A codec holds settings only, which
+    do not change.
+    """
+
+    @property
+    def elementwise(self) -> Literal[True]:
+        """What tells it from a :class:`ValueCodec`."""
+        ...
+
+    @property
+    def feedback(self) -> bool:
+        """Whether :meth:`encode` needs a residual, which the store keeps: a float32 of every element, at first zero."""
+        ...
+
+    def settings(self) -> str:
+        """Describe the codec so that two ranks' descriptions are equal exactly when their payloads are."""
+        ...
+
+    def nbytes(self, count: int) -> int:
+        """Return how many bytes the payload of ``count`` elements takes, whatever their values."""
+        ...
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
+        """Write all bytes of the payload (uint8, aligned to 8 bytes, of :meth:`nbytes`). ``gradient`` is not written.
+
+        With ``feedback``, the gradient and the residual together are encoded, and what the payload does not say of them
+        is left in ``residual``; without, it is None.
+        """
+        ...
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Add what the payload says to ``total``, flat and float32, which has as many elements as were encoded."""
+        ...
+
+
+class Sum(NamedTuple):
+    """What a :class:`ValueCodec` yields to be sent the sum of an array over ranks, with the same bits on each."""
+
+    array: Array
+    """Flat, float32, of the same size on each rank."""
+
+
+class Gather(NamedTuple):
+    """What a :class:`ValueCodec` yields to be sent every rank's bytes, in rank order.
+
+    A rank that owns nothing of the value may be sent none of them.
+    """
+
+    payload: Array
+    """Flat, uint8, of the same size on each rank."""
+
+
+Rounds: TypeAlias = "Generator[Sum | Gather, Any, tuple[Array, Array]]"
+"""An exchange of one value. It returns two flat float32 arrays: the sum over ranks, as far as it was sent any, and what
+of it is this rank's."""
+
+
+class ValueCodec(Protocol):
+    """Packs the gradient of a whole value, in one or several exchanges. For the rest as a :class:`RangeCodec`."""
+
+    @property
+    def elementwise(self) -> Literal[False]:
+        """What tells it from a :class:`RangeCodec`."""
+        ...
+
+    @property
+    def feedback(self) -> bool:
+        """As :attr:`RangeCodec.feedback`."""
+        ...
+
+    def settings(self) -> str:
+        """As :meth:`RangeCodec.settings`."""
+        ...
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
+        """Return what is to be kept for a value of this shape between exchanges, the same on every rank."""
+        ...
+
+    def exchange(
+        self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
+    ) -> Rounds:
+        """Yield what has to move, which depends on the shape alone, and change ``state`` in place, on each rank alike.
+
+        ``gradient`` is flat and may be overwritten. ``residual`` as in :meth:`RangeCodec.encode`.
+        """
+        ...
+
+
+Codec: TypeAlias = "RangeCodec | ValueCodec"
+"""What stands for a gradient on the wire. Pure array code: it knows no ranks and no keys."""

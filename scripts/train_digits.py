@@ -3,6 +3,7 @@
     python scripts/train_digits.py                        one rank, no MPI library needed
     mpikv run -n 4 scripts/train_digits.py                four ranks, the same accuracy
     mpikv run -n 4 scripts/train_digits.py --verify       the weights beside those of one process, every placement
+    mpikv run -n 4 scripts/train_digits.py --dtype float32 --compression 2bit       gradients of two bits
 
 What to copy is `train`: every rank takes its part of every batch, divides its gradients by the size of the whole batch,
 and gives them to `pushpull`, which sums them, lets the owner of each weight update it, and brings the new weights back.
@@ -32,6 +33,18 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "adam": {"learning_rate": 4e-3},
     "sgd": {"learning_rate": 0.2, "momentum": 0.9},
 }
+# A threshold is of the size of one rank's gradients; so is what a push can change of one element.
+COMPRESSIONS: dict[str, dict[str, Any]] = {
+    "2bit": {"threshold": 5e-3},
+    "1bit": {"threshold": 0.0},
+    "fp16": {},
+    "bf16": {},
+    "topk": {"ratio": 0.05},
+    "lowrank": {"rank": 2},
+}
+# By what gradients are multiplied before they are compressed, and divided again by the optimizer: one bit is 1 or -1.
+# That is much noise at once, which SGD averages and Adam takes for the size of the gradient: --optimizer sgd.
+SCALES = {"1bit": 64.0}
 PLACEMENTS = ("root", "sharded", "replicated")
 MOST_DIFFERENCE = 1e-12
 
@@ -53,6 +66,7 @@ class Settings(NamedTuple):
     epochs: int
     batch: int
     seed: int
+    scale: float = 1.0
 
 
 def load(dtype: str, seed: int) -> Digits:
@@ -87,7 +101,7 @@ def forward(params: Arrays, images: Array) -> tuple[Array, Array]:
     return hidden, scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
 
 
-def gradients(params: Arrays, images: Array, labels: Array, batch_size: int) -> Arrays:
+def gradients(params: Arrays, images: Array, labels: Array, batch_size: float) -> Arrays:
     """Return these images' part of the gradient of a batch's mean loss; that of no images is zero."""
     hidden, scores = forward(params, images)
     error = np.exp(scores)
@@ -125,12 +139,12 @@ def train(kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callabl
     """Train on all ranks; return the weights, which are the same on each."""
     params = initial(settings.dtype, settings.seed)
     kv.broadcast(params, out=params)  # every rank starts from the root's weights
-    kv.set_optimizer(settings.optimizer, **OPTIMIZERS[settings.optimizer])
+    kv.set_optimizer(settings.optimizer, **OPTIMIZERS[settings.optimizer], rescale_grad=1 / settings.scale)
     for rate, batches in epochs(len(digits.labels), settings):
         kv.set_learning_rate(rate)
         for batch in batches:
             part = batch[kv.rank :: kv.size]
-            grads = gradients(params, digits.images[part], digits.labels[part], len(batch))
+            grads = gradients(params, digits.images[part], digits.labels[part], len(batch) / settings.scale)
             kv.pushpull(grads, out=params)
         if kv.is_root:
             report(params)
@@ -259,6 +273,7 @@ def arguments() -> argparse.Namespace:
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="default: adam; sgd has momentum 0.9")
     add("--placement", choices=PLACEMENTS, help="where weights and optimizer state live; default: the store decides")
     add("--dtype", choices=("float32", "float64"), default="float64", help="default: float64")
+    add("--compression", choices=tuple(COMPRESSIONS), help="how gradients are sent; needs --dtype float32")
     add("--epochs", type=positive, default=20, help="default: 20")
     add("--batch", type=positive, default=64, help="images per update, over all ranks; default: 64")
     add("--seed", type=int, default=0, help="default: 0")
@@ -269,6 +284,8 @@ def arguments() -> argparse.Namespace:
         help="train again with every optimizer and placement, or those given, and compare the weights with one process",
     )
     options = parser.parse_args()
+    if options.compression and (options.dtype != "float32" or options.verify):
+        parser.error("--compression needs --dtype float32, and no --verify: its weights are others")
     if options.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib:  pip install matplotlib")
     return options
@@ -277,10 +294,12 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Train, and report on the root."""
     options = arguments()
-    settings = Settings(options.optimizer, options.dtype, options.epochs, options.batch, options.seed)
+    scale = SCALES.get(options.compression, 1.0)
+    settings = Settings(options.optimizer, options.dtype, options.epochs, options.batch, options.seed, scale)
+    packed = options.compression and {"type": options.compression, **COMPRESSIONS[options.compression]}
     digits = load(options.dtype, options.seed)
     report = Reporter(digits, options.epochs)
-    with mpikv.create(placement=options.placement) as kv:
+    with mpikv.create(placement=options.placement, compression=packed) as kv:
         started = time.perf_counter()
         train(kv, digits, settings, report)
         seconds = time.perf_counter() - started

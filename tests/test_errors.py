@@ -16,6 +16,7 @@ TREE = {
     "KeyAlreadyInitialized": ("MPIKVError", ValueError),
     "ValueMismatch": ("MPIKVError", ValueError),
     "CheckpointError": ("MPIKVError", ValueError),
+    "NotFinite": ("MPIKVError", ValueError),
     "Unsupported": ("MPIKVError", NotImplementedError),
     "TransportUnavailable": ("MPIKVError", ImportError),
     "TransportError": ("MPIKVError", RuntimeError),

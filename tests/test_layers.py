@@ -18,10 +18,10 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 LAYERS = (
     ("errors", "typing"),
     ("arrays", "config", "waiting", "work", "world"),
-    ("arena", "board", "optimizers", "schedules", "transports", "updaters"),
+    ("arena", "board", "codecs", "optimizers", "schedules", "transports", "updaters"),
     ("kernels", "keys", "plan"),
-    ("agreement", "arguments", "placement"),
-    ("calls", "checkpoint", "exchange", "store"),
+    ("agreement", "arguments", "compression", "placement"),
+    ("calls", "checkpoint", "exchange", "store", "trial"),
     ("registry",),
     ("__init__", "__main__", "cli", "testing"),
 )
@@ -37,6 +37,8 @@ SIDEWAYS = {
     ("calls", "exchange"),
     ("checkpoint", "calls"),
     ("checkpoint", "exchange"),
+    ("calls", "trial"),
+    ("trial", "exchange"),
     ("store", "calls"),
     ("store", "checkpoint"),
     ("store", "exchange"),
@@ -45,7 +47,7 @@ SIDEWAYS = {
     ("testing", "__init__"),
 }
 
-NUMBA = {"optimizers/compiled"}
+NUMBA = {"codecs/compiled", "optimizers/compiled"}
 MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
@@ -212,7 +214,7 @@ def offences(folder: Path, module: str, source: str) -> list[str]:
     package = folder / "mpikv"
     for unit in LEVELS:
         path = package / unit
-        is_package = unit in ("checkpoint", "cli", "optimizers", "testing", "transports")
+        is_package = unit in ("checkpoint", "cli", "codecs", "optimizers", "testing", "transports")
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -26,7 +26,7 @@ __all__ = ["Dying", "Failing", "Slow", "Wrapper", "store_over"]
 class Wrapper:
     """Passes every call on, and tells :meth:`before` of each that waits for other ranks."""
 
-    data = ("reduce", "allreduce", "reduce_scatter", "all_gather", "broadcast")
+    data = ("reduce", "allreduce", "reduce_scatter", "all_to_all", "all_gather", "broadcast")
     """The calls that move data, which ranks make only after they have agreed."""
 
     def __init__(self, transport: Transport) -> None:
@@ -60,6 +60,10 @@ class Wrapper:
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         self.before("reduce_scatter")
         return self._transport.reduce_scatter(send, recv, counts)
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        self.before("all_to_all")
+        return self._transport.all_to_all(send, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         self.before("all_gather")

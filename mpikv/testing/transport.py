@@ -31,6 +31,7 @@ NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
 )
+BYTE = np.dtype(np.uint8)
 GUARD = 8
 """Elements before and after memory that a transport writes to, which it must leave alone."""
 LARGEST_TOKEN = (1 << 62) - 1
@@ -146,6 +147,33 @@ class TransportContract:
                         assert transport.neighbours == 1 or len(exchange.terms) > 1
                         exchange.expect(exchange.sum[low : low + counts[transport.rank]])
 
+    def test_all_to_all(self, transport: Transport) -> None:
+        for number, size in enumerate((0, 1, 8, 65, 1000, transport.limit)):
+            for counts in divisions(size, transport.size):
+                low = sum(counts[: transport.rank])
+                sends = [values(BYTE, size, (7, size, rank)) for rank in range(transport.size)]
+                parts = transport.all_to_all(self.prepared(transport, sends, number % 2 == 0), counts)
+                assert len(parts) == transport.size
+                for part, send in zip(parts, sends, strict=True):
+                    assert_same(part, send[low : low + counts[transport.rank]])
+
+    def test_all_to_all_of_everything(self, transport: Transport) -> None:
+        for number, size in enumerate((0, 1, 65, transport.limit)):
+            sends = [values(BYTE, size, (8, size, rank)) for rank in range(transport.size)]
+            parts = transport.all_to_all(self.prepared(transport, sends, number % 2 == 0), None)
+            for part, send in zip(parts, sends, strict=True):
+                assert_same(part, send)
+
+    def prepared(self, transport: Transport, sends: Sequence[Array], in_outbox: bool) -> Array:
+        """Return what this rank sends, in the outbox or in memory that may not be written."""
+        send = sends[transport.rank]
+        if in_outbox:
+            outbox = transport.outboxes[transport.turn][: send.size]
+            outbox[:] = send
+            return outbox
+        send.flags.writeable = False
+        return send
+
     def test_all_gather(self, transport: Transport) -> None:
         for dtype in dtypes():
             longest = 3 * transport.limit // dtype.itemsize + 5
@@ -241,7 +269,7 @@ class TransportContract:
         random = np.random.default_rng(6)
         dtype, size = np.dtype(np.int64), self.limit // 8
         for number in range(120):
-            slow, verb = random.integers(transport.size), random.integers(4)
+            slow, verb = random.integers(transport.size), random.integers(5)
             naps, root = random.random(2) * 2e-3, int(random.integers(transport.size))
             counts = divisions(size, transport.size)[number % 3]
             own = counts[transport.rank]
@@ -260,6 +288,11 @@ class TransportContract:
                     exchange.terms = transport.reduce_scatter(exchange.send, exchange.recv, counts)
                     low = sum(counts[: transport.rank])
                     exchange.expect(exchange.sum[low : low + own])
+                elif verb == 3:
+                    parts = transport.all_to_all(exchange.send.view(np.uint8), [8 * count for count in counts])
+                    low = sum(counts[: transport.rank])
+                    exchange.recv[:own] = np.add.reduce([part.view(dtype) for part in parts])
+                    assert_same(exchange.recv[:own], exchange.sum[low : low + own])
                 else:
                     exchange.recv[:] = values(dtype, size, (number, transport.rank))
                     transport.broadcast(exchange.recv, root)
@@ -386,6 +419,7 @@ class TransportContract:
                 transport.allreduce(send, recv)
                 transport.reduce(send, recv, 0)
                 transport.reduce_scatter(send, recv[: counts[transport.rank]], counts)
+                transport.all_to_all(send.view(np.uint8), [count * dtype.itemsize for count in counts])
                 peak = tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()

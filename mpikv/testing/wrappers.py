@@ -59,6 +59,10 @@ class Recording:
         self.calls.append("reduce_scatter")
         return self._transport.reduce_scatter(send, recv, counts)
 
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        self.calls.append("all_to_all")
+        return self._transport.all_to_all(send, counts)
+
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         self.calls.append("all_gather")
         self._transport.all_gather(buffer, counts)

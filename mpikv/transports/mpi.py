@@ -46,7 +46,9 @@ class MpiTransport:
         self._requests = Requests(group.comm, waiting)
         self.outboxes: tuple[Array, ...] = (zeros(limit),)
         self.turn = 0
-        self._gathered = zeros(group.size * limit) if gathers else None
+        self._gathers = gathers
+        # Its pages take no memory before something is received that is not added by the library.
+        self._gathered = zeros(group.size * limit)
         # Messages of one byte per element become four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
@@ -72,7 +74,7 @@ class MpiTransport:
         return memory
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        if self._gathered is not None:
+        if self._gathers:
             return self._gather(send, [send.size if rank == root else 0 for rank in range(self.size)])
 
         def start(send: Array, recv: Array | None) -> Any:
@@ -81,7 +83,7 @@ class MpiTransport:
         return self._sum("reduce", start, send, recv if self.rank == root else None)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        if self._gathered is not None:
+        if self._gathers:
             return self._gather(send, None)
 
         def start(send: Array, recv: Array | None) -> Any:
@@ -90,13 +92,16 @@ class MpiTransport:
         return self._sum("allreduce", start, send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        if self._gathered is not None:
+        if self._gathers:
             return self._gather(send, counts)
 
         def start(send: Array, recv: Array | None) -> Any:
             return self._comm.Ireduce_scatter(send, recv, counts, self._operation(send))
 
         return self._sum("reduce_scatter", start, send, recv)
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        return self._gather(send, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         nbytes = [count * buffer.itemsize for count in counts]
@@ -124,7 +129,7 @@ class MpiTransport:
 
     def close(self) -> None:
         self._comm = None
-        self.outboxes, self._gathered, self._wide = (zeros(0),), None, (zeros(0), zeros(0))
+        self.outboxes, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))
 
     def _sum(
         self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None
@@ -145,7 +150,6 @@ class MpiTransport:
 
     def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
-        assert self._gathered is not None
         nbytes = [count * send.itemsize for count in counts or [send.size] * self.size]
         starts = [0 if counts is None else sum(nbytes[:rank]) for rank in range(self.size)]
         mine = nbytes[self.rank]

@@ -78,6 +78,10 @@ class ShmTransport:
         key = self._exchange(send), counts, send.dtype
         return self._views.get(key) or self._view(key, sum(counts[: self.rank]), counts[self.rank])
 
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        # The terms of a sum are what every rank sent.
+        return self.allreduce(send, send) if counts is None else self.reduce_scatter(send, send, counts)
+
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         starts = np.concatenate(([0], np.cumsum(counts))) * buffer.itemsize
         whole = buffer.view(np.uint8)

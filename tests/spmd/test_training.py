@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,53 @@ def test_digits_are_learnt(comm: Any, dtype: str) -> None:
     assert accuracy >= 0.98
     if dtype == "float64":
         assert round(accuracy * len(digits.test_labels)) == 353  # on any number of ranks
+
+
+def accuracy(comm: Any, compression: Any, optimizer: str = "adam", scale: float = 1.0) -> float:
+    """Return the mean accuracy of two trainings in float32."""
+    accuracies = []
+    for seed in (0, 1):
+        digits = train_digits.load("float32", seed)
+        settings = train_digits.Settings(optimizer, "float32", epochs=20, batch=64, seed=seed, scale=scale)
+        with mpikv.create(comm=comm, compression=compression) as kv:
+            params = train_digits.train(kv, digits, settings, ignore)
+        accuracies.append(train_digits.measure(params, digits.test_images, digits.test_labels)[1])
+    return float(np.mean(accuracies))
+
+
+@cache
+def uncompressed(optimizer: str) -> float:
+    """Return the mean accuracy of the same trainings in one process."""
+    accuracies = []
+    for seed in (0, 1):
+        digits = train_digits.load("float32", seed)
+        params = train_digits.train_alone(digits, train_digits.Settings(optimizer, "float32", 20, 64, seed))
+        accuracies.append(train_digits.measure(params, digits.test_images, digits.test_labels)[1])
+    return float(np.mean(accuracies))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("name", train_digits.COMPRESSIONS)
+def test_digits_are_learnt_with_packed_gradients(comm: Any, name: str) -> None:
+    compression = {"type": name, **train_digits.COMPRESSIONS[name]}
+    optimizer = "sgd" if name in train_digits.SCALES else "adam"
+    found = accuracy(comm, compression, optimizer, train_digits.SCALES.get(name, 1.0))
+    assert found >= uncompressed(optimizer) - 0.01
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize(
+    ("compression", "scale"),
+    [({"type": "2bit", "threshold": 0.05}, 1.0), ({"type": "1bit", "threshold": 0.0}, 64.0)],
+    ids=["2bit", "1bit"],
+)
+def test_error_feedback_is_what_makes_up_for_biased_codes(comm: Any, compression: Any, scale: float) -> None:
+    """SGD, whose steps are as long as the gradient: what is left out for good is missing (Karimireddy et al. 2019)."""
+    with_feedback = accuracy(comm, compression, "sgd", scale)
+    without = accuracy(comm, {**compression, "error_feedback": False}, "sgd", scale)
+    assert without < with_feedback - 0.02
 
 
 def test_more_ranks_than_images_in_a_batch(comm: Any) -> None:

@@ -1,0 +1,167 @@
+"""What stands for a gradient on the wire: codecs, pure array code without ranks and keys.
+
+======== ========================================= ============================================
+name     options                                   bytes for n elements of a float32 value
+======== ========================================= ============================================
+2bit     threshold=0.5                             n / 4
+1bit     threshold=0.5                             n / 8
+fp16                                               2 n
+bf16                                               2 n
+topk     ratio=0.01 or count                       8 for each element that is sent
+lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
+======== ========================================= ============================================
+
+Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``. ``auto``, with the
+option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere.
+
+>>> create({"type": "2bit", "threshold": 0.25})
+ErrorFeedback(TwoBit(threshold=0.25))
+
+**A codec of your own** has the methods of :class:`mpikv.typing.RangeCodec` or :class:`mpikv.typing.ValueCodec`, and is
+passed as an object, or registered under a name. :class:`mpikv.testing.RangeCodecContract` and
+:class:`mpikv.testing.ValueCodecContract` hold it to what they promise::
+
+    @dataclass(frozen=True)
+    class Signs:
+        scale: float = 0.1
+        elementwise = True
+        feedback = False
+
+        def settings(self):
+            return f"signs(scale={self.scale!r})"
+
+        def nbytes(self, count):
+            return -(-count // 8)
+
+        def encode(self, gradient, payload, residual=None):
+            payload[:] = np.packbits(gradient >= 0)
+
+        def decode_add(self, payload, total):
+            total += self.scale * (2.0 * np.unpackbits(payload, count=total.size) - 1)
+
+    mpikv.codecs.register("signs", Signs)
+    kv.set_gradient_compression({"type": "signs", "scale": 0.05})
+    kv.set_gradient_compression(mpikv.codecs.ErrorFeedback(Signs(0.05)))     # the same
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError, known_names
+from ..typing import Codec
+from .auto import Auto
+from .bits import OneBit, TwoBit
+from .casts import Bfloat16, Float16
+from .feedback import ErrorFeedback
+from .lowrank import LowRank
+from .topk import TopK
+
+__all__ = [
+    "LARGEST",
+    "Auto",
+    "Bfloat16",
+    "ErrorFeedback",
+    "Float16",
+    "LowRank",
+    "OneBit",
+    "TopK",
+    "TwoBit",
+    "create",
+    "register",
+]
+
+LARGEST = 2.0**100
+"""The largest magnitude of an element that may be compressed, about 1e30: a residual to which a hundred million of them
+are added stays finite."""
+
+_KINDS: dict[str, Callable[..., Codec]] = {
+    "2bit": TwoBit,
+    "1bit": OneBit,
+    "fp16": Float16,
+    "bf16": Bfloat16,
+    "topk": TopK,
+    "lowrank": LowRank,
+}
+_METHODS: Mapping[Any, Sequence[str]] = {
+    True: ("settings", "nbytes", "encode", "decode_add"),
+    False: ("settings", "state", "exchange"),
+}
+
+
+def register(name: str, kind: Callable[..., Codec]) -> None:
+    """Make a codec known to :func:`create`: ``kind(**options)`` returns one. On every rank.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if name == "auto" or _KINDS.get(name, kind) is not kind:
+        raise ConfigError(f"a codec {name!r} exists already; choose another name")
+    _KINDS[name] = kind
+
+
+def create(compression: Any) -> Codec | Auto | None:
+    """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
+
+    Raises:
+        ConfigError: a name or an option is unknown, or an option has a bad value.
+        TypeError: it is none of these, or an option is of a wrong type.
+
+    >>> create("topk")
+    ErrorFeedback(TopK(ratio=0.01, count=None))
+    >>> create({"type": "2bits"})
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: unknown compression '2bits' (known: 1bit, 2bit, auto, ...); did you mean '2bit'?
+    """
+    if compression is None:
+        return None
+    if isinstance(compression, str):
+        compression = {"type": compression}
+    if isinstance(compression, Auto):
+        return compression
+    if not isinstance(compression, Mapping):
+        return _checked(compression)
+    if "type" not in compression:
+        raise ConfigError(
+            f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted([*_KINDS, 'auto']))})"
+        )
+    if compression["type"] == "auto":
+        return _auto(**compression)
+    return _named(**compression)
+
+
+def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
+    for option in unknown:
+        raise ConfigError(known_names("option of compression 'auto'", option, ["codec"]))
+    meant = create(codec)
+    if meant is None or isinstance(meant, Auto):
+        raise ConfigError(f"auto chooses between a codec and none, and codec={codec!r} is no codec")
+    return Auto(meant)
+
+
+def _named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
+    kind = _KINDS.get(type) if isinstance(type, str) else None
+    if kind is None:
+        raise ConfigError(known_names("compression", type, [*_KINDS, "auto"]))
+    if error_feedback is not True and error_feedback is not False:
+        raise TypeError(f"error_feedback is True or False, not {error_feedback!r}")
+    known = list(inspect.signature(kind).parameters)
+    for option in options:
+        if option not in known:
+            raise ConfigError(known_names(f"option of compression {type!r}", option, [*known, "error_feedback"]))
+    codec = _checked(kind(**options))
+    return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec
+
+
+def _checked(codec: Any) -> Codec:
+    """Return what has all that a codec has."""
+    methods = _METHODS.get(getattr(codec, "elementwise", None))
+    missing = [name for name in methods or () if not callable(getattr(codec, name, None))]
+    if isinstance(codec, type) or methods is None or missing or not isinstance(getattr(codec, "feedback", None), bool):
+        lack = f" without {', '.join(missing)}" if missing else ""
+        raise TypeError(
+            f"compression is a name, a dict with a 'type', a codec (see mpikv.typing) or None, not {codec!r}{lack}"
+        )
+    return codec  # type: ignore[no-any-return]

@@ -1,0 +1,190 @@
+"""Two bits or one for each element, bit for bit as MXNet's: codes, their order in memory, thresholds, arithmetic.
+
+=======  ==========================================================  ============================
+codec    an element, with its residual                               decodes to
+=======  ==========================================================  ============================
+2bit     ``>= threshold``: 11; ``<= -threshold``: 10; else 00        threshold, -threshold, 0
+1bit     ``> threshold``: 1; else 0                                  1, -1
+=======  ==========================================================  ============================
+
+The first element has the highest bits of the first byte. A payload is whole words of 4 bytes, the last of which ends in
+zeros. All arithmetic is float32, one operation at a time, so that any implementation has the same bits.
+
+One bit per element with error feedback: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
+Data-Parallel Distributed Training of Speech DNNs", 2014. Two: Strom, "Scalable Distributed DNN Training Using Commodity
+GPU Cloud Computing", 2015.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..typing import Array
+from .options import BLOCK, single
+
+__all__ = ["OneBit", "TwoBit"]
+
+
+@dataclass(frozen=True)
+class TwoBit:
+    """Sends the sign of what is at least ``threshold``, and nothing else: 2 bits per element.
+
+    Without :class:`~mpikv.codecs.ErrorFeedback` smaller elements are lost. With it they add up until they are sent, a
+    threshold at a time.
+
+    Args:
+        threshold: above 0, in the unit of the gradient; larger ones send less. Default 0.5.
+
+    Example:
+        >>> import numpy as np
+        >>> codec, payload = TwoBit(0.5), np.empty(4, np.uint8)
+        >>> codec.encode(np.array([0.7, -0.6, 0.2, 0.5], np.float32), payload)
+        >>> payload[0] == 0b11_10_00_11
+        np.True_
+        >>> total = np.zeros(4, np.float32)
+        >>> codec.decode_add(payload, total)
+        >>> total
+        array([ 0.5, -0.5,  0. ,  0.5], dtype=float32)
+    """
+
+    threshold: float = 0.5
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[False]] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", single("2bit: threshold", self.threshold, positive=True))
+
+    def settings(self) -> str:
+        """Return the name and the threshold."""
+        return f"2bit(threshold={self.threshold!r})"
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of whole words of 16 elements."""
+        return 4 * -(-count // 16)
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
+        """Write the codes of the gradient."""
+        threshold = np.float32(self.threshold)
+        for low in range(0, gradient.size, BLOCK):
+            part = gradient[low : low + BLOCK]
+            codes, below = (codes[: part.size] for codes in self._codes)
+            np.greater_equal(part, threshold, out=codes.view(np.bool_))
+            np.less_equal(part, -threshold, out=below.view(np.bool_))
+            codes *= 3
+            below *= 2
+            codes |= below
+            self._codes[0, part.size :] = 0
+            words = payload[low // 4 : (low + BLOCK) // 4]
+            words[:] = self._packed()[: words.size]
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Add the threshold, its negative or 0 to each element."""
+        for low in range(0, total.size, BLOCK):
+            _add_decoded(payload[low // 4 :], self.decoded, total[low : low + BLOCK], self._sums)
+
+    def _packed(self) -> Array:
+        """Return the codes of a block, four in a byte."""
+        codes: Array = self._codes[0].view("<u4")
+        # The product is a sum of shifted numbers, whose bits do not meet: the highest byte has the first code above the
+        # second, and so on.
+        np.multiply(codes, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=codes)
+        codes >>= 24
+        return codes
+
+    @cached_property
+    def _codes(self) -> Array:
+        return np.empty((2, BLOCK), np.uint8)
+
+    @cached_property
+    def _sums(self) -> Array:
+        return np.empty((BLOCK // 4, 4), np.float32)
+
+    @cached_property
+    def decoded(self) -> Array:
+        """The four values of each byte, ``(256, 4)``."""
+        values = np.array([0, 0, -self.threshold, self.threshold], np.float32)
+        codes = np.arange(256)[:, None] >> np.array([6, 4, 2, 0]) & 3
+        table: Array = values[codes]
+        return table
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """Sends 1 for what is above ``threshold`` and -1 for all else: 1 bit per element.
+
+    Useless without :class:`~mpikv.codecs.ErrorFeedback`, which makes up for what is sent too much. Gradients should be
+    of the order of 1 or smaller.
+
+    Args:
+        threshold: any finite number; it decides, and is not what is sent. Default 0.5, as MXNet's; 0 is the better
+            choice for gradients of either sign.
+
+    Example:
+        >>> import numpy as np
+        >>> codec, payload = OneBit(0.0), np.empty(4, np.uint8)
+        >>> codec.encode(np.array([0.7, -0.6, 0.0], np.float32), payload)
+        >>> payload[0] == 0b100_00000
+        np.True_
+        >>> total = np.zeros(3, np.float32)
+        >>> codec.decode_add(payload, total)
+        >>> total
+        array([ 1., -1., -1.], dtype=float32)
+    """
+
+    threshold: float = 0.5
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[False]] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", single("1bit: threshold", self.threshold, positive=False))
+
+    def settings(self) -> str:
+        """Return the name and the threshold."""
+        return f"1bit(threshold={self.threshold!r})"
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of whole words of 32 elements."""
+        return 4 * -(-count // 32)
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
+        """Write the codes of the gradient."""
+        threshold = np.float32(self.threshold)
+        for low in range(0, gradient.size, BLOCK):
+            part = gradient[low : low + BLOCK]
+            bits = self._bits[: part.size]
+            np.greater(part, threshold, out=bits)
+            packed = np.packbits(bits)
+            words = payload[low // 8 : (low + BLOCK) // 8]
+            words[: packed.size] = packed
+            words[packed.size :] = 0
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Add 1 or -1 to each element."""
+        for low in range(0, total.size, BLOCK):
+            _add_decoded(payload[low // 8 :], self.decoded, total[low : low + BLOCK], self._sums)
+
+    @cached_property
+    def _bits(self) -> Array:
+        return np.empty(BLOCK, np.bool_)
+
+    @cached_property
+    def _sums(self) -> Array:
+        return np.empty((BLOCK // 8, 8), np.float32)
+
+    @cached_property
+    def decoded(self) -> Array:
+        """The eight values of each byte, ``(256, 8)``."""
+        bits = np.arange(256)[:, None] >> np.arange(7, -1, -1) & 1
+        return (2 * bits - 1).astype(np.float32)
+
+
+def _add_decoded(payload: Array, table: Array, total: Array, spare: Array) -> None:
+    """Add to each element what the table has for its part of a byte; bits behind the last element say nothing."""
+    count = -(-total.size // table.shape[1])
+    # No byte is out of the table's range; "clip" looks at none.
+    decoded = np.take(table, payload[:count], axis=0, out=spare[:count], mode="clip")
+    np.add(total, decoded.reshape(-1)[: total.size], out=total)

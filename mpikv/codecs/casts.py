@@ -1,0 +1,115 @@
+"""Half precision on the wire: two bytes per element, rounded to nearest, ties to even."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..typing import Array
+from .options import BLOCK
+
+__all__ = ["Bfloat16", "Float16"]
+
+_LARGEST_HALF = np.float32(65504)
+
+
+@dataclass(frozen=True)
+class Float16:
+    """Sends float16: 11 significant bits, from 6e-8 to 65504. What is larger is sent as the largest.
+
+    With :class:`~mpikv.codecs.ErrorFeedback` the rest follows with later pushes.
+
+    Example:
+        >>> import numpy as np
+        >>> codec, payload, total = Float16(), np.empty(4, np.uint8), np.zeros(2, np.float32)
+        >>> codec.encode(np.array([0.1, 1e6], np.float32), payload)
+        >>> codec.decode_add(payload, total)
+        >>> [float(x) for x in total]
+        [0.0999755859375, 65504.0]
+    """
+
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[False]] = False
+
+    def settings(self) -> str:
+        """Return the name."""
+        return "fp16()"
+
+    def nbytes(self, count: int) -> int:
+        """Return two per element."""
+        return 2 * count
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
+        """Write the gradient in half precision."""
+        halves = payload.view(np.float16)
+        for low in range(0, gradient.size, BLOCK):
+            part = gradient[low : low + BLOCK]
+            halves[low : low + BLOCK] = np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=self._spare[: part.size])
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Add in float32."""
+        halves = payload.view(np.float16)
+        for low in range(0, total.size, BLOCK):
+            part = total[low : low + BLOCK]
+            wide = self._spare[: part.size]
+            wide[:] = halves[low : low + BLOCK]
+            np.add(part, wide, out=part)
+
+    @cached_property
+    def _spare(self) -> Array:
+        return np.empty(BLOCK, np.float32)
+
+
+@dataclass(frozen=True)
+class Bfloat16:
+    """Sends bfloat16: 8 significant bits, over all of float32's range. Needs no package.
+
+    Example:
+        >>> import numpy as np
+        >>> codec, payload, total = Bfloat16(), np.empty(4, np.uint8), np.zeros(2, np.float32)
+        >>> codec.encode(np.array([0.1, 1e20], np.float32), payload)
+        >>> codec.decode_add(payload, total)
+        >>> [float(x) for x in total]
+        [0.10009765625, 9.972771014849226e+19]
+    """
+
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[False]] = False
+
+    def settings(self) -> str:
+        """Return the name."""
+        return "bf16()"
+
+    def nbytes(self, count: int) -> int:
+        """Return two per element."""
+        return 2 * count
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
+        """Write the upper halves of the gradient, rounded."""
+        halves = payload.view(np.uint16)
+        for low in range(0, gradient.size, BLOCK):
+            bits = gradient[low : low + BLOCK].view(np.uint32)
+            # Just below one half of what is cut off, and one more where the last bit that stays is odd: ties to even.
+            rounded = np.right_shift(bits, 16, out=self._spare[: bits.size])
+            rounded &= 1
+            rounded += 0x7FFF
+            rounded += bits
+            rounded >>= 16
+            halves[low : low + BLOCK] = rounded
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Add in float32."""
+        halves = payload.view(np.uint16)
+        for low in range(0, total.size, BLOCK):
+            part = total[low : low + BLOCK]
+            wide = self._spare[: part.size]
+            wide[:] = halves[low : low + BLOCK]
+            wide <<= 16
+            np.add(part, wide.view(np.float32), out=part)
+
+    @cached_property
+    def _spare(self) -> Array:
+        return np.empty(BLOCK, np.uint32)

@@ -1,0 +1,113 @@
+"""What one push leaves out is added to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..typing import Array, Codec, RangeCodec, Rounds, ValueCodec
+
+__all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
+
+
+def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
+    """Return the codec with error feedback: ``residual += gradient``, encode the residual, ``residual -= decoded``.
+
+    So nothing is lost, only late; the methods that prove convergence for biased codecs need it (Karimireddy et al.,
+    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). It wraps any codec that has no
+    feedback of its own, and knows nothing of it but its contract.
+
+    Raises:
+        ConfigError: the codec has feedback.
+
+    Example:
+        >>> import numpy as np
+        >>> from mpikv.codecs import TwoBit
+        >>> codec = ErrorFeedback(TwoBit(0.5))
+        >>> gradient, residual = np.array([0.7, -0.6, 0.2, 0.5], np.float32), np.zeros(4, np.float32)
+        >>> payload, total = np.empty(4, np.uint8), np.zeros(4, np.float32)
+        >>> for _ in range(2):
+        ...     codec.encode(gradient, payload, residual)
+        ...     codec.decode_add(payload, total)
+        >>> total, residual.round(1)
+        (array([ 1., -1.,  0.,  1.], dtype=float32), array([ 0.4, -0.2,  0.4,  0. ], dtype=float32))
+    """
+    if codec.feedback:
+        raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
+    return RangeFeedback(codec) if codec.elementwise else ValueFeedback(codec)
+
+
+class RangeFeedback:
+    """A :class:`~mpikv.typing.RangeCodec` that is another one with error feedback."""
+
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[True]] = True
+
+    def __init__(self, codec: RangeCodec) -> None:
+        self.codec = codec
+        self._decoded = np.empty(0, np.float32)
+
+    def settings(self) -> str:
+        """Describe the codec and that it has feedback."""
+        return f"{self.codec.settings()} with error feedback"
+
+    def nbytes(self, count: int) -> int:
+        """Return what the codec needs."""
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
+        """Encode what was left so far and the gradient; leave what is left of both."""
+        assert residual is not None
+        np.add(residual, gradient, out=residual)
+        self.codec.encode(residual, payload, None)
+        np.subtract(residual, self._read(payload, residual.size), out=residual)
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Do what the codec does."""
+        self.codec.decode_add(payload, total)
+
+    def _read(self, payload: Array, count: int) -> Array:
+        """Return what the other ranks will read, in memory that is used again and again."""
+        if count > self._decoded.size:
+            self._decoded = np.empty(count, np.float32)
+        decoded = self._decoded[:count]
+        decoded.fill(0)
+        self.codec.decode_add(payload, decoded)
+        return decoded
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r})"
+
+
+class ValueFeedback:
+    """A :class:`~mpikv.typing.ValueCodec` that is another one with error feedback."""
+
+    elementwise: ClassVar[Literal[False]] = False
+    feedback: ClassVar[Literal[True]] = True
+
+    def __init__(self, codec: ValueCodec) -> None:
+        self.codec = codec
+
+    def settings(self) -> str:
+        """Describe the codec and that it has feedback."""
+        return f"{self.codec.settings()} with error feedback"
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
+        """Return the codec's."""
+        return self.codec.state(shape)
+
+    def exchange(
+        self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
+    ) -> Rounds:
+        """Exchange what was left so far and the gradient; leave what this rank's part of the sum does not have."""
+        assert residual is not None
+        np.add(residual, gradient, out=residual)
+        total, own = yield from self.codec.exchange(residual.copy(), shape, state, None)
+        np.subtract(residual, own, out=residual)
+        return total, own
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.codec!r})"

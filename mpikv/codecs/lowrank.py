@@ -1,0 +1,99 @@
+"""Matrices of low rank in place of a gradient: PowerSGD.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..typing import Array, Rounds, Sum
+from .options import whole
+
+__all__ = ["LowRank"]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Sends two thin matrices whose product is near the gradient, found by one step of the power method.
+
+    A value of shape ``(n, a, b, …)`` is a matrix of n rows. One for which the two would not be smaller, as a vector, is
+    sent as it is. The second matrix of a push is where the next one starts.
+
+    Args:
+        rank: columns of both matrices. Default 4.
+        seed: of the first start, from which all ranks draw the same.
+
+    Example:
+        >>> import numpy as np
+        >>> gradient = np.outer([1, 2, 3], [1, 0, 1, 0]).astype(np.float32)  # of rank 1
+        >>> codec = LowRank(rank=1)
+        >>> rounds, summed = codec.exchange(gradient.ravel(), (3, 4), codec.state((3, 4)), None), None
+        >>> try:
+        ...     while True:
+        ...         summed = rounds.send(summed).array  # of the only rank
+        ... except StopIteration as done:
+        ...     total, own = done.value
+        >>> bool(np.allclose(total, gradient.ravel()))
+        True
+    """
+
+    rank: int = 4
+    seed: int = 0
+    elementwise: ClassVar[Literal[False]] = False
+    feedback: ClassVar[Literal[False]] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", whole("lowrank: rank", self.rank))
+        object.__setattr__(self, "seed", whole("lowrank: seed", self.seed, 0))
+
+    def settings(self) -> str:
+        """Return the name and the options."""
+        return f"lowrank(rank={self.rank}, seed={self.seed})"
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
+        """Return the columns with which the first push starts."""
+        rows, columns = _sides(shape)
+        if not self._shrinks(rows, columns):
+            return {}
+        random = np.random.default_rng([self.seed, rows, columns])
+        return {"start": random.standard_normal((columns, self.rank), np.float32)}
+
+    def exchange(
+        self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
+    ) -> Rounds:
+        """Sum the product with the start; then, with that made orthogonal, the other matrix."""
+        if "start" not in state:
+            total = yield Sum(gradient)
+            return total, gradient
+        matrix = gradient.reshape(_sides(shape))
+        product = yield Sum((matrix @ state["start"]).reshape(-1))
+        left = np.linalg.qr(product.reshape(-1, self.rank))[0]
+        own = matrix.T @ left
+        right = (yield Sum(own.reshape(-1))).reshape(own.shape)
+        _start_next(state["start"], right)
+        return (left @ right.T).reshape(-1), (left @ own.T).reshape(-1)
+
+    def _shrinks(self, rows: int, columns: int) -> bool:
+        return self.rank <= min(rows, columns) and (rows + columns) * self.rank < rows * columns
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the rows and columns of the matrix that a value of this shape is."""
+    rows = shape[0] if shape else 1
+    return rows, math.prod(shape[1:])
+
+
+def _start_next(start: Array, right: Array) -> None:
+    """Start the next push from these columns, at a length at which no product overflows.
+
+    A column of zeros says nothing of the next gradient, and nothing would ever come of it: the old one stays.
+    """
+    lengths = np.sqrt(np.sum(np.square(right, dtype=np.float64), axis=0))
+    known = np.isfinite(lengths) & (lengths > 0)
+    start[:, known] = right[:, known] / lengths[known]

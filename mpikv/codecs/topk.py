@@ -1,0 +1,109 @@
+"""The largest elements of a value, with their places.
+
+With error feedback: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..typing import Array, Gather, Rounds
+from .options import real, whole
+
+__all__ = ["TopK", "largest"]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Sends the elements of each value that have the largest magnitude: 8 bytes for each of them.
+
+    Of equal ones the first are sent. Each rank chooses its own. Give one of:
+
+    Args:
+        ratio: the part of a value's elements, above 0 and up to 1, rounded up. Default 0.01.
+        count: the number of elements of a value; all of one that has fewer.
+
+    Example:
+        >>> import numpy as np
+        >>> gradient = np.array([0.1, -3.0, 0.2, 2.0], np.float32)
+        >>> rounds = TopK(count=2).exchange(gradient, (4,), {})
+        >>> payload = next(rounds).payload
+        >>> try:
+        ...     rounds.send([payload, payload])  # of two ranks that had the same gradient
+        ... except StopIteration as done:
+        ...     total, own = done.value
+        >>> total, own
+        (array([ 0., -6.,  0.,  4.], dtype=float32), array([ 0., -3.,  0.,  2.], dtype=float32))
+    """
+
+    ratio: float | None = None
+    count: int | None = None
+    elementwise: ClassVar[Literal[False]] = False
+    feedback: ClassVar[Literal[False]] = False
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and self.count is not None:
+            raise ConfigError(f"topk: ratio={self.ratio!r} and count={self.count!r} exclude each other; give one")
+        if self.count is not None:
+            object.__setattr__(self, "count", whole("topk: count", self.count))
+        else:
+            ratio = 0.01 if self.ratio is None else self.ratio
+            object.__setattr__(self, "ratio", real("topk: ratio", ratio, 0, 1))
+
+    def settings(self) -> str:
+        """Return the name and the option."""
+        return f"topk(ratio={self.ratio!r})" if self.count is None else f"topk(count={self.count})"
+
+    def chosen(self, size: int) -> int:
+        """Return how many elements of a value of that size are sent."""
+        if self.count is not None:
+            return min(self.count, size)
+        assert self.ratio is not None
+        # 0.07 * 100 is a little more than 7.
+        return math.ceil(round(self.ratio * size, 6))
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
+        """Return nothing."""
+        return {}
+
+    def exchange(
+        self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
+    ) -> Rounds:
+        """Gather every rank's largest elements."""
+        count = self.chosen(gradient.size)
+        places = largest(gradient, count)
+        # Places before numbers: both are then aligned.
+        dtype = np.dtype(np.uint32 if gradient.size <= 1 << 32 else np.int64)
+        middle = count * dtype.itemsize
+        payload = np.empty(middle + 4 * count, np.uint8)
+        payload[:middle].view(dtype)[:] = places
+        payload[middle:].view(np.float32)[:] = gradient[places]
+        total = np.zeros_like(gradient)
+        for part in (yield Gather(payload)):
+            total[part[:middle].view(dtype)] += part[middle:].view(np.float32)
+        own = np.zeros_like(gradient)
+        own[places] = gradient[places]
+        return total, own
+
+
+def largest(values: Array, count: int) -> Array:
+    """Return the places of the elements of the largest magnitude in rising order; of equal ones, the first.
+
+    >>> import numpy as np
+    >>> largest(np.array([1, -2, 2, 2], np.float32), 2)
+    array([1, 2])
+    """
+    sizes = np.abs(values)
+    if count >= values.size:
+        return np.arange(values.size)
+    # The smallest that is sent. What equals it may not all be.
+    bound = np.partition(sizes, values.size - count)[values.size - count]
+    above = np.flatnonzero(sizes > bound)
+    equal = np.flatnonzero(sizes == bound)[: count - above.size]
+    return np.sort(np.concatenate([above, equal]))

@@ -1,0 +1,93 @@
+"""Whether a codec saves time on these ranks: found by pushes with and without it, over the transport of the store.
+
+The trial has a table of its own and changes no value of the store. Its memory, some messages' worth, is the transport's
+until the store is closed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .exchange import Exchange
+from .plan import Plan
+from .typing import Array, Codec
+
+__all__ = ["Choice", "asked_for", "choose"]
+
+# Bytes of a trial's value: four messages, and not more than this.
+_MESSAGES, _MOST_BYTES = 4, 4 << 20
+# Pushes of each kind, after one that finds memory and caches cold.
+_TURNS = 5
+# What a codec has to save, or the noise would choose.
+_SAVED = 0.1
+
+
+class Choice(NamedTuple):
+    """What is used, and why."""
+
+    asked: str
+    """What was asked for: the settings of a codec, ``auto(...)`` or ``None``."""
+    chosen: str
+    """The settings of the codec that is used, or ``None``."""
+    why: str
+    seconds: Mapping[str, float]
+    """What a push took in the trial, on the slowest rank: ``with`` and ``without`` the codec. Empty without a trial."""
+
+
+def asked_for(codec: Codec | None) -> Choice:
+    """Return the choice that needs no trial."""
+    settings = "None" if codec is None else codec.settings()
+    return Choice(settings, settings, "asked for", {})
+
+
+def choose(exchange: Exchange, codec: Codec, asked: str) -> tuple[Codec | None, Choice]:
+    """Return the codec, or None if it does not save time with the present placement; the same on every rank.
+
+    Collective.
+    """
+    nbytes = min(_MESSAGES * exchange.transport.limit, _MOST_BYTES)
+    gradient = np.random.default_rng(exchange.transport.rank).standard_normal(nbytes // 4, np.float32)
+    without, using = (_Pushes(exchange, each, gradient) for each in (None, codec))
+    times = [(without.push(), using.push()) for _ in range(1 + _TURNS)][1:]
+    slowest = _slowest(exchange, np.median(times, axis=0))
+    for pushes in (without, using):
+        pushes.exchange.close()
+    seconds = {"without": float(slowest[0]), "with": float(slowest[1])}
+    chosen = codec if slowest[1] < (1 - _SAVED) * slowest[0] else None
+    why = f"a push of {nbytes} bytes took {slowest[0]:.2g} s without the codec and {slowest[1]:.2g} s with it"
+    return chosen, Choice(asked, "None" if chosen is None else chosen.settings(), why, seconds)
+
+
+class _Pushes:
+    """Pushes of one value, compressed or not, beside a store."""
+
+    def __init__(self, exchange: Exchange, codec: Codec | None, gradient: Array) -> None:
+        self.exchange = exchange.beside()
+        self._gradient: Sequence[Array] = [gradient]
+        self.exchange.enter(["trial"], self._gradient)
+        self.exchange.compress(codec)
+        self._plan: Plan = self.exchange.plan(("trial",))
+
+    def push(self) -> float:
+        """Return how many seconds a push takes."""
+        exchange, plan = self.exchange, self._plan
+        exchange.transport.agree(0)
+        started = time.perf_counter()
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, self._gradient)
+        exchange.push(plan, self._gradient, exchange.steps(plan), None)
+        return time.perf_counter() - started
+
+
+def _slowest(exchange: Exchange, mine: Array) -> Array:
+    """Return the largest of the ranks' numbers."""
+    transport = exchange.transport
+    numbers = np.empty((transport.size, mine.size))
+    numbers[transport.rank] = mine
+    transport.all_gather(numbers.reshape(-1), [mine.size] * transport.size)
+    slowest: Array = numbers.max(axis=0)
+    return slowest
