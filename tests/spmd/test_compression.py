@@ -654,3 +654,22 @@ def test_statistics_say_what_was_asked_for(comm):
 def test_capability(comm):
     with mpikv.create(comm=comm) as kv:
         assert kv.is_capable("compression")
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "bf16", "topk", "lowrank"])
+@pytest.mark.parametrize("transport", ["hosts"])
+def test_ranks_of_several_hosts(comm, transport, name, placement):
+    """The same as by messages alone, whose order of addition is that of the ranks."""
+    options = {"comm": comm, "placement": placement, "bucket_bytes": 4096, "compression": name}
+    with mpikv.create(transport=transport, **options) as kv, mpikv.create(transport="mpi", **options) as other:
+        for store in (kv, other):
+            store.init(["w", "b"], [np.zeros((40, 70), np.float32), np.zeros(3, np.float32)])
+        for step in range(4):
+            draw = np.random.default_rng((step, comm.rank))
+            gradients = [draw.normal(size=(40, 70)).astype(np.float32), draw.normal(size=3).astype(np.float32)]
+            for store in (kv, other):
+                store.push(["w", "b"], gradients)
+            for found, expected in zip(kv.pull(["w", "b"]), other.pull(["w", "b"]), strict=True):
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 if name == "lowrank" else 0)
