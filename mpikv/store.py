@@ -335,10 +335,10 @@ class KVStore:
         """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
 
         Collective. What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then
-        copy nothing on one host: every rank reads the others' buffers. Buffers may be filled again when these return,
-        and are never changed by the store; at first they hold zeros, or what a deleted key left. They may be the
-        ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten or the store closed. A
-        key that is initialised anew has no buffer until it is asked for.
+        copy nothing where all ranks are on one host: every rank reads the others' buffers. Buffers may be filled again
+        when these return, and are never changed by the store; at first they hold zeros, or what a deleted key left.
+        They may be the ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten or the
+        store closed. A key that is initialised anew has no buffer until it is asked for.
 
         Args:
             key: an int or a str, or a list of them.

@@ -151,6 +151,14 @@ class Group:
         self.host_comm.Barrier()
         return memory
 
+    def take_back(self) -> None:
+        """Free what the last :meth:`share` returned. Collective over the host. No array over it may be used any more."""
+        window = self._windows.pop()
+        with self.translated("freeing shared memory"):
+            window.handle.Unlock_all()
+            window.handle.Free()
+        _promise(-window.promised)
+
     def ordering(self) -> Callable[[], None] | None:
         """Return a function that orders memory accesses on processors that reorder them, else None.
 

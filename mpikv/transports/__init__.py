@@ -20,7 +20,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     """
     asked = config.transport
     if asked == "local" and group.size > 1:
-        raise Unsupported(f"transport 'local' is for one rank and there are {group.size}; use 'auto', 'shm' or 'mpi'")
+        raise Unsupported(f"transport 'local' is for one rank and there are {group.size}; use 'auto'")
     if group.size == 1:
         return "local", "one rank"
     hosts = len(group.hosts)

@@ -34,10 +34,9 @@ _MOST_PREPARED = 4096
 class _Part(NamedTuple):
     """What this rank adds up for an owner on another host."""
 
-    terms: tuple[Array, ...]
+    low: int
+    high: int
     total: Array
-    message: Array
-    """The bytes of the total."""
     owner: int
 
 
@@ -61,7 +60,7 @@ class HostsTransport:
         self.shared = group.one_host
         self.neighbours, self.place = max(map(len, group.ranks_of_hosts)), group.local_rank
         self._group, self._comm = group, group.comm
-        self._requests = Requests(group.comm, waiting)
+        self._requests = Requests(group, waiting)
         # What gains nothing by the hosts, and arrays that are nobody's but this rank's, go the straight way.
         self._flat = MpiTransport(group, limit, waiting)
         self._inner = ShmTransport(group, limit, self._requests)
@@ -81,7 +80,7 @@ class HostsTransport:
         return self._inner.turn
 
     def allocate(self, nbytes: int) -> Array:
-        memory = self._flat.allocate_by(self._group.share, nbytes)
+        memory = self._flat.allocate_by(self._group.share, nbytes, self._group.take_back)
         assert isinstance(memory.base, np.ndarray)
         self._allocated[id(memory.base)] = memory.base
         return memory
@@ -103,8 +102,8 @@ class HostsTransport:
             for memory, agent in work.receives:
                 started.append(self._comm.Irecv(memory, agent, _TAG))
             for part in work.parts:
-                add(part.terms, 0, part.total.size, part.total)
-                started.append(self._comm.Isend(part.message, part.owner, _TAG))
+                add(rows, part.low, part.high, part.total)
+                started.append(self._comm.Isend(part.total, part.owner, _TAG))
         return work.terms
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
@@ -134,9 +133,9 @@ class HostsTransport:
 
     def agree(self, token: int, showing: bool = False) -> bool:
         equal = self._flat.agree(token)
-        # MPI orders messages, and says nothing of other memory.
-        self._inner.fence(showing and equal)
-        return equal
+        # MPI orders messages, and says nothing of other memory. A rank that comes here late must not believe that its
+        # neighbours go on with it, which a fence would.
+        return self._inner.agree(int(equal), showing and equal) and equal
 
     def close(self) -> None:
         for prepared in (self._sums, self._routes, self._allocated):
@@ -168,16 +167,14 @@ class HostsTransport:
         outgoing, parts, used = self._outgoing.view(wide), [], 0
         for route in routes.as_agent:
             total = outgoing[used : used + route.high - route.low]
-            terms = tuple(row[route.low : route.high] for row in rows)
-            parts.append(_Part(terms, total, total.view(np.uint8), route.owner))
+            parts.append(_Part(route.low, route.high, total, route.owner))
             used += total.size
         # One array for each other host, which its agents fill together.
         incoming = [memory[: count * wide.itemsize].view(wide) for memory in self._incoming]
         others = [host for host in self._group.ranks_of_hosts if self.rank not in host]
         sources = {rank: array for host, array in zip(others, incoming, strict=True) for rank in host}
         receives = tuple(
-            (sources[route.agent][route.low - begin : route.high - begin].view(np.uint8), route.agent)
-            for route in routes.as_owner
+            (sources[route.agent][route.low - begin : route.high - begin], route.agent) for route in routes.as_owner
         )
         own = tuple(row[begin : begin + count] for row in rows)
         work = self._sums[key] = _Sum(receives, tuple(parts), (*own, *incoming))

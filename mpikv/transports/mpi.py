@@ -43,7 +43,7 @@ class MpiTransport:
 
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._mpi, self._group, self._comm = MPI, group, group.comm
-        self._requests = Requests(group.comm, waiting)
+        self._requests = Requests(group, waiting)
         self.outboxes: tuple[Array, ...] = (zeros(limit),)
         self.turn = 0
         self._gathers = gathers
@@ -54,10 +54,10 @@ class MpiTransport:
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
 
     def allocate(self, nbytes: int) -> Array:
-        return self.allocate_by(zeros, nbytes)
+        return self.allocate_by(zeros, nbytes, lambda: None)
 
-    def allocate_by(self, make: Callable[[int], Array], nbytes: int) -> Array:
-        """Return the memory that ``make(nbytes)`` returns.
+    def allocate_by(self, make: Callable[[int], Array], nbytes: int, take_back: Callable[[], None]) -> Array:
+        """Return the memory that ``make(nbytes)`` returns; where another rank has too little, ``take_back`` is called.
 
         Raises:
             MemoryError: on every rank, if it was raised on one.
@@ -68,6 +68,8 @@ class MpiTransport:
         except MemoryError as error:
             reason = str(error) or "the process cannot have more"
         if not self.agree(memory is not None) or memory is None:
+            if memory is not None:
+                take_back()
             short = {rank: why for rank, why in enumerate(self._group.gather(reason)) if why}
             text = f"{nbytes} bytes for values are needed and ranks {list(short)} have too little memory"
             raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))

@@ -13,23 +13,25 @@ from typing import Any
 
 from ..errors import Stalled
 from ..waiting import Waits
+from ..world import Group
 
 __all__ = ["Requests"]
 
 # The tag of the message of a rank that has given up.
 _GONE = 1
-# Polls between two looks for that message. So many that ranks which come to their deadlines one after the other say
-# each for whom they waited, instead of that another has given up.
+# Polls between two looks for that message, which take longer than those.
 _LOOK_EVERY = 64
 # Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
 _unfinished: list[Any] = []
 
 
 class Requests:
-    """Waits for what the other ranks of a communicator take part in, up to a deadline."""
+    """Waits for what the other ranks of a group take part in, up to a deadline. The library's errors leave as
+    :class:`~mpikv.errors.TransportError`.
+    """
 
-    def __init__(self, comm: Any, waiting: Waits) -> None:
-        self._comm, self._waiting = comm, waiting
+    def __init__(self, group: Group, waiting: Waits) -> None:
+        self._group, self._comm, self._waiting = group, group.comm, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the
@@ -56,11 +58,12 @@ class Requests:
                 return True
             # Some operations need the others to go on, so that one that they have left may never complete.
             if next(polls) % _LOOK_EVERY == 0:
-                self._look()
+                self._look(missing)
             return False
 
         try:
-            self._waiting.until(ready_or_deserted, missing)
+            with self._group.translated("waiting"):
+                self._waiting.until(ready_or_deserted, missing)
         except BaseException:
             self._give_up()
             raise
@@ -94,10 +97,14 @@ class Requests:
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""
-        # MPICH's first probe only makes progress, by which the second sees the message.
-        self._look()
-        self._look()
+        with self._group.translated("waiting"):
+            # MPICH's first probe only makes progress, by which the second sees the message.
+            self._look(tuple)
+            self._look(tuple)
 
-    def _look(self) -> None:
+    def _look(self, missing: Callable[[], Sequence[int]]) -> None:
+        """Raise if another rank has given up; this one says for whom it waited itself, if it can tell."""
         if self._comm.Iprobe(tag=_GONE):
-            raise Stalled("other ranks have given up waiting in this call")
+            who = missing()
+            about = f", and this one still waited for ranks {list(who)}" if who else ""
+            raise Stalled(f"other ranks have given up waiting in this call{about}", who)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 __all__ = ["Route", "Routes", "between", "routes_of"]
 
-# Agents' parts are multiples of so many elements: two of them never write to one cache line, and a few elements are
-# one message.
+# Agents' parts are multiples of so many elements, so that a few elements are one message.
 _ALIGNMENT = 64
 
 

@@ -178,7 +178,7 @@ def adopt(kv, updater):
 def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     monkeypatch.setenv(VARIABLE, str(ranks_per_host))
     kv = mpikv.create(transport="hosts", bucket_bytes=4096, timeout=10)
-    short = kv._group.ranks_of_hosts[-1]
+    short, windows = kv._group.ranks_of_hosts[-1], len(kv._group._windows)
     with monkeypatch.context() as poor:
         if kv.rank in short:
             poor.setattr("mpikv.world._free_bytes", lambda: 1 << 20)
@@ -188,6 +188,8 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     assert f"ranks {list(short)} have too little memory (" in said
     assert "of shared memory are needed and /dev/shm has" in said
     assert "set MPIKV_TRANSPORT=mpi" in said
+    # The other hosts have given back what they had.
+    assert len(kv._group._windows) == windows
     kv.init("small", np.ones(5))
     kv.push("small", np.ones(5))
     np.testing.assert_array_equal(kv.pull("small"), np.full(5, kv.size))
@@ -195,6 +197,24 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
 
 
 # --- A rank that does not come
+
+
+@pytest.mark.ranks(3, 4)
+def test_a_rank_comes_late_to_its_neighbours(comm, ranks_per_host):
+    """It has met the other hosts in time, and must not believe that those of its own go on with it."""
+    group = Group(comm, ranks_per_host)
+    transport = HostsTransport(group, 1 << 20, Waiting(0.5))
+    if group.rank == 1:
+        met = transport._flat.agree
+        transport._flat.agree = lambda token: (met(token), time.sleep(1.2))[0]
+    if group.rank in (0, 1):
+        with pytest.raises(Stalled):
+            transport.agree(7)
+    else:
+        assert transport.agree(7)
+    comm.Barrier()
+    transport.close()
+    group.close()
 
 
 @SEVERAL
@@ -245,7 +265,7 @@ class Counting:
 
     def Isend(self, message, rank, tag):  # noqa: N802
         assert self._host_of[rank] != self._host_of[self._comm.rank], "a message stays on its host"
-        self.sent, self.messages = self.sent + len(message), self.messages + 1
+        self.sent, self.messages = self.sent + memoryview(message).nbytes, self.messages + 1
         return self._comm.Isend(message, rank, tag)
 
 
