@@ -17,14 +17,19 @@ from .errors import (
     MPIKVError,
     PeerFailed,
     RankMismatch,
+    StaleGradient,
     Stalled,
     TransportError,
     TransportUnavailable,
     Unsupported,
     ValueMismatch,
 )
+from .gradients import LossScaler, clip_global_norm
+from .parameter import Parameter
+from .plugins import KVStoreBase
 from .registry import create
 from .store import KVStore
+from .trainer import Trainer
 from .work import Work
 
 __version__ = "0.1.0"
@@ -33,17 +38,23 @@ __all__ = [
     "Closed",
     "ConfigError",
     "KVStore",
+    "KVStoreBase",
     "KeyAlreadyInitialized",
     "KeyNotInitialized",
+    "LossScaler",
     "MPIKVError",
+    "Parameter",
     "PeerFailed",
     "RankMismatch",
+    "StaleGradient",
     "Stalled",
+    "Trainer",
     "TransportError",
     "TransportUnavailable",
     "Unsupported",
     "ValueMismatch",
     "Work",
+    "clip_global_norm",
     "create",
     "optimizers",
     "schedules",

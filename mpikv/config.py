@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of"]
+__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore"]
 
 TRANSPORTS = ("auto", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
@@ -97,6 +97,19 @@ def aborts(environ: Mapping[str, str] | None = None) -> bool:
         return Config.read(environ).abort
     except ConfigError:
         return True
+
+
+def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
+    """Return what MXNet's programs set by MXNET_UPDATE_ON_KVSTORE: whether a Trainer's store updates the weights.
+
+    >>> updates_on_kvstore({"MXNET_UPDATE_ON_KVSTORE": "0"}), updates_on_kvstore({})
+    (False, True)
+    """
+    text = (os.environ if environ is None else environ).get("MXNET_UPDATE_ON_KVSTORE", "1")
+    try:
+        return _switch(text)
+    except ValueError:
+        raise ConfigError(f"MXNET_UPDATE_ON_KVSTORE={text!r} is neither 0 nor 1") from None
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

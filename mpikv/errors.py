@@ -7,6 +7,7 @@
     ├── KeyNotInitialized(KeyError)         push or pull of an unknown key
     ├── KeyAlreadyInitialized(ValueError)   init of a known key without overwrite
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
+    ├── StaleGradient(UserWarning)          a Trainer's parameter was given no gradient since the last update
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -32,6 +33,7 @@ __all__ = [
     "MPIKVError",
     "PeerFailed",
     "RankMismatch",
+    "StaleGradient",
     "Stalled",
     "TransportError",
     "TransportUnavailable",
@@ -64,6 +66,10 @@ class KeyAlreadyInitialized(MPIKVError, ValueError):
 
 class ValueMismatch(MPIKVError, ValueError):
     """The number of arrays, a shape or a dtype differs from the stored value."""
+
+
+class StaleGradient(MPIKVError, UserWarning):
+    """A parameter of a Trainer was given no gradient since the last update."""
 
 
 class Unsupported(MPIKVError, NotImplementedError):

@@ -6,9 +6,9 @@ import atexit
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from .board import Board
 from .config import Config
@@ -22,6 +22,7 @@ from .errors import (
     known_names,
 )
 from .kernels import find_kernels
+from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
@@ -97,6 +98,21 @@ def create(
         >>> mpikv.create("dist_sync").type
         'dist_sync'
     """
+    if (other := _plugin(name)) is not None:
+        given = {
+            "comm": comm,
+            "placement": placement,
+            "root": root or None,
+            "timeout": timeout,
+            "warn_after": warn_after,
+            "check": check,
+            "transport": transport,
+            "bucket_bytes": bucket_bytes,
+            "deterministic": deterministic,
+            "kernels": kernels,
+        }
+        # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
+        return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
     settings = Config()
     problem: Exception | None = None
     try:
@@ -159,6 +175,13 @@ def _bad_root(root: object, group: Group) -> Exception | None:
     if isinstance(root, int) and 0 <= root < group.size:
         return None
     return ConfigError(f"root={root!r} is not a rank from 0 to {group.size - 1}")
+
+
+def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
+    """Return the class that was registered under a name, or that an installed package has for it."""
+    kind = name.lower() if isinstance(name, str) else ""
+    # Asking for packages takes milliseconds.
+    return KVStoreBase.kv_registry.get(kind) if kind in ("", *_NAMES) else plugin(kind)
 
 
 def _known(name: str) -> str:

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from . import optimizers
 from .agreement import JOINED, Agreement, Call
-from .arguments import in_form, updater_function
+from .arguments import in_form, optimizer_of, updater_function
 from .arrays import quiet, run_quietly
 from .board import Board
 from .calls import Calls, Prepared
@@ -22,6 +22,7 @@ from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, k
 from .exchange import Exchange
 from .kernels import find_kernels
 from .plan import digest, label
+from .plugins import KVStoreBase
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, urgency
@@ -44,9 +45,10 @@ _LEAVING = threading.Lock()
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
+_VOTE = Call("vote", digest("vote"))
 
 
-class KVStore:
+class KVStore(KVStoreBase):
     """A table of named arrays that all ranks share: a push adds up one array per rank, a pull reads the value.
 
     Made by :func:`mpikv.create`. Every method marked *collective* must be called by every rank of :attr:`comm`, in the
@@ -137,6 +139,12 @@ class KVStore:
         """The optimizer given to :meth:`set_optimizer`, or None. Waits for calls with ``wait=False``, which use it."""
         self._pending.settle()
         return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
+
+    @property
+    def assigns(self) -> bool:
+        """Whether a push replaces the value by the sum, as it does without an updater. Local."""
+        self._pending.settle()
+        return self._exchange.updater.assigns
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
@@ -452,6 +460,52 @@ class KVStore:
         """
         self._collective("barrier", lambda: (_BARRIER, (self._meet,)))
 
+    def agree(self, text: str) -> None:
+        """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
+
+        Raises:
+            RankMismatch: they differ. Both are shown.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().agree("dropout 0.1")
+        """
+        call = Call("agree", digest(f"agree {text}"), text, describe=lambda: [text])
+        self._collective("agree", lambda: (call, (_nothing,)))
+
+    def vote(self, flag: bool) -> bool:
+        """Return whether any rank passed True. Collective.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().vote(False)
+            False
+        """
+        if self.size == 1:
+            self._check_open("vote")
+            return bool(flag)
+        none: int = self._collective("vote", lambda: (_VOTE, (self._agreement.least, int(not flag))))
+        return not none
+
+    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+        """Raise an error of this rank in place of the next call, so that the others need not wait for it.
+
+        Collective, with any call of the other ranks: those raise ``PeerFailed`` with the text of the error, and all may
+        go on. With ``check=False`` they are not told.
+
+        Args:
+            error: what this rank raises. An error of Python's or of this package is given the rank in its message.
+            verb: what was to be done, for the message.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().refuse(ValueError("no more data"), "load")
+            Traceback (most recent call last):
+            ValueError: load: no more data
+        """
+        self._collective(verb, _fail, error)
+        raise error  # never reached: the call has raised it
+
     # MXNet's scripts call it so, and set_updater below.
     _barrier = barrier
 
@@ -512,7 +566,7 @@ class KVStore:
             >>> kv.pull("w")
             array([0.5, 0.5])
         """
-        self._change_updater("set_optimizer", lambda: _optimizer(optimizer, arguments))
+        self._change_updater("set_optimizer", lambda: optimizer_of(optimizer, arguments))
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push
@@ -727,16 +781,8 @@ class KVStore:
         self._group.close()
 
 
-def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
-    if isinstance(optimizer, str):
-        return optimizers.create(optimizer, **arguments)
-    if arguments:
-        raise ConfigError(f"arguments {sorted(arguments)} go with an optimizer's name, not with an object")
-    if not isinstance(optimizer, optimizers.Optimizer):
-        raise TypeError(
-            f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use set_updater"
-        )
-    return optimizer
+def _nothing() -> None:
+    pass
 
 
 def _fail(error: BaseException, *arguments: Any) -> Prepared:
