@@ -28,13 +28,16 @@ from .gradients import LossScaler, clip_global_norm
 from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import create
+from .scope import Scope
 from .store import KVStore
+from .storeless import AllReduce
 from .trainer import Trainer
 from .work import Work
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduce",
     "Closed",
     "ConfigError",
     "KVStore",
@@ -46,6 +49,7 @@ __all__ = [
     "Parameter",
     "PeerFailed",
     "RankMismatch",
+    "Scope",
     "StaleGradient",
     "Stalled",
     "Trainer",

@@ -15,6 +15,7 @@ GROUP = "mpikv.stores"
 """The group of entry points in which an installed package names its stores."""
 
 _Kind = TypeVar("_Kind", bound="type[KVStoreBase]")
+_Store = TypeVar("_Store", bound="KVStoreBase")
 # In the class, ``type`` is its property.
 _Registry: TypeAlias = "dict[str, type[KVStoreBase]]"
 
@@ -23,20 +24,23 @@ class KVStoreBase:
     """What a store can be asked, under MXNet's names. Subclass it for a store of your own.
 
     A :class:`mpikv.Trainer` needs :meth:`broadcast` and :meth:`pushpull`; a store that :meth:`is_capable` of
-    ``optimizer`` needs :meth:`set_optimizer`, too. What a subclass leaves out raises ``Unsupported``.
+    ``optimizer`` needs :meth:`set_optimizer`, too. It passes lists of keys and of arrays. What a subclass leaves out
+    raises ``Unsupported``.
 
     Example:
         >>> import mpikv, numpy as np
         >>> @mpikv.KVStoreBase.register
         ... class Alone(mpikv.KVStoreBase):
         ...     def broadcast(self, key, value=None, out=None, priority=0):
-        ...         np.copyto(out, value)
-        ...     def pushpull(self, key, value=None, out=None, priority=0):
-        ...         np.copyto(value if out is None else out, value)
-        >>> gradient = np.ones(2)
-        >>> mpikv.create("alone").pushpull("g", gradient)
-        >>> gradient
-        array([1., 1.])
+        ...         for array, target in zip(value, out):
+        ...             np.copyto(target, array)
+        ...     pushpull = broadcast  # the sum over one rank
+        >>> weights = {"w": np.ones(2)}
+        >>> trainer = mpikv.Trainer(weights, "sgd", {"learning_rate": 0.5}, kvstore="alone")
+        >>> trainer.set_grads({"w": np.ones(2)})
+        >>> trainer.step(1)
+        >>> weights
+        {'w': array([0.5, 0.5])}
     """
 
     OPTIMIZER = "optimizer"
@@ -72,6 +76,16 @@ class KVStoreBase:
     def num_workers(self) -> int:
         """The number of ranks."""
         return 1
+
+    @property
+    def assigns(self) -> bool:
+        """Whether a push replaces the value by the sum, as without an updater. Local."""
+        return True
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that was set, or None. Local."""
+        return None
 
     def keys(self) -> Sequence[Key]:
         """Return the keys that have a stored value. Local."""
@@ -114,6 +128,13 @@ class KVStoreBase:
 
     def close(self) -> None:
         """End the store. Collective."""
+
+    def __enter__(self: _Store) -> _Store:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
+            self.close()
 
     def _cannot(self, verb: str) -> NoReturn:
         raise Unsupported(f"{verb}: the store {self.type!r} has no such call")

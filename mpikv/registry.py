@@ -24,12 +24,14 @@ from .errors import (
 from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
+from .storeless import AllReduce
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
 
 __all__ = ["create"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
+_STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
 _LATER = {
@@ -37,12 +39,8 @@ _LATER = {
         ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
     ),
     "p3": "slices by priority; 'dist_sync' has the same results",
-    **dict.fromkeys(
-        ("horovod", "byteps", "allreduce"), "a store without values; 'dist_sync' without an updater sums by pushpull"
-    ),
-    "teststore": "a store for authors of plug-ins; 'local' with comm=MPI.COMM_SELF is one rank",
 }
-_NAMES = (*_HOST, *_DEVICE, *_NCCL, *_LATER)
+_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -66,8 +64,9 @@ def create(
 
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
-            ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host.
-            Case does not matter.
+            ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
+            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
+            :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
             private store.
         placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
@@ -146,7 +145,8 @@ def create(
         group.close()
         raise
     _prepare_endings()
-    return KVStore(group, board, mover, settings, name=kind, root=root)
+    store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
+    return cast(KVStore, AllReduce(store)) if kind in _STORELESS else store
 
 
 def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None) -> None:

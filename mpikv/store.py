@@ -23,6 +23,7 @@ from .exchange import Exchange
 from .kernels import find_kernels
 from .plan import digest, label
 from .plugins import KVStoreBase
+from .scope import Scope
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, urgency
@@ -68,11 +69,19 @@ class KVStore(KVStoreBase):
     """
 
     def __init__(
-        self, group: Group, board: Board, transport: Transport, config: Config, *, name: str = "local", root: int = 0
+        self,
+        group: Group,
+        board: Board,
+        transport: Transport,
+        config: Config,
+        *,
+        name: str = "local",
+        root: int = 0,
+        found: Callable[..., KVStore] | None = None,
     ) -> None:
-        """Collective. Use :func:`mpikv.create`, which makes the parts."""
+        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``."""
         self._group, self._board, self._transport, self._config = group, board, transport, config
-        self._type, self._root = name, root
+        self._type, self._root, self._found = name, root, found
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
@@ -579,6 +588,47 @@ class KVStore(KVStoreBase):
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
 
+    def scope(self, name: str) -> Scope:
+        """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.scope("generator").init("w", np.zeros(2))
+            >>> "generator/w" in kv
+            True
+        """
+        return Scope(self, name)
+
+    def group(self, ranks: Sequence[int]) -> KVStore | None:
+        """Make a store of some of the ranks, with the options of this one. Both can be used, by turns.
+
+        Collective over this store: every rank calls it with the same list, those that are not in it, too.
+
+        Args:
+            ranks: ranks of this store; the new store counts them in this order, and the first is its root.
+
+        Returns:
+            The new store, empty; None on the other ranks.
+
+        Raises:
+            ConfigError: the list is empty, or something in it is no rank or is in it twice.
+            RankMismatch: ranks gave other lists.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().group([0]).size
+            1
+        """
+        members, comm = self._collective("group", self._parted, ranks)
+        if self.rank not in members or self._found is None:
+            return None
+        options = {name: value for name, value in vars(self._config).items() if name != "abort"}
+        store = self._found(self._type, comm=comm, **options)
+        if self.size > 1:
+            comm.Free()  # the new store has a duplicate
+        return store
+
     @contextmanager
     def join(self) -> Iterator[None]:
         """Let ranks have unequal amounts of work: one that leaves the block takes part in the others' calls until all
@@ -766,6 +816,17 @@ class KVStore(KVStoreBase):
                 self._agreement.confirm(call, failure)
                 if work:
                     work()
+
+    def _parted(self, ranks: Sequence[int]) -> Prepared:
+        """Prepare a communicator of some ranks, who are told with it."""
+        if self._found is None:
+            raise Unsupported("group: a store that was not made by create() cannot make another")
+        members = tuple(ranks)
+        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
+            raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {self.size - 1}")
+        text = str([int(rank) for rank in members])
+        call = Call("group", digest(f"group {text}"), text, describe=lambda: [text])
+        return call, (lambda: (members, self._group.part(members)),)
 
     def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
         self._collective(verb, lambda: self._calls.updater(verb, make))

@@ -346,7 +346,7 @@ class Trainer:
         capable = store.is_capable(KVStoreBase.OPTIMIZER)
         if self._wanted and not capable:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
-        if not getattr(store, "assigns", True) and getattr(store, "optimizer", None) is not self.optimizer:
+        if not store.assigns and store.optimizer is not self.optimizer:
             raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
         if known := sorted(self._own.keys() & set(store.keys())):
             text = f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
@@ -379,6 +379,12 @@ class Trainer:
         if self._on_store:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
+    def _check_sums(self, taken: _Taken) -> None:
+        """Raise unless each gradient can become its sum over ranks."""
+        if not self._kvstore.assigns:
+            raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
+        _check_apart(taken)
+
     def _rescale(self, batch_size: Any) -> None:
         real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
         if not real or not 0 < batch_size < math.inf:
@@ -409,7 +415,7 @@ class Trainer:
     # --- The two halves, where the store only sums
 
     def _reduce(self, verb: str, taken: _Taken) -> None:
-        self._asked(verb, _check_apart, taken)
+        self._asked(verb, self._check_sums, taken)
         self._kvstore.pushpull(taken.names, gradients := taken.gradients(), out=gradients)
         for parameter in taken.parameters:
             parameter.summed = True
@@ -526,7 +532,7 @@ def _check_summed(taken: _Taken) -> None:
 
 
 def _check_apart(taken: _Taken) -> None:
-    """Raise unless each gradient can become its sum over ranks."""
+    """Raise unless each gradient can hold its sum over ranks."""
     first: dict[int, str] = {}
     for name, parameter in zip(taken.names, taken.parameters, strict=True):
         if parameter.summed:

@@ -37,6 +37,8 @@ class Work:
         self._run: Callable[[], Any] | None = run
         self._completed = threading.Event()
         self._result: Any = None
+        self.answer: Any = None
+        """What :meth:`wait` returns in place of the call's own result, if it is to be anything else."""
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
 
@@ -75,7 +77,7 @@ class Work:
             self._pending.saw(self)
             # Else every wait would make the traceback longer.
             raise self._error.with_traceback(self._trace)
-        return self._result
+        return self._result if self.answer is None else self.answer
 
     def perform(self) -> None:
         """Make the call. By the queue's thread."""
