@@ -623,7 +623,6 @@ def test_a_rank_that_is_slow_in_its_updater(transport, comm):
         ({"root": -1}, ConfigError, "root=-1 is not a rank"),
         ({"name": "dist_async"}, Unsupported, "'dist_async' is not in this version .*'dist_sync'"),
         ({"name": "P3"}, Unsupported, "'P3' is not in this version"),
-        ({"name": "p3"}, Unsupported, "'p3' is not in this version .*dist_sync"),
         ({"name": "nccl"}, TransportUnavailable, "'nccl' sums on GPUs.*use 'dist_sync'"),
     ],
 )
