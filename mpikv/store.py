@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 OPEN: list[KVStore] = []
 # Those that were not closed together, so that not all ranks may come to the end of MPI.
 LOST: list[KVStore] = []
+# Characters of the arguments of a call in a message.
+_MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 # A store may be lost in the thread of its pending calls, and at the same time in the caller's.
@@ -90,6 +93,7 @@ class KVStore(KVStoreBase):
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()
+        self._controllers: dict[int, Callable[[Any], Any] | None] = {}
 
     # --- Facts
 
@@ -168,6 +172,14 @@ class KVStore(KVStoreBase):
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
         return tuple(self._exchange.table)
+
+    def num_dead_node(self, timeout: float = 60) -> int:
+        """Return how many ranks of this host have ended, as the kernel says. Local; ranks elsewhere cannot be seen.
+
+        Args:
+            timeout: accepted for MXNet's sake, whose heartbeats it bounds.
+        """
+        return len(self._board.gone())
 
     def version(self, key: Key) -> int:
         """Return how many pushes the value of a key has seen. Local; waits for calls with ``wait=False``.
@@ -515,6 +527,36 @@ class KVStore(KVStoreBase):
         self._collective(verb, _fail, error)
         raise error  # never reached: the call has raised it
 
+    def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
+        """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
+        self._controllers[_head(head)] = controller
+
+    def command(self, head: int, body: Any = None) -> None:
+        """Call the controller of a number at the root, if there is one, with ``body``.
+
+        Collective; the same on every rank. The controller is given what JSON makes of ``body``, and cannot call the
+        store. When it raises, so does the command on every rank.
+
+        Args:
+            head: the number, from 0. A command that has no controller does nothing.
+            body: a string, a number, a truth value, None, or lists and dicts of them.
+
+        Raises:
+            TypeError: JSON has no form of ``body``, or ``head`` is no number.
+            RankMismatch: ranks gave other commands.
+            PeerFailed: the controller raised, at the root.
+
+        Example:
+            >>> import mpikv
+            >>> kv = mpikv.create()
+            >>> kv.set_controller(7, lambda body: print("rate", body["rate"]))
+            >>> kv.command(7, {"rate": 0.5})
+            rate 0.5
+        """
+        self._collective("command", self._commanded, head, body)
+
+    _send_command_to_servers = command
+
     # MXNet's scripts call it so, and set_updater below.
     _barrier = barrier
 
@@ -828,6 +870,23 @@ class KVStore(KVStoreBase):
         call = Call("group", digest(f"group {text}"), text, describe=lambda: [text])
         return call, (lambda: (members, self._group.part(members)),)
 
+    def _commanded(self, head: int, body: Any) -> Prepared:
+        text = json.dumps(body, sort_keys=True, allow_nan=False)
+        said = f"{_head(head)}, {text}"
+        shown = said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}..."
+        call = Call("command", digest(f"command {said}"), shown, describe=lambda: [said])
+        return call, (self._control, call, head, text)
+
+    def _control(self, call: Call, head: int, text: str) -> None:
+        """Run a controller at the root, and learn on every rank how it went."""
+        failure = None
+        if self.is_root and (controller := self._controllers.get(head)) is not None:
+            try:
+                controller(json.loads(text))
+            except Exception as error:
+                failure = error
+        self._agreement.confirm(call, failure)
+
     def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
         self._collective(verb, lambda: self._calls.updater(verb, make))
 
@@ -856,4 +915,10 @@ def _shown(arguments: Sequence[Any]) -> str:
     if key is None:
         return ""
     text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _head(head: Any) -> int:
+    if not isinstance(head, (int, np.integer)) or isinstance(head, bool) or head < 0:
+        raise TypeError(f"the number of a command is an int from 0, not {head!r}")
+    return int(head)
