@@ -303,7 +303,8 @@ class Trainer:
     def set_data(self, values: Mapping[str, Any]) -> None:
         """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays.
 
-        Collective. A weight that is written to by hand is overwritten by the next step where the store updates.
+        Collective. What is written into a weight by hand is lost in the next step where the store updates, or where the
+        optimizer keeps a float32 master of it.
 
         Args:
             values: a dict of names and arrays, the same names on every rank.

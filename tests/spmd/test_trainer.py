@@ -263,6 +263,44 @@ def test_a_store_without_an_optimizer(comm):
         np.testing.assert_array_equal(params["w"], np.full(2, 0.5))
 
 
+class Told(mpikv.KVStoreBase):
+    """Notes what it is asked, and does as one rank would."""
+
+    def __init__(self):
+        self.calls = []
+
+    def is_capable(self, capability):
+        return capability == self.OPTIMIZER
+
+    def set_gradient_compression(self, compression_params):
+        self.calls.append(("compress", compression_params))
+
+    def set_optimizer(self, optimizer):
+        self.calls.append(("set_optimizer", optimizer))
+
+    def broadcast(self, key, value=None, out=None, priority=0):
+        self.calls.append(("broadcast", key))
+
+    def pushpull(self, key, value=None, out=None, priority=0):
+        self.calls.append(("pushpull", key))
+
+
+@pytest.mark.ranks(1)
+def test_the_order_in_which_a_store_is_set_up():
+    told = Told()
+    params = {"z": np.ones(1), "a": np.ones(1), "frozen": Parameter(np.ones(1), grad_req="null")}
+    trainer = mpikv.Trainer(params, "sgd", kvstore=told, compression_params={"type": "2bit"})
+    trainer.set_grads({"a": np.ones(1), "z": np.ones(1), "frozen": np.ones(1)})
+    assert told.calls == []
+    trainer.step(1)
+    assert told.calls == [
+        ("compress", {"type": "2bit"}),
+        ("set_optimizer", trainer.optimizer),
+        ("broadcast", ["a", "frozen", "z"]),
+        ("pushpull", ["a", "z"]),
+    ]
+
+
 def test_a_compression_that_the_store_has_not(comm):
     with mpikv.create(comm=comm) as kv:
         trainer = mpikv.Trainer({"w": np.ones(2)}, "sgd", kvstore=Summing(kv), compression_params={"type": "2bit"})
