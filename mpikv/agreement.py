@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from .board import Board
-from .errors import MPIKVError, PeerFailed, RankMismatch, noted, notes, settled
+from .errors import MPIKVError, PeerFailed, Raised, RankMismatch, noted, notes, settled
 from .typing import Key, Transport
 from .world import Group
 
@@ -98,7 +98,7 @@ class Agreement:
         self._transport.all_gather(self._numbers, self._one_each)
         return int(self._numbers.min())
 
-    def refuse(self, call: Call, error: Exception) -> NoReturn:
+    def refuse(self, call: Call, error: BaseException) -> NoReturn:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
@@ -157,7 +157,7 @@ class Agreement:
                 )
                 raise self.at_rank(call.verb, RankMismatch(f"{text}; nothing was changed"))
 
-    def at_rank(self, verb: str, error: Exception) -> Exception:
+    def at_rank(self, verb: str, error: Raised) -> Raised:
         """Add the verb and this rank to the error's message, unless an earlier call has."""
         if getattr(error, "settled", False):
             return error

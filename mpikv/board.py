@@ -31,6 +31,7 @@ _QUESTION = signal.SIGUSR2
 _PATIENCE = 0.5
 _MOST_ASKED = 4
 _PACKAGE = str(Path(__file__).parent)
+_ASIDE = str(Path(__file__).with_name("work.py"))
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
@@ -50,7 +51,6 @@ class Board:
                 ("pid", "i8"),
                 ("answers", "i8"),
                 ("over", "i8"),
-                ("aside", "i8"),
                 ("text", "u1", self._TEXT),
             ]
         )
@@ -104,20 +104,16 @@ class Board:
         self._slots[self._ranks.index(self._rank)]["over"] = 1
 
     def step_aside(self) -> None:
-        """Say that this rank's calls are made in a thread from now on, so that where its code is tells nothing."""
-        self._slots[self._ranks.index(self._rank)]["aside"] = 1
+        """Say that this rank's calls may be made in another thread than the caller's from now on."""
+        _answer_for_all_threads()
 
     def _away(self) -> tuple[int, ...]:
         """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
         others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
         asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
-        away = [(rank, slot) for rank, slot in asked if not self._seems_to_wait(slot)]
+        away = [(rank, slot) for rank, slot in asked if not _waits(int(slot["pid"]), int(slot["answers"]))]
         # One that has given up before it was asked has left this package's code, too.
         return tuple(rank for rank, slot in away if not slot["over"])
-
-    def _seems_to_wait(self, slot: Any) -> bool:
-        pid = int(slot["pid"])
-        return _state(pid) == "running" if slot["aside"] else _waits(pid, int(slot["answers"]))
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
@@ -152,6 +148,12 @@ def _answer_questions() -> int:
     faulthandler.register(_QUESTION, file=answers, all_threads=False)
     atexit.register(_answer_no_more)
     return answers
+
+
+@cache
+def _answer_for_all_threads() -> None:
+    if (answers := _answer_questions()) >= 0:
+        faulthandler.register(_QUESTION, file=answers, all_threads=True)
 
 
 def _answer_no_more() -> None:
@@ -208,6 +210,19 @@ def _ask(pid: int, answers: int) -> list[tuple[str, str, str]]:
                 time.sleep(0.01)
             time.sleep(0.01)  # the answer is written in pieces
             file.seek(before)
-            return re.findall(r'File "(.*)", line (\d+) in (.*)', file.read())
+            return _telling(file.read())
     except OSError:
         return []
+
+
+def _telling(answer: str) -> list[tuple[str, str, str]]:
+    """Return the frames of the thread that makes the calls, of all that answer: the caller's, unless it is another that
+    is busy with one.
+    """
+    threads = [re.findall(r'File "(.*)", line (\d+) in (.*)', text) for text in re.split(r"hread 0x", answer)]
+    for frames in threads:
+        inside = {function for file, _, function in frames if file == _ASIDE}
+        if inside and "_await" not in inside:
+            return frames
+    # The last is the one that got the signal, the main one.
+    return next((frames for frames in reversed(threads) if frames), [])

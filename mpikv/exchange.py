@@ -33,6 +33,9 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks what an update raised here, if it did, and learns what it did there."""
 
 
+Packed: TypeAlias = "tuple[Array, Array | None]"
+"""A rank's message of a bucket, and what it owns of it itself, if that is left where it lies instead of put there."""
+
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
 or each is a tuple of any number of arrays; flat ones where they are pushed."""
@@ -66,7 +69,7 @@ class Exchange:
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
-        self.staged: Array | None = None
+        self.staged: Packed | None = None
         """The first message of a push, prepared before the ranks agree on it."""
 
     def known(self, key: Any) -> Plan | None:
@@ -215,12 +218,12 @@ class Exchange:
         """
         previous: Bucket | None = None
         for bucket in plan.buckets:
-            send, self.staged = self.staged, None
-            if send is None:
-                send = self._pack(bucket, sources)
+            packed, self.staged = self.staged, None
+            send, own = packed or self._pack(bucket, sources)
             terms = self.placement.reduce(bucket, send, bucket.total)
-            if bucket.direct and self.transport.shared:
-                terms = self._with_own(bucket, terms, sources)
+            if own is not None:
+                rank = self.transport.rank
+                terms = (*terms[:rank], own, *terms[rank + 1 :])
             self._take(bucket, terms, steps)
             if outs is not None and previous is not None:
                 self._deliver(previous, outs)
@@ -229,36 +232,31 @@ class Exchange:
             self.transport.fence()
             self._deliver(previous, outs)
 
-    def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
-        """Return this rank's contribution to a bucket, in the outbox, or where it lies when the transport would copy it
-        anyway. In shared memory the outbox lacks what this rank owns itself.
+    def _pack(self, bucket: Bucket, sources: Arrays) -> Packed:
+        """Prepare this rank's contribution to a bucket: in the outbox, or where it lies when the transport would copy
+        it anyway.
         """
         send = bucket.sends[self.transport.turn]
         if bucket.direct and (whole := _in_place(bucket, sources)) is not None:
             if not self.transport.shared:
-                return whole
-            low, high = bucket.share.low, bucket.share.high
-            send[:low], send[high:] = whole[:low], whole[high:]
-            return send
+                return whole, None
+            # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
+            if not np.may_share_memory(whole, bucket.value):
+                low, high = bucket.share.low, bucket.share.high
+                send[:low], send[high:] = whole[:low], whole[high:]
+                return send, whole[low:high]
         if not bucket.dense:
             send.fill(0)
         if bucket.items is not None and are_plain(sources):
             for slot, array in zip(bucket.slots[self.transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
-            return send
+            return send, None
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
             # A rank that has left join() brings no arrays.
             total = local_sum(arrays, bucket.dtype, self._in_pairs) if arrays else 0
             np.copyto(send[piece.at : piece.until], total, casting="unsafe")
-        return send
-
-    def _with_own(self, bucket: Bucket, terms: Sequence[Array], sources: Arrays) -> Sequence[Array]:
-        """Return the terms with this rank's own where it lies, if :meth:`_pack` has left it there."""
-        whole, rank = _in_place(bucket, sources), self.transport.rank
-        if whole is None:
-            return terms
-        return (*terms[:rank], whole[bucket.share.low : bucket.share.high], *terms[rank + 1 :])
+        return send, None
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
@@ -467,11 +465,13 @@ def _two_terms(terms: Sequence[Array], part: Part) -> tuple[Array, Array]:
 def _in_place(bucket: Bucket, sources: Arrays) -> Array | None:
     """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
     piece = bucket.pieces[0]
-    (array, *others) = _flat(sources[piece.item]) or (None,)
+    given = sources[piece.item]
+    (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
     # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
     if array is None or others or array.dtype != bucket.dtype or not array.flags.carray:
         return None
-    return array[piece.begin : piece.end]
+    whole: Array = array.reshape(-1)[piece.begin : piece.end]
+    return whole
 
 
 def _flat(given: Any) -> Sequence[Array]:

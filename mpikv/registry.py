@@ -205,7 +205,7 @@ def _close_all() -> None:
     while OPEN:
         store = OPEN[0]
         try:
-            store.settle()
+            store.drain()
             store.close()
         except MPIKVError as error:
             logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)

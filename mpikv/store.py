@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from .arrays import quiet, run_quietly
 from .board import Board
 from .calls import Calls, Prepared
 from .config import Config
-from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names
+from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
 from .kernels import find_kernels
 from .plan import digest, label
@@ -44,8 +43,6 @@ LOST: list[KVStore] = []
 _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
-# A store may be lost in the thread of its pending calls, and at the same time in the caller's.
-_LEAVING = threading.Lock()
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
@@ -150,13 +147,13 @@ class KVStore(KVStoreBase):
     @property
     def optimizer(self) -> Any:
         """The optimizer given to :meth:`set_optimizer`, or None. Waits for calls with ``wait=False``, which use it."""
-        self._pending.settle()
+        self._pending.drain()
         return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
 
     @property
     def assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as it does without an updater. Local."""
-        self._pending.settle()
+        self._pending.drain()
         return self._exchange.updater.assigns
 
     def is_capable(self, capability: str) -> bool:
@@ -187,7 +184,7 @@ class KVStore(KVStoreBase):
         Raises:
             KeyNotInitialized: the key is unknown.
         """
-        self._pending.settle()
+        self._pending.drain()
         return self._exchange.table.version(key)
 
     def __iter__(self) -> Iterator[Key]:
@@ -243,7 +240,8 @@ class KVStore(KVStoreBase):
             value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
                 left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast.
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
-                never changed or kept and may be reused when push returns. None, on every rank, takes the
+                never changed or kept and may be reused when push returns; memory that several ranks push from when it
+                has returned on all of them. None, on every rank, takes the
                 :meth:`buffer` of each key.
             priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
                 issued and that have not begun, the one with the highest comes first.
@@ -399,7 +397,8 @@ class KVStore(KVStoreBase):
             array([1., 1.])
         """
         self._check_open("view")
-        self._pending.settle()  # they may change which views there are
+        self._pending.drain()
+        self._check_open("view")  # a pending call may have ended it
         plan = self._calls.known(key)
         return in_form(key, plan, plan.views)
 
@@ -679,7 +678,8 @@ class KVStore(KVStoreBase):
         Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
         of times. A rank that has left contributes nothing to their sums, whatever its buffers hold, and is given
         nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller. Only one
-        store can be used in the block: a rank that has left waits in it.
+        store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` have to be
+        over when a rank leaves: with them the others' next call fails.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
@@ -697,7 +697,7 @@ class KVStore(KVStoreBase):
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         yield
-        self._pending.settle()
+        self._pending.drain()
         self._check_open("join")
         try:
             with np.errstate(all="ignore"):
@@ -716,23 +716,29 @@ class KVStore(KVStoreBase):
         """
         if self._ended is not None:
             return
-        self._pending.settle()
-        unseen = self._pending.failure()
-        self._collective("close", lambda: (_CLOSE, (self._free,)))
-        self._leave("the store was closed")
+        self._pending.drain()
+        if (unseen := self._pending.failure()) is not None:
+            unseen.__traceback__ = None  # its frames know of memory that could not be freed
+        if self._ended is None:  # as it may have by a pending call
+            try:
+                self._collective("close", lambda: (_CLOSE, (self._free,)))
+            except Exception as error:
+                error.__cause__ = unseen
+                raise
+            self._leave("the store was closed")
         if unseen is not None:
             raise unseen
 
-    def settle(self) -> None:
-        """Wait for calls that nobody has waited for, and log what nobody has seen. Local. For the end of the program.
+    def drain(self) -> None:
+        """Wait for calls with ``wait=False``, and log what nobody has seen. Local. For the end of the program.
 
         Raises:
             Stalled: no call has completed within the store's timeout, as where an updater never returns.
         """
-        if not self._pending.settle(self._config.timeout):
+        if not self._pending.drain(self._config.timeout):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout} s")
         if (unseen := self._pending.failure()) is not None:
-            logging.getLogger("mpikv").error("a call that nobody has waited for has failed: %r", unseen)
+            logging.getLogger("mpikv").error("%r; %s", unseen, notes(unseen)[-1])
 
     def abandon(self, why: str) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
@@ -743,11 +749,11 @@ class KVStore(KVStoreBase):
 
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""
-        with _LEAVING:
-            if self._ended is not None:
-                return False
-            self._ended = why
-            OPEN.remove(self)
+        try:
+            OPEN.remove(self)  # which only one of two threads can, that of the pending calls being one
+        except ValueError:
+            return False
+        self._ended = why
         self._pending.end()
         return True
 
@@ -774,10 +780,13 @@ class KVStore(KVStoreBase):
 
     def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
+        unseen = None
         if self._running or self._pending.waiting or self._ended is not None:
-            prepare = self._entered(verb, prepare)
+            unseen = self._entered(verb)
         self._running = verb
         try:
+            if unseen is not None:
+                self._agreement.refuse(Call(verb, 0, _shown(arguments)), unseen)
             try:
                 call, work = prepare(*arguments)
             except Exception as error:
@@ -791,21 +800,26 @@ class KVStore(KVStoreBase):
         finally:
             self._running = ""
 
-    def _entered(self, verb: str, prepare: Callable[..., Prepared]) -> Callable[..., Prepared]:
-        """Wait until a call may run; return what prepares it: a failure that nobody has seen comes in its place."""
-        self._check_free(verb)
-        if self._pending.runs_here():
-            return prepare
-        self._pending.settle()
+    def _entered(self, verb: str) -> BaseException | None:
+        """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
+        if self._ended is None:
+            self._check_free(verb)
+        unseen = None
+        if self._pending.waiting and not self._pending.runs_here():
+            self._pending.drain()
+            unseen = self._pending.failure()
+            if unseen is not None and self._ended is not None:  # by that failure, which says more than "closed"
+                raise unseen
         self._check_open(verb)
-        unseen = self._pending.failure()
-        return prepare if unseen is None else partial(_fail, unseen)
+        return unseen
 
     def _check_free(self, verb: str) -> None:
         """Raise unless a call may run here, perhaps after those that are pending."""
         self._check_open(verb)
-        if self._running and (self._pending.runs_here() or not self._pending.active):
-            raise Unsupported(f"{verb}: the store is in {self._running}; an updater, or another thread, cannot call it")
+        # First this, as calls may complete meanwhile.
+        mine = not self._pending.active or self._pending.runs_here()
+        if mine and (running := self._running):
+            raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
@@ -813,14 +827,14 @@ class KVStore(KVStoreBase):
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         self._board.step_aside()
-        text = f"{verb}({_shown(arguments)})"
+        text = partial(_called, verb, arguments[:1])
         return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
 
-    def _least(self, issued: int) -> int:
-        """Return how many calls with ``wait=False`` all ranks have issued. Collective."""
+    def _least(self, queued: int) -> int:
+        """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
         if self.size == 1:
-            return issued
-        least: int = self._collective("next", lambda: (_NEXT, (self._agreement.least, issued)))
+            return queued
+        least: int = self._collective("next", lambda: (_NEXT, (self._agreement.least, queued)))
         return least
 
     def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
@@ -905,8 +919,12 @@ def _nothing() -> None:
     pass
 
 
-def _fail(error: BaseException, *arguments: Any) -> Prepared:
+def _fail(error: Exception) -> NoReturn:
     raise error
+
+
+def _called(verb: str, arguments: Sequence[Any]) -> str:
+    return f"{verb}({_shown(arguments)})"
 
 
 def _shown(arguments: Sequence[Any]) -> str:

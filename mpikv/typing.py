@@ -37,6 +37,9 @@ class Transport(Protocol):
     returns where the terms lie, in rank order; they may be read until the next sum, and ``recv`` was not used. So
     whoever adds them can do it in pieces that stay in the cache. A rank that receives nothing gets anything.
 
+    Where memory is :attr:`shared`, the terms are one per rank, and nobody but the rank itself reads what it owns of its
+    own ``send``, so that it may leave that out and replace its own term.
+
     Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of
     booleans is their logical or; integers wrap.
     """

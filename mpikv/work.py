@@ -1,13 +1,16 @@
 """Calls that the caller does not wait for: a queue, the thread that makes them, and an order that all ranks keep.
 
 Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
-before each call the ranks compare how many they have issued. Next is the most urgent of the calls that all have issued;
-of several, the one that was issued first.
+before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
+several, the one that was issued first.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -31,9 +34,8 @@ class Work:
         True
     """
 
-    def __init__(self, pending: Pending, number: int, urgent: int, text: str, run: Callable[[], Any]) -> None:
-        self._pending, self._text = pending, text
-        self.number, self.urgency = number, urgent
+    def __init__(self, pending: Pending, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> None:
+        self._pending, self._urgency, self._text = pending, urgent, text
         self._run: Callable[[], Any] | None = run
         self._completed = threading.Event()
         self._result: Any = None
@@ -43,8 +45,8 @@ class Work:
         self._trace: TracebackType | None = None
 
     def __repr__(self) -> str:
-        state = "pending" if not self.done else "done" if self._error is None else f"failed: {self._error!r}"
-        return f"<mpikv.Work {self._text} {state}>"
+        state = f"failed: {self._error!r}" if self._error is not None else "done" if self.done else "pending"
+        return f"<mpikv.Work {self._text()} {state}>"
 
     @property
     def done(self) -> bool:
@@ -54,13 +56,14 @@ class Work:
     @property
     def error(self) -> BaseException | None:
         """What the call raised; None if nothing, or not yet. Local. Looking here does not count as having seen it."""
+        # Else every time that it is raised would make the traceback longer.
         return self._error and self._error.with_traceback(self._trace)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Wait until the call has completed; return what it returns, or raise what it raised.
 
         Local: every rank may wait when it likes, more than once, or not at all. What a call raised and nobody has seen
-        is raised by the next call that does not itself have ``wait=False``, in its place.
+        is logged, and raised by the next call that does not itself have ``wait=False``, in its place.
 
         Args:
             timeout: seconds; None waits until it has completed, which the store's own timeout bounds unless an updater
@@ -69,32 +72,28 @@ class Work:
         Raises:
             TimeoutError: the call has not completed yet; it goes on, and so does the store.
             Unsupported: an updater waits, for which the call itself waits.
+            Closed: it was issued before a fork, and completes in the other process.
         """
         self._pending.check_progress(self)
         if not self._completed.wait(timeout):
-            raise TimeoutError(f"{self._text} has not completed after {timeout} s; it goes on")
-        if self._error is not None:
+            raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it goes on")
+        if (error := self.error) is not None:
             self._pending.saw(self)
-            # Else every wait would make the traceback longer.
-            raise self._error.with_traceback(self._trace)
+            raise error
         return self._result if self.answer is None else self.answer
 
-    def perform(self) -> None:
-        """Make the call. By the queue's thread."""
+    def _perform(self) -> None:
         assert self._run is not None
         try:
             self._result = self._run()
         except BaseException as error:  # sys.exit in an updater, too: wait() raises it where the program can end
-            self.fail(error)
+            self._fail(error)
         self._run = None  # it holds the caller's arrays
 
-    def fail(self, error: BaseException) -> None:
-        """Take what the call raised. By the queue's thread."""
+    def _fail(self, error: BaseException) -> None:
         self._error, self._trace = error, error.__traceback__
-
-    def complete(self) -> None:
-        """Let go who waits. By the queue's thread."""
-        self._completed.set()
+        # They hold the caller's arrays.
+        traceback.clear_frames(self._trace)
 
 
 class Pending:
@@ -106,38 +105,52 @@ class Pending:
         self._changed = threading.Condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
-        self._issued = self._completed = 0
+        self._completed = 0
         self._thread: threading.Thread | None = None
-        self._ending = False
+        self._process = os.getpid()
+        self._ending = self._some_are_urgent = False
         self.active = False
         """Whether calls are queued or running."""
         self.waiting = False
         """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
 
-    def add(self, urgent: int, text: str, run: Callable[[], Any]) -> Work:
-        """Queue a call."""
+    def add(self, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
+        """Queue a call.
+
+        Raises:
+            Closed: the store has ended.
+        """
+        work = Work(self, urgent, text, run)
         with self._changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._serve, name="mpikv", daemon=True)
-                thread.start()
-                self._thread = thread
-            work = Work(self, self._issued, urgent, text, run)
-            self._issued += 1
+            if self._ending:
+                raise Closed(f"{text()}: the store has ended; create a new store")
+            self._start()
+            self._some_are_urgent |= urgent != 0
             self._queue.append(work)
             self.active = self.waiting = True
             self._changed.notify_all()
         return work
 
+    def _start(self) -> None:
+        if self._thread is None:
+            # Known before it starts: an interrupt comes while this waits for it, and the next call would start another.
+            self._thread = threading.Thread(target=self._serve, name="mpikv", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no thread left
+                self._thread = None
+                raise
+
     def runs_here(self) -> bool:
         """Return whether this is the queue's thread: one of its calls, or an updater that it runs."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def settle(self, patience: float | None = None) -> bool:
+    def drain(self, patience: float | None = None) -> bool:
         """Wait until all calls have completed; return False after ``patience`` seconds in which none has.
 
-        In the queue's own thread, which cannot wait for itself, returns at once.
+        In the queue's own thread, which cannot wait for itself, and in a forked child, returns at once.
         """
-        if not self.active or self.runs_here() or not self._alive():
+        if not self.active or self.runs_here() or os.getpid() != self._process:
             return True
         completed = -1
         with self._changed:
@@ -172,18 +185,16 @@ class Pending:
             return
         if self.runs_here():
             raise Unsupported(f"an updater cannot wait for {work!r}, which comes after the call that runs the updater")
-        if not self._alive():
+        if os.getpid() != self._process:
             raise Closed(f"{work!r} was issued before a fork, which MPI does not survive; it completes in the parent")
 
     def end(self) -> None:
         """Let the thread end when the queue is empty. Does not wait."""
-        self._ending = True
-        if self._alive():  # in a forked child it is not, and may have held the lock
-            with self._changed:
-                self._changed.notify_all()
-
-    def _alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        if os.getpid() != self._process:
+            return  # a forked child has no such thread, which may have held the lock
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
 
     def _look(self) -> None:
         self.waiting = self.active or bool(self._unseen)
@@ -191,39 +202,39 @@ class Pending:
     # --- The thread
 
     def _serve(self) -> None:
-        while issued := self._await():
+        while queued := self._await():
             try:
-                work = self._take(self._least(issued))
+                work = self._take(self._least(queued))
             except BaseException as error:
-                work = self._take(issued)
-                work.fail(error)
+                work = self._take(1)
+                work._fail(error)
             else:
-                work.perform()
-            self._completes(work)
+                work._perform()
+            self._complete(work)
+            del work  # its result may be shared memory, which could not be freed
 
     def _await(self) -> int:
-        """Wait for a call to make; return how many were issued, or 0 at the end."""
+        """Wait for a call to make; return how many there are, or 0 at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
-            return self._issued if self._queue else 0
+            return len(self._queue)
 
-    def _take(self, issued: int) -> Work:
-        """Take the most urgent call out of the queue, of those that were among the first ``issued``."""
+    def _take(self, common: int) -> Work:
+        """Take the most urgent call out of the queue, of the first ``common``."""
         with self._changed:
-            work = max(
-                (work for work in self._queue if work.number < issued), key=lambda work: (work.urgency, -work.number)
-            )
-            self._queue.remove(work)
-            return work
+            candidates = range(common if self._some_are_urgent else 1)
+            return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
-    def _completes(self, work: Work) -> None:
+    def _complete(self, work: Work) -> None:
+        if work._error is not None:
+            logging.getLogger("mpikv").warning("a call with wait=False has failed, as its wait() tells: %s", repr(work))
         with self._changed:
             self._completed += 1
-            if work.error is not None:
+            if work._error is not None:
                 self._unseen.append(work)
             self.active = bool(self._queue)
             self._look()
-            work.complete()
+            work._completed.set()
             self._changed.notify_all()
 
 
@@ -232,5 +243,5 @@ def urgency(priority: Any) -> int:
     wishes = priority if isinstance(priority, (list, tuple)) else [priority]
     try:
         return max(map(int, wishes), default=0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return 0

@@ -303,6 +303,25 @@ MISTAKES = (
         PeerFailed,
         prepare=lambda t: t.kv.set_optimizer("sgd", lr_scheduler=_schedule(t)),
     ),
+    Mistake(
+        "one rank waits, the others do not",
+        lambda t: t.pick(lambda: t.kv.push("a", ONES, wait=False).wait(), lambda: t.kv.push("a", ONES))(),
+        r"next\(wait=False\).*push\('a'\)|push\('a'\).*next\(wait=False\)",
+    ),
+    Mistake(
+        "one element more in push, with wait=False",
+        lambda t: t.kv.push("a", np.ones(t.pick(4, 5)), wait=False).wait(),
+        r"push.*key 'a' has shape \(5,\).*\(4,\)",
+        ValueMismatch,
+        PeerFailed,
+    ),
+    Mistake(
+        "an error for which nobody waits",
+        lambda t: [t.kv.push("a", np.ones(t.pick(4, 5)), wait=False), t.kv.push("b", ONES)],
+        r"push.*key 'a' has shape \(5,\).*\(4,\)",
+        ValueMismatch,
+        PeerFailed,
+    ),
     Mistake("use after close", _use_closed, r"push.*the store was closed; create a new store", Closed, None),
     Mistake("use in a forked child", _use_in_a_child, r"push.*before a fork.*create a new store", Closed, None),
 )
@@ -324,6 +343,8 @@ class End:
     in_updater: bool = False
     """Whether the culprit, as the root, does it in the middle of a push."""
     before_create: bool = False
+    aside: bool = False
+    """Whether the ranks push by the threads of their stores."""
     comes: bool = False
     """Whether the culprit makes its call after all, and is to raise too."""
     in_peace: bool = False
@@ -365,7 +386,7 @@ def _train(end: End, trial: Trial, kv: Any) -> None:
             if trial.odd and _plant(end, trial) is LEAVE:
                 return
             trial.write("ready", {})
-        kv.push("a", np.full(1000, step + kv.rank + 1.0))
+        kv.push("a", np.full(1000, step + kv.rank + 1.0), wait=not end.aside)
         value = kv.pull("a")
         if (value != kv.size * step + kv.size * (kv.size + 1) / 2).any():
             trial.write("wrong", {"text": f"step {step}: {value[:3]}"})
@@ -429,6 +450,9 @@ ENDS = (
     End("out of memory", _exhaust_memory, "death", "MemoryError"),
     End("SIGKILL in the updater", _kill(signal.SIGKILL), "death", "SIGKILL", in_updater=True),
     End("sys.exit(0) in the updater", lambda t: sys.exit(0), "death", in_updater=True),
+    End("sys.exit(0) in an updater aside", lambda t: sys.exit(0), "death", in_updater=True, aside=True),
+    End("SIGKILL while others wait aside", _kill(signal.SIGKILL), "death", "SIGKILL", aside=True),
+    End("sys.exit(0) while others wait aside", lambda t: sys.exit(0), "death", "next", aside=True),
     End("SIGINT to mpikv run", lambda t: None, "signal", "stopped by SIGINT"),
     End("SIGTERM to mpikv run", lambda t: None, "signal", "stopped by SIGTERM"),
     End("SIGSTOP", _kill(signal.SIGSTOP), "stall", "stopped"),
@@ -438,6 +462,8 @@ ENDS = (
     End("too late", _come_late, "stall", "_come_late", comes=True),
     End("endless loop in the updater", _loop, "stall", "_loop", in_updater=True),
     End("SIGSTOP in the updater", _kill(signal.SIGSTOP), "stall", "stopped", in_updater=True),
+    End("endless loop in an updater aside", _loop, "stall", "_loop", in_updater=True, aside=True),
+    End("endless loop while others wait aside", _loop, "stall", "_loop", aside=True),
     End("endless loop before create", _loop, "stall", "create", before_create=True),
     End("SIGSTOP, and the others end in peace", _kill(signal.SIGSTOP), "stall", "stopped", in_peace=True),
 )

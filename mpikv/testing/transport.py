@@ -71,6 +71,24 @@ class TransportContract:
                         if transport.rank == root:
                             exchange.expect(exchange.sum)
 
+    def test_what_a_rank_owns_itself_may_be_left_out(self, transport: Transport) -> None:
+        """In shared memory, where the terms are one per rank."""
+        if not transport.shared:
+            pytest.skip("memory is not shared")
+        counts = [5 + rank for rank in range(transport.size)]
+        begin = sum(counts[: transport.rank])
+        for _ in range(4):
+            full = np.arange(sum(counts), dtype=np.float64) * (transport.rank + 1)
+            send = transport.outboxes[transport.turn][: full.nbytes].view(np.float64)
+            send[:] = full
+            send[begin : begin + counts[transport.rank]] = np.nan
+            terms = list(transport.reduce_scatter(send, np.empty(counts[transport.rank]), counts))
+            assert len(terms) == transport.size
+            assert np.isnan(terms[transport.rank]).all()
+            terms[transport.rank] = full[begin : begin + counts[transport.rank]]
+            expected = np.arange(sum(counts))[begin : begin + counts[transport.rank]]
+            np.testing.assert_array_equal(sum(terms), expected * sum(range(1, transport.size + 1)))
+
     def test_reduce_ignores_recv_of_other_ranks(self, transport: Transport) -> None:
         for root in range(transport.size):
             with Exchange(transport, np.dtype(np.int32), 7, seed=root) as exchange:

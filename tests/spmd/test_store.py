@@ -177,15 +177,33 @@ def test_large_arrays_are_summed_from_where_they_lie(placement, deterministic):
     """What a rank owns itself may be read from its own array: another every time, of any layout, and never changed."""
     layouts = (np.array, unaligned, read_only, lambda array: np.repeat(array, 2)[::2], lambda array: [array, 0 * array])
     with mpikv.create(placement=placement, deterministic=deterministic, bucket_bytes=1 << 18) as kv:
-        kv.init("w", np.zeros(200_000, np.float32))
-        for step in range(2 * len(layouts)):
-            arrays = [np.arange(200_000, dtype=np.float32) * (rank + 1) + step for rank in range(kv.size)]
-            mine = layouts[(step + kv.rank) % len(layouts)](arrays[kv.rank])
-            if step % 2:
-                kv.push("w", mine)
-                total = kv.pull("w")
-            else:
-                total = kv.pushpull("w", mine, np.empty(200_000, np.float32))
-            # Whole numbers below 2**24, whose sums are exact.
-            np.testing.assert_array_equal(total, sum(arrays))
-            np.testing.assert_array_equal(mine[0] if isinstance(mine, list) else mine, arrays[kv.rank])
+        # In several messages, and in one.
+        for key, size in (("w", 200_000), ("one", 50_000)):
+            check_sums(kv, key, size, layouts)
+
+
+def check_sums(kv, key, size, layouts):
+    kv.init(key, np.zeros(size, np.float32))
+    for step in range(2 * len(layouts)):
+        arrays = [np.arange(size, dtype=np.float32) * (rank + 1) + step for rank in range(kv.size)]
+        mine = layouts[(step + kv.rank) % len(layouts)](arrays[kv.rank])
+        if step % 2:
+            kv.push(key, mine)
+            total = kv.pull(key)
+        else:
+            total = kv.pushpull(key, mine, np.empty(size, np.float32))
+        # Whole numbers below 2**24, whose sums are exact.
+        np.testing.assert_array_equal(total, sum(arrays))
+        np.testing.assert_array_equal(mine[0] if isinstance(mine, list) else mine, arrays[kv.rank])
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("size", [40, 50_000])
+def test_an_array_over_the_value_that_can_be_written_may_be_pushed(size):
+    """As torch makes of a view, which numpy does not let anybody write to."""
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(size))
+        alias = np.lib.stride_tricks.as_strided(kv.view("w"))
+        alias.flags.writeable = True
+        kv.push("w", alias)
+        np.testing.assert_array_equal(kv.pull("w"), np.full(size, float(kv.size)))
