@@ -29,6 +29,7 @@ from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import create
 from .scope import Scope
+from .sliced import Sliced
 from .store import KVStore
 from .storeless import AllReduce
 from .trainer import Trainer
@@ -50,6 +51,7 @@ __all__ = [
     "PeerFailed",
     "RankMismatch",
     "Scope",
+    "Sliced",
     "StaleGradient",
     "Stalled",
     "Trainer",

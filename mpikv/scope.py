@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from .errors import ConfigError, Unsupported
-from .plugins import KVStoreBase
 from .typing import Key
+from .wrapped import Wrapped
 
 __all__ = ["Scope"]
 
@@ -15,7 +15,7 @@ __all__ = ["Scope"]
 _MOST_LISTS = 1024
 
 
-class Scope(KVStoreBase):
+class Scope(Wrapped):
     """The keys of a store that begin with a name, which are left out here: made by :meth:`mpikv.KVStore.scope`.
 
     It has the store's verbs and facts, with the same rules; keys are strings. ``"w"`` in the scope ``generator`` is the
@@ -39,7 +39,8 @@ class Scope(KVStoreBase):
         """Local. Use :meth:`mpikv.KVStore.scope`."""
         if not isinstance(name, str) or not name or name != name.strip("/"):
             raise ConfigError(f"the name of a scope is a str that does not begin or end with '/', not {name!r}")
-        self._store, self._prefix = store, f"{name}/"
+        super().__init__(store)
+        self._prefix = f"{name}/"
         self._lists: dict[tuple[Any, ...], list[str]] = {}
 
     def scope(self, name: str) -> Scope:
@@ -50,36 +51,6 @@ class Scope(KVStoreBase):
         return f"<mpikv.Scope {self._prefix[:-1]!r} of {self._store!r}>"
 
     # --- Facts
-
-    @property
-    def type(self) -> str:
-        """The name of the store."""
-        return str(self._store.type)
-
-    @property
-    def rank(self) -> int:
-        """As the store's."""
-        return int(self._store.rank)
-
-    @property
-    def size(self) -> int:
-        """As the store's."""
-        return int(self._store.size)
-
-    @property
-    def num_workers(self) -> int:
-        """As the store's."""
-        return int(self._store.size)
-
-    @property
-    def is_root(self) -> bool:
-        """As the store's."""
-        return bool(self._store.is_root)
-
-    @property
-    def assigns(self) -> bool:
-        """As the store's."""
-        return bool(self._store.assigns)
 
     def is_capable(self, capability: str) -> bool:
         """Return what the store can do, but for ``optimizer``, which is set on the store. Local."""
@@ -151,23 +122,6 @@ class Scope(KVStoreBase):
     def buffer(self, key: Any) -> Any:
         """As :meth:`mpikv.KVStore.buffer`. Collective."""
         return self._store.buffer(self._checked("buffer", key))
-
-    def barrier(self) -> None:
-        """As :meth:`mpikv.KVStore.barrier`. Collective."""
-        self._store.barrier()
-
-    def agree(self, text: str) -> None:
-        """As :meth:`mpikv.KVStore.agree`. Collective."""
-        self._store.agree(text)
-
-    def vote(self, flag: bool) -> bool:
-        """As :meth:`mpikv.KVStore.vote`. Collective."""
-        return bool(self._store.vote(flag))
-
-    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
-        """As :meth:`mpikv.KVStore.refuse`. Collective."""
-        self._store.refuse(error, verb)
-        raise error  # never reached
 
     def _cannot(self, verb: str) -> NoReturn:
         self.refuse(

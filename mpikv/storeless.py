@@ -13,11 +13,12 @@ from .keys import Form, parse
 from .plugins import KVStoreBase
 from .store import KVStore
 from .typing import Array, Key
+from .wrapped import Wrapped
 
 __all__ = ["AllReduce", "TestStore"]
 
 
-class AllReduce(KVStoreBase):
+class AllReduce(Wrapped):
     """A store that keeps no values: ``create("horovod")``, ``"byteps"`` or ``"allreduce"``.
 
     :meth:`pushpull` sums over ranks, and :meth:`broadcast` copies the root's array to all; neither needs an ``init``,
@@ -33,38 +34,8 @@ class AllReduce(KVStoreBase):
 
     def __init__(self, store: KVStore) -> None:
         """Use :func:`mpikv.create`. The store belongs to this one."""
-        self._store = store
+        super().__init__(store)
         self._known: dict[Key, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-
-    @property
-    def type(self) -> str:
-        """The name that was given to :func:`mpikv.create`, in lower case."""
-        return self._store.type
-
-    @property
-    def rank(self) -> int:
-        """This process's number among the ranks, from 0."""
-        return self._store.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._store.size
-
-    @property
-    def num_workers(self) -> int:
-        """The number of ranks, under MXNet's name."""
-        return self._store.size
-
-    @property
-    def local_rank(self) -> int:
-        """This process's number among the ranks of its host, from 0."""
-        return self._store.local_rank
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank's arrays count at :meth:`broadcast`."""
-        return self._store.is_root
 
     def __repr__(self) -> str:
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
@@ -87,30 +58,9 @@ class AllReduce(KVStoreBase):
         self._enter("broadcast", key, value)
         return self._store.broadcast(key, value, out, priority)
 
-    def barrier(self) -> None:
-        """Wait until every rank has come here. Collective."""
-        self._store.barrier()
-
-    _barrier = barrier
-
-    def agree(self, text: str) -> None:
-        """As :meth:`mpikv.KVStore.agree`. Collective."""
-        self._store.agree(text)
-
-    def vote(self, flag: bool) -> bool:
-        """As :meth:`mpikv.KVStore.vote`. Collective."""
-        return self._store.vote(flag)
-
-    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
-        """As :meth:`mpikv.KVStore.refuse`. Collective."""
-        self._store.refuse(error, verb)
-
     def close(self) -> None:
         """End the store. Collective, idempotent."""
         self._store.close()
-
-    def __enter__(self) -> AllReduce:
-        return self
 
     def __exit__(self, *failure: object) -> None:
         self._store.__exit__(*failure)
