@@ -405,7 +405,8 @@ class Trainer:
 
     def _overwritten(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         first = {id(parameter): name for name, parameter in self._own.items()}
-        given = {first[id(self._parameter(name))]: array for name, array in zip(*flatten(values), strict=True)}
+        pairs = sorted(zip(*flatten(values), strict=True), key=_name_of)
+        given = {first[id(self._parameter(name))]: array for name, array in pairs}
         return given, [self._own[name].data for name in given]
 
     def _parameter(self, name: Any) -> Parameter:

@@ -436,8 +436,10 @@ def test_a_schedule(comm, on_store):
 def test_weights_set_by_hand(comm, on_store):
     kv, trainer, params = start(comm, on_store, options={"learning_rate": 0.5, "momentum": 0.5})
     with kv:
-        trainer.set_data({"w": np.full(3, 8.0 + kv.rank)})
+        values = {"w": np.full(3, 8.0 + kv.rank), "b": np.full(2, 1.0 + kv.rank)}
+        trainer.set_data(values if kv.is_root else dict(reversed(values.items())))
         np.testing.assert_array_equal(params["w"], np.full(3, 8.0))
+        np.testing.assert_array_equal(params["b"], np.ones(2))
         trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
         trainer.step(kv.size)
         np.testing.assert_array_equal(params["w"], np.full(3, 7.5))
