@@ -109,7 +109,7 @@ class KVStoreBase:
         """Set the optimizer that runs where values are stored. Collective."""
         self._cannot("set_optimizer")
 
-    def set_gradient_compression(self, compression_params: Any) -> None:
+    def set_gradient_compression(self, compression: Any) -> None:
         """Set what stands for a gradient between ranks. Collective."""
         self._cannot("set_gradient_compression")
 

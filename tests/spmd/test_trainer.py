@@ -272,8 +272,8 @@ class Told(mpikv.KVStoreBase):
     def is_capable(self, capability):
         return capability == self.OPTIMIZER
 
-    def set_gradient_compression(self, compression_params):
-        self.calls.append(("compress", compression_params))
+    def set_gradient_compression(self, compression):
+        self.calls.append(("compress", compression))
 
     def set_optimizer(self, optimizer):
         self.calls.append(("set_optimizer", optimizer))
