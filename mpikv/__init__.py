@@ -19,35 +19,52 @@ from .errors import (
     NotFinite,
     PeerFailed,
     RankMismatch,
+    StaleGradient,
     Stalled,
     TransportError,
     TransportUnavailable,
     Unsupported,
     ValueMismatch,
 )
+from .gradients import LossScaler, clip_global_norm
+from .parameter import Parameter
+from .plugins import KVStoreBase
 from .registry import create
+from .scope import Scope
+from .sliced import Sliced
 from .store import KVStore
+from .storeless import AllReduce
+from .trainer import Trainer
 from .work import Work
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllReduce",
     "CheckpointError",
     "Closed",
     "ConfigError",
     "KVStore",
+    "KVStoreBase",
     "KeyAlreadyInitialized",
     "KeyNotInitialized",
+    "LossScaler",
     "MPIKVError",
     "NotFinite",
+    "Parameter",
     "PeerFailed",
     "RankMismatch",
+    "Scope",
+    "Sliced",
+    "StaleGradient",
     "Stalled",
+    "Trainer",
     "TransportError",
     "TransportUnavailable",
     "Unsupported",
     "ValueMismatch",
     "Work",
+    "clip_global_norm",
     "codecs",
     "create",
     "optimizers",

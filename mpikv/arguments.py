@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from .arrays import castable, source, target
-from .errors import ValueMismatch
+from .errors import ConfigError, ValueMismatch
 from .keys import Entry, Form, KeyTable, parse
+from .optimizers import Optimizer, create
 from .plan import Plan, label
 from .typing import Array, Key
 
@@ -18,6 +19,7 @@ __all__ = [
     "in_form",
     "like",
     "new_arrays",
+    "optimizer_of",
     "outs_of",
     "plain",
     "priorities",
@@ -148,6 +150,19 @@ def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
     if len(wishes) != len(keys) or not all(isinstance(wish, (int, np.integer)) for wish in wishes):
         raise ValueMismatch(f"priority is an int or a list of one int per key, not {priority!r}")
     return [int(wish) for wish in wishes]
+
+
+def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer that an object, or a name with its arguments, stands for."""
+    if isinstance(optimizer, str):
+        return create(optimizer, **arguments)
+    if arguments:
+        raise ConfigError(f"arguments {sorted(arguments)} go with an optimizer's name, not with an object")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use KVStore.set_updater"
+        )
+    return optimizer
 
 
 def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:

@@ -120,6 +120,13 @@ class Board:
         last = f"began {_call_of(slot)} last" if slot["call"] else "has made no call yet"
         return f"rank {rank} {last} and {_whereabouts(int(slot['pid']), int(slot['answers']))}"
 
+    def gone(self) -> tuple[int, ...]:
+        """Return the ranks of this host whose processes have ended."""
+        if len(self._slots) < 2:  # closed, or alone
+            return ()
+        slots = zip(self._ranks, self._slots, strict=True)
+        return tuple(rank for rank, slot in slots if _state(int(slot["pid"])) in ("gone", "dead"))
+
     def close(self) -> None:
         """Let go of the shared memory."""
         for view in (self._head, self._text, self._bytes):

@@ -9,6 +9,7 @@
     ├── ValueMismatch(ValueError)           number of arrays, shape or dtype differs from the stored value
     ├── CheckpointError(ValueError)         a file is not a whole checkpoint, or not one for this store
     ├── NotFinite(ValueError)               an array that is to be compressed has NaN or infinity
+    ├── StaleGradient(UserWarning)          a Trainer's parameter was given no gradient since the last update
     ├── Unsupported(NotImplementedError)    two choices that cannot go together; names both
     ├── TransportUnavailable(ImportError)   a library or device is missing; the message has the install line
     ├── TransportError                      MPI failed; the original error is in __cause__
@@ -36,6 +37,7 @@ __all__ = [
     "NotFinite",
     "PeerFailed",
     "RankMismatch",
+    "StaleGradient",
     "Stalled",
     "TransportError",
     "TransportUnavailable",
@@ -76,6 +78,10 @@ class CheckpointError(MPIKVError, ValueError):
 
 class NotFinite(MPIKVError, ValueError):
     """An array that is to be compressed has NaN, infinity or numbers that no residual can hold; nothing was sent."""
+
+
+class StaleGradient(MPIKVError, UserWarning):
+    """A parameter of a Trainer was given no gradient since the last update."""
 
 
 class Unsupported(MPIKVError, NotImplementedError):

@@ -6,13 +6,13 @@ import atexit
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import Config
+from .config import Config, slice_threshold
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -23,26 +23,26 @@ from .errors import (
     known_names,
 )
 from .kernels import find_kernels
+from .plugins import KVStoreBase, plugin
+from .sliced import Sliced
 from .store import LOST, OPEN, KVStore
+from .storeless import AllReduce
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
 
 __all__ = ["create"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
+_STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
 _LATER = {
     **dict.fromkeys(
         ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
     ),
-    "p3": "slices by priority; 'dist_sync' has the same results",
-    **dict.fromkeys(
-        ("horovod", "byteps", "allreduce"), "a store without values; 'dist_sync' without an updater sums by pushpull"
-    ),
-    "teststore": "a store for authors of plug-ins; 'local' with comm=MPI.COMM_SELF is one rank",
 }
-_NAMES = (*_HOST, *_DEVICE, *_NCCL, *_LATER)
+_DIST = ("dist", "dist_sync")
+_NAMES = (*_HOST, *_STORELESS, "p3", *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -67,8 +67,10 @@ def create(
 
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
-            ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host.
-            Case does not matter.
+            ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
+            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; ``p3`` for a
+            :class:`Sliced`, which moves large values in slices; or a registered
+            :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
             private store.
         placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
@@ -100,8 +102,25 @@ def create(
         >>> mpikv.create("dist_sync").type
         'dist_sync'
     """
+    if (other := _plugin(name)) is not None:
+        given = {
+            "comm": comm,
+            "placement": placement,
+            "root": root or None,
+            "timeout": timeout,
+            "warn_after": warn_after,
+            "check": check,
+            "transport": transport,
+            "bucket_bytes": bucket_bytes,
+            "deterministic": deterministic,
+            "kernels": kernels,
+            "compression": compression,
+        }
+        # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
+        return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
     settings, codec = Config(), None
     problem: Exception | None = None
+    slices: int | None = None
     try:
         kind = _known(name)
         settings = Config.read(
@@ -116,12 +135,14 @@ def create(
         )
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
+        slices = slice_threshold(kind == "p3") if kind in ("p3", *_DIST) else None
     except Exception as error:
         problem = error
     group = connect(comm, settings)
     try:
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
+        wanted["slices"] = repr(slices)
         del wanted["abort"]  # each rank's own affair
         wanted["compression"] = "None" if codec is None else codec.settings()
         _compare(group, wanted, problem)
@@ -135,9 +156,13 @@ def create(
         group.close()
         raise
     _prepare_endings()
-    store = KVStore(group, board, mover, settings, name=kind, root=root)
+    store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
     if codec is not None:
         store.set_gradient_compression(codec)
+    if kind in _STORELESS:
+        return cast(KVStore, AllReduce(store))
+    if slices is not None:
+        return cast(KVStore, Sliced(store, slices))
     return store
 
 
@@ -167,6 +192,13 @@ def _bad_root(root: object, group: Group) -> Exception | None:
     if isinstance(root, int) and 0 <= root < group.size:
         return None
     return ConfigError(f"root={root!r} is not a rank from 0 to {group.size - 1}")
+
+
+def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
+    """Return the class that was registered under a name, or that an installed package has for it."""
+    kind = name.lower() if isinstance(name, str) else ""
+    # Asking for packages takes milliseconds.
+    return KVStoreBase.kv_registry.get(kind) if kind in ("", *_NAMES) else plugin(kind)
 
 
 def _known(name: str) -> str:

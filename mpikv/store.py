@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from . import optimizers
 from .agreement import JOINED, Agreement, Call
-from .arguments import in_form, updater_function
+from .arguments import in_form, optimizer_of, updater_function
 from .arrays import quiet, run_quietly
 from .board import Board
 from .calls import Calls, Prepared
 from .checkpoint import Checkpoints
-from .config import Config
+from .config import VARIABLES_ONLY, Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
 from .kernels import find_kernels
 from .plan import digest, label
+from .plugins import KVStoreBase
+from .scope import Scope
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, urgency
@@ -37,14 +40,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 OPEN: list[KVStore] = []
 # Those that were not closed together, so that not all ranks may come to the end of MPI.
 LOST: list[KVStore] = []
+# Characters of the arguments of a call in a message.
+_MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": False, "compression": True, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
+_VOTE = Call("vote", digest("vote"))
 
 
-class KVStore:
+class KVStore(KVStoreBase):
     """A table of named arrays that all ranks share: a push adds up one array per rank, a pull reads the value.
 
     Made by :func:`mpikv.create`. Every method marked *collective* must be called by every rank of :attr:`comm`, in the
@@ -64,11 +70,19 @@ class KVStore:
     """
 
     def __init__(
-        self, group: Group, board: Board, transport: Transport, config: Config, *, name: str = "local", root: int = 0
+        self,
+        group: Group,
+        board: Board,
+        transport: Transport,
+        config: Config,
+        *,
+        name: str = "local",
+        root: int = 0,
+        found: Callable[..., KVStore] | None = None,
     ) -> None:
-        """Collective. Use :func:`mpikv.create`, which makes the parts."""
+        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``."""
         self._group, self._board, self._transport, self._config = group, board, transport, config
-        self._type, self._root = name, root
+        self._type, self._root, self._found = name, root, found
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
@@ -78,6 +92,7 @@ class KVStore:
         OPEN.append(self)
         self._running = ""
         self._quiet = quiet()
+        self._controllers: dict[int, Callable[[Any], Any] | None] = {}
 
     # --- Facts
 
@@ -143,6 +158,12 @@ class KVStore:
         compression = self._exchange.compression
         return compression and compression.codec
 
+    @property
+    def assigns(self) -> bool:
+        """Whether a push replaces the value by the sum, as it does without an updater. Local."""
+        self._pending.drain()
+        return self._exchange.updater.assigns
+
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
 
@@ -169,6 +190,14 @@ class KVStore:
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
         return tuple(self._exchange.table)
+
+    def num_dead_node(self, timeout: float = 60) -> int:
+        """Return how many ranks of this host have ended, as the kernel says. Local; ranks elsewhere cannot be seen.
+
+        Args:
+            timeout: accepted for MXNet's sake, whose heartbeats it bounds.
+        """
+        return len(self._board.gone())
 
     def version(self, key: Key) -> int:
         """Return how many pushes the value of a key has seen. Local; waits for calls with ``wait=False``.
@@ -472,6 +501,82 @@ class KVStore:
         """
         self._collective("barrier", lambda: (_BARRIER, (self._meet,)))
 
+    def agree(self, text: str) -> None:
+        """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
+
+        Raises:
+            RankMismatch: they differ. Both are shown.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().agree("dropout 0.1")
+        """
+        call = Call("agree", digest(f"agree {text}"), text, describe=lambda: [text])
+        self._collective("agree", lambda: (call, (_nothing,)))
+
+    def vote(self, flag: bool) -> bool:
+        """Return whether any rank passed True. Collective.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().vote(False)
+            False
+        """
+        if self.size == 1:
+            self._check_open("vote")
+            return bool(flag)
+        none: int = self._collective("vote", lambda: (_VOTE, (self._agreement.least, int(not flag))))
+        return not none
+
+    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+        """Raise an error of this rank in place of the next call, so that the others need not wait for it.
+
+        Collective, with any call of the other ranks: those raise ``PeerFailed`` with the text of the error, and all may
+        go on. With ``check=False`` they are not told.
+
+        Args:
+            error: what this rank raises. An error of Python's or of this package is given the rank in its message.
+            verb: what was to be done, for the message.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().refuse(ValueError("no more data"), "load")
+            Traceback (most recent call last):
+            ValueError: load: no more data
+        """
+        self._collective(verb, _fail, error)
+        raise error  # never reached: the call has raised it
+
+    def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
+        """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
+        self._controllers[_head(head)] = controller
+
+    def command(self, head: int, body: Any = None) -> None:
+        """Call the controller of a number at the root, if there is one, with ``body``.
+
+        Collective; the same on every rank. The controller is given what JSON makes of ``body``, and cannot call the
+        store. When it raises, so does the command on every rank.
+
+        Args:
+            head: the number, from 0. A command that has no controller does nothing.
+            body: a string, a number, a truth value, None, or lists and dicts of them.
+
+        Raises:
+            TypeError: JSON has no form of ``body``, or ``head`` is no number.
+            RankMismatch: ranks gave other commands.
+            PeerFailed: the controller raised, at the root.
+
+        Example:
+            >>> import mpikv
+            >>> kv = mpikv.create()
+            >>> kv.set_controller(7, lambda body: print("rate", body["rate"]))
+            >>> kv.command(7, {"rate": 0.5})
+            rate 0.5
+        """
+        self._collective("command", self._commanded, head, body)
+
+    _send_command_to_servers = command
+
     # MXNet's scripts call it so, and set_updater below.
     _barrier = barrier
 
@@ -532,7 +637,7 @@ class KVStore:
             >>> kv.pull("w")
             array([0.5, 0.5])
         """
-        self._change_updater("set_optimizer", lambda: _optimizer(optimizer, arguments))
+        self._change_updater("set_optimizer", lambda: optimizer_of(optimizer, arguments))
 
     def set_gradient_compression(self, compression: Any) -> None:
         """Compress what is pushed from now on.
@@ -681,6 +786,47 @@ class KVStore:
         Example: see :meth:`save_optimizer_states`.
         """
         self._collective("load_optimizer_states", self._checkpoints.load_states, fname)
+
+    def scope(self, name: str) -> Scope:
+        """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.scope("generator").init("w", np.zeros(2))
+            >>> "generator/w" in kv
+            True
+        """
+        return Scope(self, name)
+
+    def group(self, ranks: Sequence[int]) -> KVStore | None:
+        """Make a store of some of the ranks, with the options of this one. Both can be used, by turns.
+
+        Collective over this store: every rank calls it with the same list, those that are not in it, too.
+
+        Args:
+            ranks: ranks of this store; the new store counts them in this order, and the first is its root.
+
+        Returns:
+            The new store, empty; None on the other ranks.
+
+        Raises:
+            ConfigError: the list is empty, or something in it is no rank or is in it twice.
+            RankMismatch: ranks gave other lists.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().group([0]).size
+            1
+        """
+        members, comm = self._collective("group", self._parted, ranks)
+        if self.rank not in members or self._found is None:
+            return None
+        options = {name: value for name, value in vars(self._config).items() if name not in VARIABLES_ONLY}
+        store = self._found(self._type, comm=comm, compression=self.compression, **options)
+        if self.size > 1:
+            comm.Free()  # the new store has a duplicate
+        return store
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -835,12 +981,18 @@ class KVStore:
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        text = partial(_called, verb, arguments[:1])
+        return self.queue(verb, urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+
+    def queue(self, verb: str, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
+        """Have the thread of pending calls run something, which may call the store: for stores that are made of this
+        one. Local; the same on every rank. ``text`` says what it is; a result ``More`` has it run again.
+        """
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         self._board.step_aside()
-        text = partial(_called, verb, arguments[:1])
-        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+        return self._pending.add(urgent, text, run)
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
@@ -885,6 +1037,34 @@ class KVStore:
                 if work:
                     work()
 
+    def _parted(self, ranks: Sequence[int]) -> Prepared:
+        """Prepare a communicator of some ranks, who are told with it."""
+        if self._found is None:
+            raise Unsupported("group: a store that was not made by create() cannot make another")
+        members = tuple(ranks)
+        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
+            raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {self.size - 1}")
+        text = str([int(rank) for rank in members])
+        call = Call("group", digest(f"group {text}"), text, describe=lambda: [text])
+        return call, (lambda: (members, self._group.part(members)),)
+
+    def _commanded(self, head: int, body: Any) -> Prepared:
+        text = json.dumps(body, sort_keys=True, allow_nan=False)
+        said = f"{_head(head)}, {text}"
+        shown = said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}..."
+        call = Call("command", digest(f"command {said}"), shown, describe=lambda: [said])
+        return call, (self._control, call, head, text)
+
+    def _control(self, call: Call, head: int, text: str) -> None:
+        """Run a controller at the root, and learn on every rank how it went."""
+        failure = None
+        if self.is_root and (controller := self._controllers.get(head)) is not None:
+            try:
+                controller(json.loads(text))
+            except Exception as error:
+                failure = error
+        self._agreement.confirm(call, failure)
+
     def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
         self._collective(verb, lambda: self._calls.updater(verb, make))
 
@@ -899,16 +1079,12 @@ class KVStore:
         self._group.close()
 
 
-def _optimizer(optimizer: Any, arguments: Mapping[str, Any]) -> Updater:
-    if isinstance(optimizer, str):
-        return optimizers.create(optimizer, **arguments)
-    if arguments:
-        raise ConfigError(f"arguments {sorted(arguments)} go with an optimizer's name, not with an object")
-    if not isinstance(optimizer, optimizers.Optimizer):
-        raise TypeError(
-            f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use set_updater"
-        )
-    return optimizer
+def _nothing() -> None:
+    pass
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error
 
 
 def _called(verb: str, arguments: Sequence[Any]) -> str:
@@ -921,4 +1097,10 @@ def _shown(arguments: Sequence[Any]) -> str:
     if key is None:
         return ""
     text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _head(head: Any) -> int:
+    if not isinstance(head, (int, np.integer)) or isinstance(head, bool) or head < 0:
+        raise TypeError(f"the number of a command is an int from 0, not {head!r}")
+    return int(head)

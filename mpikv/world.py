@@ -152,7 +152,7 @@ class Group:
         return memory
 
     def take_back(self) -> None:
-        """Free what the last :meth:`share` returned. Collective over the host. No array over it may be used any more."""
+        """Free what the last :meth:`share` returned, over which no array may be used any more. As collective."""
         window = self._windows.pop()
         with self.translated("freeing shared memory"):
             window.handle.Unlock_all()
@@ -192,6 +192,17 @@ class Group:
             yield
         except _mpi().Exception as error:
             raise TransportError(f"MPI failed in {doing}: {error}") from error
+
+    def part(self, ranks: Sequence[int]) -> Any:
+        """Return a communicator of these ranks, in this order, which they free; elsewhere a null one. Collective.
+
+        Of a process that is alone, ``COMM_SELF``, or None where no MPI is loaded.
+        """
+        if self.comm is None:
+            return _mpi().COMM_SELF if "mpi4py.MPI" in sys.modules else None
+        place = ranks.index(self.rank) if self.rank in ranks else None
+        with self.translated("making a group"):
+            return self.comm.Split(_mpi().UNDEFINED if place is None else 0, place or 0)
 
     def farewell(self) -> Callable[[], list[int]]:
         """Tell the other ranks that this one ends; return a function that says which have not told the same yet."""

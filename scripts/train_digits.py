@@ -2,6 +2,7 @@
 
     python scripts/train_digits.py                        one rank, no MPI library needed
     mpikv run -n 4 scripts/train_digits.py                four ranks, the same accuracy
+    mpikv run -n 4 scripts/train_digits.py --trainer      through mpikv.Trainer, the same weights
     mpikv run -n 4 scripts/train_digits.py --verify       the weights beside those of one process, every placement
     mpikv run -n 4 scripts/train_digits.py --dtype float32 --compression 2bit       gradients of two bits
 
@@ -151,6 +152,24 @@ def train(kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callabl
     return params
 
 
+def train_with_trainer(
+    kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callable[[Arrays], None], on_store: bool = True
+) -> Arrays:
+    """Train as `train` does, through a Trainer; return the weights, which are the same on each rank."""
+    params = initial(settings.dtype, settings.seed)
+    trainer = mpikv.Trainer(params, settings.optimizer, OPTIMIZERS[settings.optimizer], kv, update_on_kvstore=on_store)
+    trainer.start()  # every rank starts from the root's weights
+    for rate, batches in epochs(len(digits.labels), settings):
+        trainer.set_learning_rate(rate)
+        for batch in batches:
+            part = batch[kv.rank :: kv.size]
+            trainer.set_grads(gradients(params, digits.images[part], digits.labels[part], len(batch)))
+            trainer.step(1)  # the gradients have been divided by the batch size
+        if kv.is_root:
+            report(params)
+    return params
+
+
 def train_alone(digits: Digits, settings: Settings) -> Arrays:
     """Train in this process with numpy alone, by the papers' formulas: what the ranks are compared with."""
     params = initial(settings.dtype, settings.seed)
@@ -277,6 +296,7 @@ def arguments() -> argparse.Namespace:
     add("--epochs", type=positive, default=20, help="default: 20")
     add("--batch", type=positive, default=64, help="images per update, over all ranks; default: 64")
     add("--seed", type=int, default=0, help="default: 0")
+    add("--trainer", action="store_true", help="train through mpikv.Trainer instead of pushpull")
     add("--plot", metavar="FILE", help="draw loss and accuracy, as PNG, PDF or SVG")
     add(
         "--verify",
@@ -301,7 +321,7 @@ def main() -> int:
     report = Reporter(digits, options.epochs)
     with mpikv.create(placement=options.placement, compression=packed) as kv:
         started = time.perf_counter()
-        train(kv, digits, settings, report)
+        (train_with_trainer if options.trainer else train)(kv, digits, settings, report)
         seconds = time.perf_counter() - started
         setting = f"ranks {kv.size}, placement {kv.placement}, transport {kv.transport}, {seconds:.1f} s"
         is_root = kv.is_root

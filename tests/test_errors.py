@@ -20,6 +20,7 @@ TREE = {
     "Unsupported": ("MPIKVError", NotImplementedError),
     "TransportUnavailable": ("MPIKVError", ImportError),
     "TransportError": ("MPIKVError", RuntimeError),
+    "StaleGradient": ("MPIKVError", UserWarning),
     "Stalled": ("TransportError", TimeoutError),
     "RankMismatch": ("MPIKVError", RuntimeError),
     "PeerFailed": ("MPIKVError", RuntimeError),

@@ -1,0 +1,109 @@
+"""What is done to all gradients together: clipping by their common norm, and scaling of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from .arrays import target
+from .errors import ConfigError
+from .parameter import Parameter
+from .typing import Array
+
+__all__ = ["LossScaler", "clip_global_norm"]
+
+# Elements that are widened at once.
+_PIECE = 1 << 16
+
+
+def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
+    """Scale arrays in place so that their common 2-norm is at most ``max_norm``; return the norm that they had. Local.
+
+    Between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update` the gradients are sums over ranks and
+    the same on every rank, and so are the norm and the result. They have not been divided by the batch size yet:
+    for a bound of the mean gradient pass ``max_norm * batch_size``.
+
+    Args:
+        arrays: arrays of floats that can be written, of any shapes.
+        max_norm: the bound, above 0.
+
+    Returns:
+        The norm, computed in float64. Where it is inf or nan nothing is scaled.
+
+    Raises:
+        ConfigError: ``max_norm`` is not a number above 0.
+        TypeError: an array cannot be written.
+
+    References: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, ICML 2013.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> gradients = [np.array([3.0, 0.0]), np.array([[4.0]])]
+        >>> mpikv.clip_global_norm(gradients, 1.0)
+        5.0
+        >>> gradients[0].round(6), gradients[1].round(6)
+        (array([0.6, 0. ]), array([[0.8]]))
+    """
+    if not 0 < max_norm < math.inf:
+        raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
+    targets = [target(array) for array in arrays]
+    with np.errstate(all="ignore"):
+        norm = math.sqrt(math.fsum(_squares(array) for array in targets))
+        if math.isfinite(norm) and norm > max_norm:
+            for array in targets:
+                np.multiply(array, max_norm / norm, out=array, casting="same_kind")
+    return norm
+
+
+def _squares(array: Array) -> float:
+    """Return the sum of the squares of an array, by numpy's own sum: BLAS's depends on the number of threads."""
+    flat = array.reshape(-1)
+    pieces = (flat[start : start + _PIECE].astype(np.float64) for start in range(0, flat.size, _PIECE))
+    return sum(float(np.sum(np.square(piece))) for piece in pieces)
+
+
+class LossScaler:
+    """A factor of the loss that keeps small gradients of half precision from becoming zero.
+
+    Multiply the loss by :attr:`loss_scale`; a :class:`mpikv.Trainer` with ``loss_scaler=`` this divides the gradients
+    by it, and asks all ranks whether one of them has met an inf or a nan. Then no rank makes the update, and the factor
+    is halved; after ``window`` updates without one it is doubled.
+
+    Args:
+        loss_scale: the first factor, above 0.
+        window: updates before it is doubled.
+
+    References: Micikevicius et al., Mixed precision training, ICLR 2018.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> scaler = mpikv.LossScaler(8.0, window=2)
+        >>> for overflow in (True, False, False):
+        ...     scaler.record(overflow)
+        ...     print(scaler.loss_scale)
+        4.0
+        4.0
+        8.0
+    """
+
+    def __init__(self, loss_scale: float = 2.0**16, window: int = 2000) -> None:
+        if not 0 < loss_scale < math.inf or window < 1:
+            raise ConfigError(f"loss_scale={loss_scale!r} and window={window!r}: both are numbers above 0")
+        self.loss_scale = float(loss_scale)
+        """The present factor."""
+        self._window, self._without = window, 0
+
+    def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
+        """Return whether a gradient holds an inf or a nan. Local."""
+        return not all(parameter.grad is None or np.isfinite(parameter.grad).all() for parameter in parameters)
+
+    def record(self, overflow: bool) -> None:
+        """Take note of what the ranks found together, and change the factor. Local; called by the Trainer."""
+        self._without = 0 if overflow else self._without + 1
+        if overflow:
+            self.loss_scale /= 2
+        elif self._without % self._window == 0:
+            self.loss_scale *= 2

@@ -1,0 +1,120 @@
+"""A weight and its gradient, and whether the gradient is a new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .arrays import is_array, source
+from .errors import ConfigError, ValueMismatch, known_names
+from .typing import Array
+
+__all__ = ["Parameter"]
+
+_REQUESTS = ("write", "add", "null")
+
+
+class Parameter:
+    """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All of it is local.
+
+    Args:
+        data: the weight: an array of any library that shares host memory, which can be written. It is not copied.
+        grad_req: ``write``: a gradient that is given replaces the last one. ``add``: it is added to those before it,
+            until :meth:`zero_grad`. ``null``: the weight is not trained.
+        lr_mult: factor of the learning rate; None leaves it to the optimizer's ``lr_mult``.
+        wd_mult: factor of the weight decay; None leaves it to the optimizer's ``wd_mult``.
+
+    All but ``data`` are attributes that may be set at any time, on every rank alike.
+
+    Raises:
+        TypeError: ``data`` is no array, or one that cannot be written.
+        ConfigError: ``grad_req`` is unknown.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> weight = mpikv.Parameter(np.zeros(2), grad_req="add")
+        >>> weight.grad = np.ones(2)
+        >>> weight.grad = np.ones(2)
+        >>> weight.grad, weight.fresh
+        (array([2., 2.]), True)
+    """
+
+    def __init__(
+        self, data: Any, grad_req: str = "write", lr_mult: float | None = None, wd_mult: float | None = None
+    ) -> None:
+        self.data: Array = _writable(data)
+        """The weight, as a numpy array over the memory that was given."""
+        self.grad_req = grad_req
+        self.lr_mult, self.wd_mult = lr_mult, wd_mult
+        self.fresh = False
+        """Whether the gradient has been given since the last update. Set it after writing into :attr:`grad`."""
+        self.summed = False
+        """Whether the gradient is the sum over ranks, which :meth:`mpikv.Trainer.allreduce_grads` makes of it."""
+        self._grad: Array | None = None
+
+    @property
+    def grad_req(self) -> str:
+        """What becomes of a gradient: ``write``, ``add`` or ``null``."""
+        return self._grad_req
+
+    @grad_req.setter
+    def grad_req(self, request: str) -> None:
+        if request not in _REQUESTS:
+            raise ConfigError(known_names("grad_req", request, _REQUESTS))
+        self._grad_req = request
+
+    @property
+    def grad(self) -> Array | None:
+        """The gradient, or None before there is one.
+
+        An array that is set is kept, not copied, and :meth:`mpikv.Trainer.allreduce_grads` writes the sum over ranks
+        into it; with ``grad_req="add"`` it is copied or added. None discards the gradient.
+
+        Raises:
+            ValueMismatch: the shape is not the weight's.
+            ConfigError: it is to be added to a sum over ranks; ``zero_grad()`` comes before the next gradient.
+        """
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is None:
+            self.zero_grad()
+            return
+        if value is not self._grad:  # as it is after  parameter.grad *= 2
+            self._take(source(value))
+        self.fresh = True
+
+    def zero_grad(self) -> None:
+        """Discard the gradient: the next one is the first."""
+        self._grad, self.fresh, self.summed = None, False, False
+
+    def _take(self, array: Array) -> None:
+        if array.shape != self.data.shape:
+            raise ValueMismatch(f"a gradient of shape {array.shape} for a parameter of shape {self.data.shape}")
+        if self._grad_req != "add":
+            self._grad, self.summed = array, False
+        elif self._grad is None:
+            self._grad = array.copy()
+        elif self.summed:
+            raise ConfigError(
+                "a gradient was to be added to one that is the sum over ranks; call zero_grad() after the update"
+            )
+        else:
+            np.add(self._grad, array, out=self._grad, casting="same_kind")
+
+    def __repr__(self) -> str:
+        grad = "none" if self._grad is None else "fresh" if self.fresh else "stale"
+        return f"<mpikv.Parameter {self.data.shape} {self.data.dtype.name} grad_req={self._grad_req} gradient {grad}>"
+
+
+def _writable(data: Any) -> Array:
+    if isinstance(data, np.generic) or not is_array(data):
+        raise TypeError(f"a parameter is an array, not a {type(data).__name__}; numpy.array(value) makes one")
+    if isinstance(data, np.ndarray) and not data.dtype.isnative:
+        raise TypeError("a parameter in foreign byte order cannot be updated in place; pass value.astype(float)")
+    array = source(data)
+    if not array.flags.writeable:
+        raise TypeError(f"a parameter is updated in place, and this {type(data).__name__} is read-only; pass a copy")
+    return array

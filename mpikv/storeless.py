@@ -1,0 +1,120 @@
+"""Stores without values, under the names of MXNet's: sums over ranks, and a store of one process for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from .arrays import source, target
+from .errors import Unsupported, ValueMismatch
+from .keys import Form, parse
+from .plugins import KVStoreBase
+from .store import KVStore
+from .typing import Array, Key
+from .wrapped import Wrapped
+
+__all__ = ["AllReduce", "TestStore"]
+
+
+class AllReduce(Wrapped):
+    """A store that keeps no values: ``create("horovod")``, ``"byteps"`` or ``"allreduce"``.
+
+    :meth:`pushpull` sums over ranks, and :meth:`broadcast` copies the root's array to all; neither needs an ``init``,
+    and a key is only a name by which ranks agree on what they sum. It may have another shape and dtype at each call, on
+    every rank alike; keeping them saves work. A :class:`mpikv.Trainer` on it updates the weights on each rank.
+
+    Example (one rank; on n ranks that each bring ones, the sum is n):
+        >>> import mpikv, numpy as np
+        >>> with mpikv.create("horovod") as kv:
+        ...     kv.pushpull("gradient", np.ones(2))
+        array([1., 1.])
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        """Use :func:`mpikv.create`. The store belongs to this one."""
+        super().__init__(store)
+        self._known: dict[Key, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
+
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+        """Fill ``out``, or ``value`` where there is none, with the sum over ranks.
+
+        Collective. Forms of keys and arrays, and what is returned, as in :meth:`mpikv.KVStore.pushpull`.
+
+        Raises:
+            ValueMismatch: an array of a list has another shape than the first; a shape or a dtype of ``out`` does not
+                fit; there is no value.
+            RankMismatch, PeerFailed: as in :meth:`mpikv.KVStore.push`.
+        """
+        self._enter("pushpull", key, value)
+        return self._store.pushpull(key, value, out, priority)
+
+    def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+        """Fill ``out``, or new arrays, with the root's ``value``. Collective, and repeatable."""
+        self._enter("broadcast", key, value)
+        return self._store.broadcast(key, value, out, priority)
+
+    def close(self) -> None:
+        """End the store. Collective, idempotent."""
+        self._store.close()
+
+    def __exit__(self, *failure: object) -> None:
+        self._store.__exit__(*failure)
+
+    def _cannot(self, verb: str) -> NoReturn:
+        self.refuse(Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has"), verb)
+
+    def _enter(self, verb: str, key: Any, value: Any) -> None:
+        """Make room for the sums of keys that are new, or whose arrays have changed."""
+        try:
+            form = parse(key, value)
+            changed = dict(self._changed(form))
+        except Exception as error:
+            self.refuse(error, verb)
+        if changed:
+            self._store.init(list(changed), [np.zeros(*each) for each in changed.values()], overwrite=True)
+            self._known.update(changed)
+
+    def _changed(self, form: Form) -> list[tuple[Key, tuple[tuple[int, ...], np.dtype[Any]]]]:
+        changed = []
+        for name, group in zip(form.keys, form.groups, strict=True):
+            if not group:
+                raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
+            first = source(group[0])
+            if self._known.get(name) != (first.shape, first.dtype):
+                changed.append((name, (first.shape, first.dtype)))
+        return changed
+
+
+@KVStoreBase.register
+class TestStore(KVStoreBase):
+    """A store of one process, to look at by authors of stores, and to test programs with: ``create("teststore")``.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> total = np.zeros(2)
+        >>> mpikv.create("teststore").pushpull("g", [np.ones(2), np.ones(2)], out=total)
+        >>> total
+        array([2., 2.])
+    """
+
+    def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
+        """Copy the array of each key to those of ``out``."""
+        for (array, *_), outs in zip(parse(key, value).groups, parse(key, out, "out").groups, strict=True):
+            _fill(outs, source(array))
+
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
+        """Fill the arrays of ``out``, or of ``value`` where there is none, with the sum of those of ``value``."""
+        groups = parse(key, value).groups
+        for group, outs in zip(groups, groups if out is None else parse(key, out, "out").groups, strict=True):
+            first, *others = map(source, group)
+            _fill(outs, sum(others, start=first.copy()))
+
+
+def _fill(outs: Sequence[Any], array: Array) -> None:
+    for out in outs:
+        np.copyto(target(out), array, casting="same_kind")

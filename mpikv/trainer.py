@@ -1,0 +1,544 @@
+"""A training step in one call, in the shape of Gluon's Trainer: sum the gradients over ranks, update the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from .arguments import optimizer_of
+from .arrays import accumulator, zeros
+from .config import updates_on_kvstore
+from .errors import (
+    ConfigError,
+    KeyAlreadyInitialized,
+    StaleGradient,
+    Unsupported,
+    ValueMismatch,
+    known_names,
+)
+from .keys import flatten
+from .optimizers import Optimizer
+from .parameter import Parameter
+from .plugins import KVStoreBase
+from .registry import create
+from .typing import Array
+
+__all__ = ["Trainer"]
+
+Result = TypeVar("Result")
+
+
+class Scaler(Protocol):
+    """What a Trainer asks of its ``loss_scaler``: see :class:`mpikv.LossScaler`."""
+
+    loss_scale: float
+
+    def has_overflow(self, parameters: Sequence[Parameter]) -> bool:
+        """Return whether a gradient of this rank holds an inf or a nan."""
+        ...
+
+    def record(self, overflow: bool) -> None:
+        """Take note of whether a gradient of any rank did."""
+        ...
+
+
+class _Taken(NamedTuple):
+    """The parameters of one step that have a new gradient, and their keys."""
+
+    names: list[str]
+    parameters: list[Parameter]
+
+    def gradients(self) -> list[Any]:
+        return [parameter.grad for parameter in self.parameters]
+
+    def weights(self) -> list[Array]:
+        return [parameter.data for parameter in self.parameters]
+
+
+@dataclass
+class _Held:
+    """What the optimizer keeps of one parameter that this rank updates itself."""
+
+    state: dict[str, Array]
+    count: int = 0
+
+
+class Trainer:
+    """Updates named weights on all ranks by the sum of their gradients.
+
+    Every rank makes one with the same arguments, gives a gradient to each parameter, and calls :meth:`step`, or
+    :meth:`allreduce_grads` and :meth:`update`. Making one is local: the store is made, and every rank given the root's
+    weights, by :meth:`start`, or else in the first step. After each step the weights are the same on all ranks, in the
+    arrays that were given.
+
+    Args:
+        params: a dict of names and arrays, nested if you like (its keys are joined with ``/``), or of
+            :class:`Parameter`, which has more options. The keys of the store are the names, in sorted order. An array,
+            or a Parameter, of several names is one parameter.
+        optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
+        optimizer_params: for a name, its arguments.
+        kvstore: the name of a store, which the Trainer then makes and owns; or a store, of which no other Trainer and
+            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one.
+        compression_params: what ``set_gradient_compression`` of the store takes.
+        update_on_kvstore: True: the store updates, each weight once, at its owner. False: it only sums, and each rank
+            updates all weights, so that gradients can be changed in between. None: what the variable
+            MXNET_UPDATE_ON_KVSTORE says (0 or 1, 1 by default) if the store can.
+        loss_scaler: as :class:`mpikv.LossScaler`.
+
+    Raises:
+        ConfigError: an unknown or bad option, or no parameters at all.
+        TypeError: ``params`` is no dict, a parameter no array that can be written, or a name no str.
+
+    Example (one rank; on n ranks that each bring these gradients, each step is n times as large):
+        >>> import mpikv, numpy as np
+        >>> params = {"w": np.ones(2), "b": np.zeros(1)}
+        >>> trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5})
+        >>> trainer.set_grads({"w": np.full(2, 4.0), "b": np.ones(1)})  # sums over this rank's part of the batch
+        >>> trainer.step(batch_size=4)
+        >>> params
+        {'w': array([0.5, 0.5]), 'b': array([-0.125])}
+        >>> trainer.close()
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: Any = "device",
+        compression_params: Any = None,
+        update_on_kvstore: bool | None = None,
+        *,
+        loss_scaler: Scaler | None = None,
+    ) -> None:
+        self._named = _parameters(params)
+        self._own = _once(self._named)
+        self.optimizer: Optimizer = optimizer_of(optimizer, optimizer_params or {})
+        """The optimizer. Its options may be set at any time, on every rank alike, but for ``rescale_grad``."""
+        self.scale = self.optimizer.rescale_grad
+        """Factor of all gradients, besides the batch size: at first the optimizer's ``rescale_grad``."""
+        if not isinstance(kvstore, (str, KVStoreBase)):
+            raise TypeError(
+                f"kvstore is a store or the name of one, not a {type(kvstore).__name__}; "
+                "for this rank alone: mpikv.create(comm=MPI.COMM_SELF)"
+            )
+        if update_on_kvstore not in (None, True, False):
+            raise ConfigError(f"update_on_kvstore={update_on_kvstore!r} is neither True, False nor None")
+        self._kvstore: Any = None if isinstance(kvstore, str) else kvstore
+        self._makes = kvstore if isinstance(kvstore, str) else ""
+        self._compression, self._wanted = compression_params, update_on_kvstore
+        self._scaler = loss_scaler
+        self._started = False
+        self._on_store = True
+        self._updates = 0
+        # The rest is for updates on this rank.
+        self._held: dict[str, _Held] = {}
+        self._agreed = ""
+        self._scratch = np.empty(0, np.uint8)
+
+    # --- Facts
+
+    @property
+    def params(self) -> Mapping[str, Parameter]:
+        """The parameters by all of their names. Read-only."""
+        return MappingProxyType(self._named)
+
+    @property
+    def kvstore(self) -> Any:
+        """The store, or None before one has been made."""
+        return self._kvstore
+
+    @property
+    def update_on_kvstore(self) -> bool | None:
+        """Whether the store updates the weights; None where that is not known before :meth:`start`."""
+        return self._on_store if self._started else self._wanted
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update, before the factors of single parameters."""
+        return self.optimizer.rate(self._updates + 1)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on. Local; call it on every rank, as the next step checks.
+
+        Raises:
+            ConfigError: the rate is given by a schedule, or is no rate.
+        """
+        self.optimizer.learning_rate = learning_rate
+
+    def __repr__(self) -> str:
+        where = {True: "on the store", False: "on each rank", None: "not started"}
+        return f"<mpikv.Trainer {len(self._own)} parameters {self.optimizer!r} {where[self.update_on_kvstore]}>"
+
+    # --- Gradients
+
+    def set_grads(self, gradients: Mapping[str, Any]) -> None:
+        """Give gradients to parameters, as ``trainer.params[name].grad = gradient`` does. Local.
+
+        Args:
+            gradients: a dict of names and arrays, in the form of ``params``. Those of several names of one parameter
+                are added up.
+
+        Raises:
+            ConfigError: a name is unknown.
+            ValueMismatch, TypeError: as in :attr:`Parameter.grad`. Gradients before it in the dict have been given.
+        """
+        names, arrays = flatten(gradients)
+        given: dict[int, list[Any]] = {}
+        for name, array in zip(names, arrays, strict=True):
+            given.setdefault(id(self._parameter(name)), [name]).append(array)
+        for name, first, *others in given.values():
+            parameter = self._named[name]
+            parameter.grad = first if not others else sum(map(np.asarray, others), start=np.asarray(first))
+
+    def zero_grad(self) -> None:
+        """Discard all gradients: those of ``grad_req="add"`` start anew. Local."""
+        for parameter in self._own.values():
+            parameter.zero_grad()
+
+    # --- Collective
+
+    def start(self) -> None:
+        """Make the store, and give every rank the root's weights. The first step does it otherwise, when gradients have
+        already been computed from each rank's own.
+
+        Collective, and of no effect the second time.
+
+        Raises:
+            ConfigError: the store cannot update, but was asked to; or it has an updater or an optimizer of its own.
+            KeyAlreadyInitialized: the store has values under these names already.
+            Unsupported: the store does not compress, or a dtype cannot be updated.
+            RankMismatch: ranks have other parameters, or other settings.
+        """
+        if self._started:
+            return
+        if self._kvstore is None:
+            self._kvstore = create(self._makes)
+        store = self._kvstore
+        self._on_store = self._asked("start", self._decide)
+        if self._compression is not None:
+            store.set_gradient_compression(self._compression)
+        store.agree(f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}")
+        if self._on_store:
+            store.set_optimizer(self.optimizer)
+        names, weights = list(self._own), [parameter.data for parameter in self._own.values()]
+        store.broadcast(names, weights, out=weights)
+        self._started = True
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Sum the gradients over ranks and update the weights by the sum, times ``rescale_grad / batch_size``.
+
+        Collective.
+
+        The sum is never divided by the number of ranks. With gradients that are sums over this rank's part of a batch,
+        the ``batch_size`` of all ranks together gives the mean. A program that was written for one rank, and passes the
+        size of its own part, makes steps that are ``size`` times as large: divide its learning rate by ``kv.size``, or
+        multiply its batch size.
+
+        Args:
+            batch_size: a number above 0, the same on every rank. It may change between steps.
+            ignore_stale_grad: leave out parameters that were given no gradient since the last update, which must be
+                the same ones on every rank, instead of raising. Where only some ranks have a gradient, the others bring
+                zeros.
+
+        Raises:
+            StaleGradient: a parameter was given no gradient since the last update; the other ranks raise PeerFailed.
+            ConfigError: ``batch_size`` is no number above 0.
+            ValueMismatch: a gradient does not fit its weight.
+            RankMismatch: ranks have other batch sizes, settings, or parameters with a new gradient.
+        """
+        self.start()
+        taken = self._asked("step", self._take, batch_size, ignore_stale_grad)
+        if not self._on_store:
+            steps = self._settled("step", taken)
+            self._reduce("step", taken)
+            self._update("step", taken, steps)
+        elif not self._overflown("step", taken):
+            self._kvstore.pushpull(taken.names, taken.gradients(), out=taken.weights())
+            self._updates += 1
+        _use(taken)
+
+    def allreduce_grads(self) -> None:
+        """Replace each new gradient by its sum over ranks, in place. :meth:`update` makes the second half of a step.
+
+        Collective.
+
+        Raises:
+            Unsupported: the store updates the weights; make the Trainer with ``update_on_kvstore=False``.
+            ConfigError: gradients are sums already.
+            ValueMismatch: a gradient does not fit its weight, or is the gradient of another parameter as well.
+            TypeError: a gradient is read-only.
+            RankMismatch: ranks have a new gradient of other parameters.
+        """
+        self.start()
+        self._asked("allreduce_grads", self._check_halves, "allreduce_grads")
+        taken, _ = self._fresh()
+        self._reduce("allreduce_grads", taken)
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update the weights by gradients that :meth:`allreduce_grads` has summed. Arguments as in :meth:`step`.
+
+        Collective: settings are compared, and otherwise each rank does the same.
+
+        Raises:
+            ConfigError: a gradient has been given after it was summed; or an option asks for other state than there is.
+            Unsupported, StaleGradient: as in :meth:`allreduce_grads` and :meth:`step`.
+            RankMismatch: settings of the optimizer differ between ranks. No weight has changed.
+        """
+        self.start()
+        self._asked("update", self._check_halves, "update")
+        taken = self._asked("update", self._take, batch_size, ignore_stale_grad)
+        self._asked("update", _check_summed, taken)
+        steps = self._settled("update", taken)
+        # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
+        self._kvstore.agree(f"update {taken.names}")
+        self._update("update", taken, steps)
+        _use(taken)
+
+    def set_data(self, values: Mapping[str, Any]) -> None:
+        """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays.
+
+        Collective. What is written into a weight by hand is lost in the next step where the store updates, or where the
+        optimizer keeps a float32 master of it.
+
+        Args:
+            values: a dict of names and arrays, the same names on every rank.
+
+        Raises:
+            ConfigError: a name is unknown.
+            ValueMismatch: a shape or a dtype does not fit.
+        """
+        self.start()
+        given, weights = self._asked("set_data", self._overwritten, values)
+        self._kvstore.broadcast(list(given), list(given.values()), out=weights)
+        for name in given:
+            self._restart_master(name)
+
+    def close(self) -> None:
+        """Close the store, if the Trainer has made it. Collective, idempotent; also done by ``with`` and at exit."""
+        if self._makes and self._kvstore is not None:
+            self._kvstore.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._makes and self._kvstore is not None:
+            self._kvstore.__exit__(*failure)
+
+    # --- What can be wrong on this rank
+
+    def _asked(self, verb: str, check: Callable[..., Result], *arguments: Any) -> Result:
+        """Make a local check. What it raises is raised here, and the other ranks are told."""
+        try:
+            return check(*arguments)
+        except Exception as error:
+            store: KVStoreBase = self._kvstore
+            store.refuse(error, verb)
+
+    def _decide(self) -> bool:
+        """Return whether the store updates the weights."""
+        store = self._kvstore
+        capable = store.is_capable(KVStoreBase.OPTIMIZER)
+        if self._wanted and not capable:
+            raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
+        if not store.assigns and store.optimizer is not self.optimizer:
+            raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
+        if known := sorted(self._own.keys() & set(store.keys())):
+            text = f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
+            raise KeyAlreadyInitialized(text)
+        wanted = updates_on_kvstore() if self._wanted is None else self._wanted
+        return wanted and capable
+
+    def _take(self, batch_size: float, ignore_stale_grad: bool) -> _Taken:
+        """Apply the settings of a step; return the parameters that it updates."""
+        self._rescale(batch_size)
+        self._multiply("lr_mult")
+        self._multiply("wd_mult")
+        taken, stale = self._fresh()
+        if stale and not ignore_stale_grad:
+            raise StaleGradient(
+                f"parameter {stale[0]!r} and {len(stale) - 1} more were given no gradient since the last update; "
+                "set parameter.grad before each step, or pass ignore_stale_grad=True to leave them as they are"
+            )
+        return taken
+
+    def _fresh(self) -> tuple[_Taken, list[str]]:
+        """Return the parameters that have a new gradient, and the names of those that should."""
+        trained = {name: parameter for name, parameter in self._own.items() if parameter.grad_req != "null"}
+        stale = [name for name, parameter in trained.items() if not parameter.fresh or parameter.grad is None]
+        for name in stale:
+            del trained[name]
+        return _Taken(list(trained), list(trained.values())), stale
+
+    def _check_halves(self, verb: str) -> None:
+        if self._on_store:
+            raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
+
+    def _check_sums(self, taken: _Taken) -> None:
+        """Raise unless each gradient can become its sum over ranks."""
+        if not self._kvstore.assigns:
+            raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
+        _check_apart(taken)
+
+    def _rescale(self, batch_size: Any) -> None:
+        real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
+        if not real or not 0 < batch_size < math.inf:
+            raise ConfigError(f"batch_size={batch_size!r} is not a number above 0")
+        scale = self.scale / float(batch_size)
+        if self._scaler is not None:
+            scale /= self._scaler.loss_scale
+        if scale != self.optimizer.rescale_grad:  # a setting that is set anew is compared anew
+            self.optimizer.rescale_grad = scale
+
+    def _multiply(self, option: str) -> None:
+        """Give the factors of single parameters to the optimizer."""
+        own = {name: factor for name, p in self._own.items() if (factor := getattr(p, option)) is not None}
+        factors = getattr(self.optimizer, option)
+        if not own.items() <= factors.items():
+            setattr(self.optimizer, option, {**factors, **own})
+
+    def _overwritten(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
+        first = {id(parameter): name for name, parameter in self._own.items()}
+        pairs = sorted(zip(*flatten(values), strict=True), key=_name_of)
+        given = {first[id(self._parameter(name))]: array for name, array in pairs}
+        return given, [self._own[name].data for name in given]
+
+    def _parameter(self, name: Any) -> Parameter:
+        if name not in self._named:
+            raise ConfigError(known_names("parameter", name, self._named))
+        return self._named[name]
+
+    # --- The two halves, where the store only sums
+
+    def _reduce(self, verb: str, taken: _Taken) -> None:
+        self._asked(verb, self._check_sums, taken)
+        self._kvstore.pushpull(taken.names, gradients := taken.gradients(), out=gradients)
+        for parameter in taken.parameters:
+            parameter.summed = True
+
+    def _settled(self, verb: str, taken: _Taken) -> list[Any]:
+        """Return the optimizer's step for each parameter, once all ranks have the same ones."""
+        steps = self._asked(verb, self._steps, taken)
+        self._agree(steps)
+        return steps
+
+    def _update(self, verb: str, taken: _Taken, steps: Sequence[Any]) -> None:
+        if self._overflown(verb, taken):
+            return
+        for name, parameter, step in zip(taken.names, taken.parameters, steps, strict=True):
+            self._update_one(self._held[name], parameter, step)
+        self._updates += 1
+
+    def _overflown(self, verb: str, taken: _Taken) -> bool:
+        """Return whether a gradient of any rank holds an inf or a nan, so that no rank may make the update."""
+        if self._scaler is None:
+            return False
+        overflow: bool = self._kvstore.vote(self._asked(verb, self._scaler.has_overflow, taken.parameters))
+        self._scaler.record(overflow)
+        return overflow
+
+    def _steps(self, taken: _Taken) -> list[Any]:
+        """Return the optimizer's step for each parameter; make or check its state."""
+        for name, parameter in zip(taken.names, taken.parameters, strict=True):
+            slots = self.optimizer.slots(parameter.data.dtype)
+            if name not in self._held:
+                state = {slot: np.zeros(parameter.data.shape, dtype) for slot, dtype in slots.items()}
+                self._held[name] = _Held(state)
+                self._restart_master(name)
+            elif slots.keys() != self._held[name].state.keys():
+                raise ConfigError(
+                    f"the optimizer was changed to keep {sorted(slots)} per element and there is "
+                    f"{sorted(self._held[name].state)}; make a new Trainer, whose state starts anew"
+                )
+        return [self.optimizer.step(name, self._held[name].count + 1) for name in taken.names]
+
+    def _agree(self, steps: Sequence[Any]) -> None:
+        """Compare the optimizers of the ranks, which would part for ever, whenever one has been changed."""
+        text = self.optimizer.settings()
+        if self.optimizer.opaque:
+            text += f" steps {list(dict.fromkeys(steps))}"
+        if text != self._agreed:
+            self._kvstore.agree(text)
+            self._agreed = text
+
+    def _update_one(self, held: _Held, parameter: Parameter, step: Any) -> None:
+        """Update one weight; the gradient, which a rule overwrites, is kept for the caller."""
+        gradient, weight = parameter.grad, parameter.data
+        assert gradient is not None
+        dtype = accumulator(weight.dtype)
+        if self._scratch.size < weight.size * dtype.itemsize:
+            self._scratch = zeros(weight.size * dtype.itemsize)
+        total = self._scratch[: weight.size * dtype.itemsize].view(dtype).reshape(weight.shape)
+        np.copyto(total, gradient, casting="same_kind")
+        value = np.ascontiguousarray(weight).reshape(weight.shape)
+        self.optimizer.update(step, total, value, held.state)
+        if not weight.flags.c_contiguous:
+            weight[...] = value
+        held.count += 1
+
+    def _restart_master(self, name: str) -> None:
+        """Copy a weight into the float32 master that the optimizer keeps of it here, if it does."""
+        if name in self._held and "master" in self._held[name].state:
+            np.copyto(self._held[name].state["master"], self._own[name].data, casting="unsafe")
+
+
+def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return the parameters by all of their names, in sorted order."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params is a dict of names and arrays, not a {type(params).__name__}")
+    names, values = flatten(params)
+    if other := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"the name of a parameter is a str, not a {type(other[0]).__name__}: {other[0]!r}")
+    if not names:
+        raise ConfigError("a Trainer without parameters has nothing to train")
+    known: dict[int, Parameter] = {}
+    for value in values:
+        if id(value) not in known:
+            known[id(value)] = value if isinstance(value, Parameter) else Parameter(value)
+    return {str(name): known[id(value)] for name, value in sorted(zip(names, values, strict=True), key=_name_of)}
+
+
+def _name_of(pair: tuple[Any, Any]) -> str:
+    return str(pair[0])
+
+
+def _once(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return each parameter once, by the first of its names."""
+    first: dict[int, str] = {}
+    for name, parameter in named.items():
+        first.setdefault(id(parameter), name)
+    return {name: named[name] for name in first.values()}
+
+
+def _use(taken: _Taken) -> None:
+    """Mark gradients as used up."""
+    for parameter in taken.parameters:
+        parameter.fresh = False
+        if parameter.grad_req != "add":  # nothing is to be added to a sum over ranks before it is discarded
+            parameter.summed = False
+
+
+def _check_summed(taken: _Taken) -> None:
+    for name, parameter in zip(taken.names, taken.parameters, strict=True):
+        if not parameter.summed:
+            raise ConfigError(
+                f"the gradient of {name!r} is not the sum over ranks; call allreduce_grads() first, "
+                "and change gradients in place only before update(), as clip_global_norm does"
+            )
+
+
+def _check_apart(taken: _Taken) -> None:
+    """Raise unless each gradient can hold its sum over ranks."""
+    first: dict[int, str] = {}
+    for name, parameter in zip(taken.names, taken.parameters, strict=True):
+        if parameter.summed:
+            text = f"the gradient of {name!r} is the sum over ranks already; call update() or zero_grad() next"
+            raise ConfigError(text)
+        if (other := first.setdefault(id(parameter.grad), name)) != name:
+            raise ValueMismatch(f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them")

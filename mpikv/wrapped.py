@@ -1,0 +1,70 @@
+"""What stores have in common that are made of another store: its facts, and what ranks tell each other."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from .plugins import KVStoreBase
+
+__all__ = ["Wrapped"]
+
+
+class Wrapped(KVStoreBase):
+    """A store that is made of a :class:`mpikv.KVStore`."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    @property
+    def type(self) -> str:
+        """The name that was given to :func:`mpikv.create`, in lower case."""
+        return str(self._store.type)
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks, from 0."""
+        return int(self._store.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self._store.size)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of ranks, under MXNet's name."""
+        return int(self._store.size)
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host, from 0."""
+        return int(self._store.local_rank)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank's values count where the root's do."""
+        return bool(self._store.is_root)
+
+    @property
+    def assigns(self) -> bool:
+        """Whether a push replaces the value by the sum, as without an updater. Local."""
+        return bool(self._store.assigns)
+
+    def barrier(self) -> None:
+        """As :meth:`mpikv.KVStore.barrier`. Collective."""
+        self._store.barrier()
+
+    _barrier = barrier
+
+    def agree(self, text: str) -> None:
+        """As :meth:`mpikv.KVStore.agree`. Collective."""
+        self._store.agree(text)
+
+    def vote(self, flag: bool) -> bool:
+        """As :meth:`mpikv.KVStore.vote`. Collective."""
+        return bool(self._store.vote(flag))
+
+    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+        """As :meth:`mpikv.KVStore.refuse`. Collective."""
+        self._store.refuse(error, verb)
+        raise error  # never reached: the call has raised it

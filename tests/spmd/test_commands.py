@@ -1,0 +1,89 @@
+"""Commands to the root's controllers, and the count of ranks that have ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import PeerFailed, RankMismatch, Unsupported
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@pytest.fixture
+def kv(comm):
+    with mpikv.create(comm=comm, timeout=5, root=(1 if comm is None else comm.size) - 1) as kv:
+        yield kv
+
+
+def test_a_command_reaches_the_root(kv):
+    heard = []
+    kv.set_controller(7, heard.append)
+    body = {"rate": 0.5, "names": ["w", None, True], "count": 3}
+    kv._send_command_to_servers(7, body)
+    kv.command(np.int64(7), "again")
+    kv.command(8, "nobody listens")
+    kv.command(7)
+    assert heard == ([body, "again", None] if kv.is_root else [])
+    kv.set_controller(7, None)
+    kv.command(7, "nobody any more")
+    assert len(heard) == (3 if kv.is_root else 0)
+
+
+def test_a_controller_that_raises(kv):
+    def controller(body):
+        raise KeyError(f"no {body}")
+
+    kv.set_controller(7, controller)
+    with pytest.raises(KeyError if kv.is_root else PeerFailed, match="no such thing"):
+        kv.command(7, "such thing")
+    kv.barrier()
+
+
+def test_a_controller_cannot_call_the_store(kv):
+    kv.set_controller(7, lambda body: kv.barrier())
+    with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="the store is in command"):
+        kv.command(7)
+    kv.barrier()
+
+
+@pytest.mark.parametrize(
+    ("head", "body"), [(7, {1, 2}), (7, np.ones(2)), (7, float("nan")), (-1, 0), ("7", 0), (True, 0)]
+)
+def test_a_bad_command_on_one_rank(kv, head, body):
+    with pytest.raises((TypeError, ValueError) if kv.is_root else PeerFailed):
+        kv.command(head, body) if kv.is_root else kv.command(7)
+    kv.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_other_commands(kv):
+    with pytest.raises(RankMismatch, match=r"command\(7, 0\).*command\(7, 1\)"):
+        kv.command(7, min(kv.rank, 1))
+    with pytest.raises(RankMismatch):
+        kv.command(7 + kv.rank)
+    kv.command(7, "x" * 1000)
+
+
+def test_ranks_that_have_ended_are_counted(kv):
+    assert kv.num_dead_node() == 0
+    if kv.size > 1:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        pid = int(kv._board._slots["pid"][0])
+        kv.barrier()
+        if kv.rank == 0:
+            kv._board._slots["pid"][0] = ended.pid
+        kv.barrier()
+        assert kv.num_dead_node(timeout=1) == 1
+        kv.barrier()
+        if kv.rank == 0:
+            kv._board._slots["pid"][0] = pid
+        kv.barrier()
+    assert kv.num_dead_node() == 0
+    kv.close()
+    assert kv.num_dead_node() == 0

@@ -1,0 +1,211 @@
+"""Scopes, groups of ranks, and what ranks tell each other besides values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import ConfigError, KeyNotInitialized, PeerFailed, RankMismatch, Unsupported
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+
+@pytest.fixture
+def kv(comm):
+    with mpikv.create(comm=comm, timeout=5) as kv:
+        yield kv
+
+
+def test_scopes_have_keys_of_their_own(kv):
+    one, other = kv.scope("one"), kv.scope("other")
+    one.init(["a", "b"], [np.zeros(2), np.zeros(3)])
+    other.init("a", np.ones(4))
+    kv.init("a", np.full(5, 7.0))
+    one.push("a", np.ones(2))
+    np.testing.assert_array_equal(one.pull("a"), np.full(2, kv.size))
+    np.testing.assert_array_equal(other.pull("a"), np.ones(4))
+    np.testing.assert_array_equal(kv.pull("a"), np.full(5, 7.0))
+    assert kv.keys() == ("one/a", "one/b", "other/a", "a")
+    assert (one.keys(), len(one), list(other), "a" in one, "b" in other) == (("a", "b"), 2, ["a"], True, False)
+    assert one.version("a") == kv.version("one/a") == 1
+    one.delete(["a", "b"])
+    assert kv.keys() == ("other/a", "a")
+
+
+def test_every_form_of_a_call(kv):
+    """Results are those that the store gives for the same call."""
+    scope = kv.scope("net")
+    tree = {"w": np.ones(2), "layer": {"b": np.ones(3)}}
+    assert list(scope.broadcast(tree)) == list(kv.broadcast(tree)) == ["w", "layer/b"]
+    assert scope.broadcast(tree, out=tree) is tree
+    for store in (scope, kv):
+        grads = {"w": np.ones(2), "layer": {"b": np.full(3, 2.0)}}
+        assert store.pushpull(grads) is grads
+        np.testing.assert_array_equal(grads["layer"]["b"], np.full(3, 2.0 * kv.size))
+        out = {"w": np.zeros(2), "layer": {"b": np.zeros(3)}}
+        assert store.pushpull({"w": np.ones(2), "layer": {"b": np.ones(3)}}, out=out) is out
+        np.testing.assert_array_equal(out["w"], np.full(2, kv.size))
+        assert store.pull(out) is out
+        assert store.pushpull(grads, out=out, wait=False).wait() is out
+        assert store.pull(out, wait=False).wait() is out
+        assert store.push(grads, wait=False).wait() is None
+        lists = store.pull(("w", "layer/b"))
+        assert [array.shape for array in lists] == [(2,), (3,)]
+        for _ in range(2):
+            store.push(["w", "w"], [np.ones(2), np.ones(2)])
+        np.testing.assert_array_equal(store.pull("w", wait=False).wait(), np.full(2, 2.0 * kv.size))
+        store.buffer("w")[...] = 3
+        np.testing.assert_array_equal(store.pushpull("w"), np.full(2, 3.0 * kv.size))
+        store.set("w", np.zeros(2))
+        store.pull("w", out=store.view("w"))
+        np.testing.assert_array_equal(store.view("w"), np.zeros(2))
+
+
+def test_a_scope_in_a_scope(kv):
+    inner = kv.scope("a").scope("b")
+    inner.init("w", np.zeros(1))
+    assert kv.keys() == ("a/b/w",)
+    assert kv.scope("a/b").keys() == ("w",)
+    assert (inner.rank, inner.size, inner.num_workers, inner.is_root, inner.type) == (
+        kv.rank, kv.size, kv.size, kv.is_root, "local")  # fmt: skip
+    inner.barrier()
+
+
+def test_what_a_scope_has_not(kv):
+    scope = kv.scope("net")
+    assert scope.is_capable("optimizer") is False
+    with pytest.raises(ConfigError, match="unknown capability"):
+        scope.is_capable("speed")
+    with pytest.raises(Unsupported, match="one updater"):
+        scope.set_optimizer("sgd")
+    for name in ("", 3, "/a", "a/"):
+        with pytest.raises(ConfigError, match="name of a scope"):
+            kv.scope(name)
+    with pytest.raises(KeyNotInitialized, match="net/w"):
+        scope.pull("w")
+
+
+def test_a_bad_key_on_one_rank(kv):
+    scope = kv.scope("net")
+    scope.init("w", np.zeros(1))
+    for bad in (3, ["w", 3], None):
+        with pytest.raises(TypeError if kv.is_root else PeerFailed, match="is a str"):
+            scope.pull(bad if kv.is_root else "w")
+    scope.pull("w")
+
+
+def test_trainers_in_scopes(kv):
+    """Two networks of the same names on one store, by turns."""
+    nets = [{"w": np.ones(2)}, {"w": np.ones(3)}]
+    trainers = [
+        mpikv.Trainer(net, "adam", {"learning_rate": 0.5}, kvstore=kv.scope(name))
+        for net, name in zip(nets, ("generator", "critic"), strict=True)
+    ]
+    alone = np.ones(2)
+    with mpikv.create(comm=kv.comm) as other:
+        reference = mpikv.Trainer({"w": alone}, "adam", {"learning_rate": 0.5}, kvstore=other)
+        for step in range(3):
+            for trainer, net in zip(trainers, nets, strict=True):
+                trainer.set_grads({"w": np.full_like(net["w"], step + 1.0)})
+                trainer.step(kv.size)
+            reference.set_grads({"w": np.full(2, step + 1.0)})
+            reference.step(kv.size)
+    np.testing.assert_array_equal(nets[0]["w"], alone)
+    assert trainers[0].update_on_kvstore is False
+    with pytest.raises(mpikv.KeyAlreadyInitialized):
+        mpikv.Trainer(nets[0], "sgd", kvstore=kv.scope("critic")).start()
+    kv.set_optimizer("sgd")
+    trainers[0].set_grads({"w": np.ones(2)})
+    with pytest.raises(ConfigError, match="the store was given an updater"):
+        trainers[0].step(1)
+
+
+# --- Groups
+
+
+def test_groups_sum_over_their_ranks(kv):
+    kv.init("w", np.zeros(2))
+    members = list(range(kv.size))[::-2]
+    part = kv.group(members)
+    assert (part is not None) == (kv.rank in members)
+    if part is not None:
+        assert (part.size, part.rank, part.root) == (len(members), members.index(kv.rank), 0)
+        part.init("w", np.full(3, float(kv.rank)))
+        np.testing.assert_array_equal(part.pull("w"), np.full(3, float(members[0])))
+        part.push("w", np.full(3, kv.rank + 1.0))
+        np.testing.assert_array_equal(part.pull("w"), np.full(3, sum(rank + 1.0 for rank in members)))
+        part.close()
+    kv.push("w", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
+
+
+def test_a_group_of_one_and_of_all(kv):
+    everyone = kv.group(range(kv.size))
+    alone = [kv.group([rank]) for rank in range(kv.size)]
+    mine = alone[kv.rank]
+    assert everyone.size == kv.size
+    assert [part is not None for part in alone] == [rank == kv.rank for rank in range(kv.size)]
+    for part in (everyone, mine):
+        part.init("w", np.zeros(1))
+        part.push("w", np.ones(1))
+        assert part.pull("w") == part.size
+    inner = everyone.group([0])
+    assert (inner is not None) == (kv.rank == 0)
+    everyone.close()
+    mine.close()
+    if inner is not None:
+        inner.close()
+
+
+def test_a_group_keeps_the_options(comm):
+    options = {"placement": "root", "bucket_bytes": 4096, "timeout": 7.0, "deterministic": True}
+    with mpikv.create("dist_sync", comm=comm, transport="mpi", **options) as kv:
+        part = kv.group(range(kv.size))
+        assert (part.type, part.placement, part.transport) == ("dist_sync", "root", kv.transport)
+        assert part._config == kv._config
+        part.close()
+
+
+def test_a_bad_group_on_one_rank(kv):
+    for bad in ([], [0, 0], [kv.size], [-1], ["0"], [0.5]):
+        with pytest.raises(ConfigError if kv.is_root else PeerFailed, match="not a list of some of the ranks"):
+            kv.group(bad if kv.is_root else [0])
+    with pytest.raises(TypeError if kv.is_root else PeerFailed):
+        kv.group(0 if kv.is_root else [0])
+    kv.barrier()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_want_other_groups(kv):
+    with pytest.raises(RankMismatch, match=r"group\(\[0\]\).*group\(\[1\]\)"):
+        kv.group([min(kv.rank, 1)])
+    kv.barrier()
+
+
+# --- agree, vote, refuse
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_agree(kv):
+    kv.agree("a text")
+    with pytest.raises(RankMismatch, match=r"agree\(of rank 0\).*agree\(of another\)"):
+        kv.agree("of rank 0" if kv.is_root else "of another")
+    kv.agree("")
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+def test_vote(comm, transport):
+    with mpikv.create(comm=comm, transport=transport, timeout=5) as kv:
+        for culprit in range(kv.size):
+            assert kv.vote(kv.rank == culprit) is True
+        assert kv.vote(False) is False
+        assert kv.vote(True) is True
+
+
+def test_refuse(kv):
+    kv.init("w", np.zeros(2))
+    with pytest.raises(OSError if kv.is_root else PeerFailed, match="no such batch"):
+        kv.refuse(OSError("no such batch"), "load") if kv.is_root else kv.push("w", np.ones(2))
+    kv.push("w", np.ones(2))
+    np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))

@@ -1,0 +1,736 @@
+"""The Trainer: what it decides, that it trains as push and pull do, and what becomes of its user's mistakes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+import mpikv
+from mpikv import (
+    ConfigError,
+    KeyAlreadyInitialized,
+    Parameter,
+    PeerFailed,
+    RankMismatch,
+    StaleGradient,
+    Unsupported,
+    ValueMismatch,
+)
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+BOTH = pytest.mark.parametrize("on_store", [True, False])
+
+
+def start(comm, on_store=None, params=None, optimizer="sgd", options=None, **more):
+    """Return a trainer on a store of its own, and its weights."""
+    params = {"w": np.ones(3), "b": np.zeros(2)} if params is None else params
+    kv = mpikv.create(comm=comm, timeout=5)
+    options = {"learning_rate": 0.5} if options is None and isinstance(optimizer, str) else options
+    return kv, mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, **more), params
+
+
+def of_rank(rank, shape, step=0):
+    """Return the gradient that a rank brings, in quarters, whose sums are exact."""
+    return np.asarray(np.random.default_rng([rank, step, *shape]).integers(-8, 9, shape) / 4)
+
+
+def raised_by(kv, culprit, error, call, peers=PeerFailed):
+    """Make a call that is wrong on one rank only; check what each raises."""
+    with pytest.raises(error if kv.rank == culprit else peers) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- Steps
+
+
+@BOTH
+def test_a_step_is_the_sum_over_the_batch_size(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        for step, batch_size in enumerate([4, 2, 8.0, np.int64(4)]):
+            before = {name: value.copy() for name, value in params.items()}
+            trainer.set_grads({name: of_rank(kv.rank, value.shape, step) for name, value in params.items()})
+            trainer.step(batch_size)
+            for name, value in params.items():
+                total = sum(of_rank(rank, value.shape, step) for rank in range(kv.size))
+                np.testing.assert_array_equal(value, before[name] - 0.5 * (total / float(batch_size)))
+
+
+@BOTH
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+def test_both_ways_are_push_and_pull_bit_for_bit(comm, on_store, transport, optimizer):
+    """The oracle is a store that is called by hand."""
+    shapes = {"a": (300,), "b": (), "c": (20, 30)}
+    options = {"learning_rate": 0.1, "wd": 0.01, "rescale_grad": 0.5, "clip_gradient": 1.5}
+    params = {name: of_rank(7, shape) for name, shape in shapes.items()}
+    expected = {name: value.copy() for name, value in params.items()}
+    make = {"comm": comm, "transport": transport, "deterministic": True}
+    with mpikv.create(**make) as by_hand, mpikv.create(**make) as kv:
+        trainer = mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store)
+        by_hand.init(expected)
+        by_hand.set_optimizer(optimizer, **options)
+        for step in range(1, 6):
+            random = np.random.default_rng([kv.rank, step])
+            grads = {name: np.asarray(random.standard_normal(shape)) for name, shape in shapes.items()}
+            by_hand.optimizer.rescale_grad = 0.5 / (8 * step)
+            by_hand.pushpull(grads, out=expected)
+            trainer.set_grads(grads)
+            trainer.step(8 * step)
+            for name in params:
+                np.testing.assert_array_equal(params[name], expected[name])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_half_precision_with_masters(comm, dtype):
+    """Where the sums are exact, both ways round once per update and keep the same masters."""
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    results = []
+    for on_store in (True, False):
+        params = {"w": np.linspace(-1, 1, 9).astype(dtype)}
+        options = {"learning_rate": 0.01, "momentum": 0.5, "multi_precision": True}
+        kv, trainer, _ = start(comm, on_store, params, options=options)
+        with kv:
+            for step in range(4):
+                trainer.params["w"].grad = of_rank(kv.rank, (9,), step).astype(dtype)
+                trainer.step(3)
+                if step == 1:
+                    trainer.set_data({"w": np.full(9, 0.3).astype(dtype)})
+        results.append(params["w"].astype(np.float64))
+    np.testing.assert_array_equal(*results)
+
+
+@BOTH
+def test_every_layout_of_weights_is_updated_in_place(comm, on_store):
+    whole = np.ones((4, 6))
+    params = {"odd": whole[::2, ::3], "t": np.ones((2, 3)).T, "f": np.ones((3, 2), order="F"), "none": np.ones(0)}
+    kv, trainer, _ = start(comm, on_store, params)
+    with kv:
+        trainer.set_grads({name: np.full(value.shape, 2.0) for name, value in params.items()})
+        trainer.step(kv.size)
+        for value in params.values():
+            np.testing.assert_array_equal(value, np.zeros(value.shape))
+        assert whole.sum() == 24 - 4
+
+
+@BOTH
+def test_all_ranks_start_from_the_roots_weights(comm, on_store):
+    kv = mpikv.create(comm=comm, timeout=5)
+    params = {"w": np.full(3, float(kv.rank + 1)), "frozen": Parameter(np.full(2, float(kv.rank)), grad_req="null")}
+    trainer = mpikv.Trainer(params, "sgd", kvstore=kv, update_on_kvstore=on_store)
+    with kv:
+        trainer.start()
+        trainer.start()
+        np.testing.assert_array_equal(params["w"], np.ones(3))
+        np.testing.assert_array_equal(params["frozen"].data, np.zeros(2))
+
+
+@BOTH
+@hypothesis.given(data=strategies.data())
+@hypothesis.settings(max_examples=15)
+def test_any_sequence_of_steps(comm, on_store, data):
+    """SGD with momentum, weight decay, factors and stale gradients, beside numpy in one process."""
+    shapes = data.draw(
+        strategies.dictionaries(
+            strategies.sampled_from("abcdef"), strategies.sampled_from([(), (1,), (3,), (2, 3), (0,)]), min_size=1
+        )
+    )
+    momentum = data.draw(strategies.sampled_from([0.0, 0.5]))
+    weights = {name: of_rank(9, shape) for name, shape in shapes.items()}
+    mults = {name: data.draw(strategies.sampled_from([None, 0.0, 2.0])) for name in shapes}
+    params = {name: Parameter(np.array(value), lr_mult=mults[name]) for name, value in weights.items()}
+    options = {"learning_rate": 0.25, "momentum": momentum, "wd": 0.5, "lr_mult": {"a": 4.0, "z": 3.0}}
+    kv, trainer, _ = start(comm, on_store, params, options=options)
+    velocity = {name: np.zeros(shape) for name, shape in shapes.items()}
+    with kv:
+        for step in range(data.draw(strategies.integers(1, 4))):
+            given = data.draw(strategies.sets(strategies.sampled_from(sorted(shapes))))
+            batch_size = data.draw(strategies.sampled_from([1, 2, 8]))
+            for name in given:
+                trainer.params[name].grad = of_rank(kv.rank, shapes[name], step)
+            trainer.step(batch_size, ignore_stale_grad=True)
+            for name in given:
+                factor = mults[name] if mults[name] is not None else {"a": 4.0}.get(name, 1.0)
+                total = sum(of_rank(rank, shapes[name], step) for rank in range(kv.size))
+                gradient = total / batch_size + 0.5 * weights[name]
+                velocity[name] = momentum * velocity[name] - 0.25 * factor * gradient
+                weights[name] = weights[name] + velocity[name]
+            for name, value in weights.items():
+                np.testing.assert_allclose(params[name].data, value, rtol=1e-13, atol=1e-13)
+
+
+# --- The decisions of Gluon's
+
+
+def test_keys_are_the_names_in_sorted_order(comm):
+    kv, trainer, _ = start(comm, params={"z": np.zeros(1), "net": {"b": np.zeros(1), "a": np.zeros(1)}})
+    with kv:
+        trainer.start()
+        assert kv.keys() == ("net/a", "net/b", "z")
+
+
+@BOTH
+def test_the_order_of_a_dict_does_not_matter(comm, on_store):
+    kv = mpikv.create(comm=comm, timeout=5)
+    names = ["a", "b", "c"][:: 1 if kv.is_root else -1]
+    params = {name: np.full(2, float(ord(name))) for name in names}
+    trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 1.0}, kv, update_on_kvstore=on_store)
+    with kv:
+        trainer.set_grads({name: np.full(2, float(ord(name))) for name in reversed(names)})
+        trainer.step(kv.size)
+        for value in params.values():
+            np.testing.assert_array_equal(value, np.zeros(2))
+
+
+@BOTH
+def test_a_shared_parameter_is_updated_once_by_the_sum(comm, on_store):
+    shared = np.zeros(2)
+    kv, trainer, _ = start(comm, on_store, {"out": shared, "embedding": shared, "b": np.zeros(1)})
+    with kv:
+        trainer.set_grads({"out": np.ones(2), "embedding": np.full(2, 3.0), "b": np.ones(1)})
+        trainer.step(1)
+        assert kv.keys() == ("b", "embedding")
+        np.testing.assert_array_equal(shared, np.full(2, -0.5 * 4 * kv.size))
+        trainer.set_data({"out": np.ones(2)})
+        np.testing.assert_array_equal(shared, np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variable", "expected"),
+    [(None, None, True), (None, "1", True), (None, "0", False), (True, "0", True), (False, "1", False)],
+)
+def test_where_updates_are_made(comm, monkeypatch, wanted, variable, expected):
+    monkeypatch.delenv("MXNET_UPDATE_ON_KVSTORE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", variable)
+    kv, trainer, _ = start(comm, wanted)
+    with kv:
+        assert trainer.update_on_kvstore is wanted
+        trainer.start()
+        assert trainer.update_on_kvstore is expected
+        assert (kv.optimizer is trainer.optimizer) is expected
+
+
+def test_a_bad_variable_on_one_rank(comm, monkeypatch):
+    kv, trainer, _ = start(comm)
+    with kv:
+        if kv.rank == kv.size - 1:
+            monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "maybe")
+        assert "MXNET_UPDATE_ON_KVSTORE='maybe'" in raised_by(kv, kv.size - 1, ConfigError, trainer.start)
+        monkeypatch.delenv("MXNET_UPDATE_ON_KVSTORE", raising=False)
+        trainer.start()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_decide_otherwise(comm):
+    kv = mpikv.create(comm=comm, timeout=5)
+    trainer = mpikv.Trainer({"w": np.zeros(2)}, "sgd", kvstore=kv, update_on_kvstore=kv.is_root)
+    with kv, pytest.raises(RankMismatch, match=r"update_on_kvstore=True.*update_on_kvstore=False"):
+        trainer.start()
+
+
+class Summing(mpikv.KVStoreBase):
+    """A store without values on top of one that has them."""
+
+    def __init__(self, kv):
+        self._kv = kv
+
+    def broadcast(self, key, value=None, out=None, priority=0):
+        return self._kv.broadcast(key, value, out)
+
+    def pushpull(self, key, value=None, out=None, priority=0):
+        return self._kv.pushpull(key, value, out)
+
+
+def test_a_store_without_an_optimizer(comm):
+    with mpikv.create(comm=comm) as kv:
+        params = {"w": np.ones(2)}
+        with pytest.raises(ConfigError, match="update_on_kvstore=True, and the store 'summing' has no optimizer"):
+            mpikv.Trainer(params, "sgd", kvstore=Summing(kv), update_on_kvstore=True).start()
+        trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kvstore=Summing(kv))
+        trainer.set_grads({"w": np.ones(2)})
+        trainer.step(kv.size)
+        assert trainer.update_on_kvstore is False
+        np.testing.assert_array_equal(params["w"], np.full(2, 0.5))
+
+
+class Told(mpikv.KVStoreBase):
+    """Notes what it is asked, and does as one rank would."""
+
+    def __init__(self):
+        self.calls = []
+
+    def is_capable(self, capability):
+        return capability == self.OPTIMIZER
+
+    def set_gradient_compression(self, compression):
+        self.calls.append(("compress", compression))
+
+    def set_optimizer(self, optimizer):
+        self.calls.append(("set_optimizer", optimizer))
+
+    def broadcast(self, key, value=None, out=None, priority=0):
+        self.calls.append(("broadcast", key))
+
+    def pushpull(self, key, value=None, out=None, priority=0):
+        self.calls.append(("pushpull", key))
+
+
+@pytest.mark.ranks(1)
+def test_the_order_in_which_a_store_is_set_up():
+    told = Told()
+    params = {"z": np.ones(1), "a": np.ones(1), "frozen": Parameter(np.ones(1), grad_req="null")}
+    trainer = mpikv.Trainer(params, "sgd", kvstore=told, compression_params={"type": "2bit"})
+    trainer.set_grads({"a": np.ones(1), "z": np.ones(1), "frozen": np.ones(1)})
+    assert told.calls == []
+    trainer.step(1)
+    assert told.calls == [
+        ("compress", {"type": "2bit"}),
+        ("set_optimizer", trainer.optimizer),
+        ("broadcast", ["a", "frozen", "z"]),
+        ("pushpull", ["a", "z"]),
+    ]
+
+
+def test_a_compression_that_the_store_has_not(comm):
+    with mpikv.create(comm=comm) as kv:
+        trainer = mpikv.Trainer({"w": np.ones(2)}, "sgd", kvstore=Summing(kv), compression_params={"type": "2bit"})
+        with pytest.raises(Unsupported, match="'summing' has no such call"):
+            trainer.start()
+
+
+def test_the_store_is_made_in_the_first_step(comm):
+    with mpikv.Trainer({"w": np.ones(2)}, "sgd", {"learning_rate": 0.5}, kvstore="dist_sync") as trainer:
+        assert trainer.kvstore is None
+        trainer.set_grads({"w": np.ones(2)})
+        trainer.step(1)
+        assert trainer.kvstore.type == "dist_sync"
+        assert trainer.kvstore.size == (1 if comm is None else comm.size)
+    with pytest.raises(mpikv.Closed):
+        trainer.kvstore.barrier()
+
+
+def test_a_store_of_the_callers_stays_open(comm):
+    kv, trainer, _ = start(comm)
+    with kv:
+        with trainer:
+            trainer.start()
+        kv.barrier()
+
+
+def test_the_two_halves_belong_to_ranks_that_update(comm):
+    kv, trainer, params = start(comm, True)
+    with kv:
+        trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
+        for half in (trainer.allreduce_grads, lambda: trainer.update(1)):
+            with pytest.raises(Unsupported, match="pass update_on_kvstore=False"):
+                half()
+        trainer.step(1)
+        np.testing.assert_array_equal(params["w"], np.full(3, 1 - 0.5 * kv.size))
+
+
+def test_clipping_between_the_halves(comm):
+    kv, trainer, params = start(comm, False)
+    with kv:
+        trainer.set_grads({"w": np.array([3.0, 0, 0]), "b": np.array([0, 4.0])})
+        trainer.allreduce_grads()
+        sums = [trainer.params[name].grad for name in ("w", "b")]
+        np.testing.assert_array_equal(sums[0], [3.0 * kv.size, 0, 0])
+        assert mpikv.clip_global_norm(sums, 1.0) == 5.0 * kv.size
+        trainer.update(1)
+        np.testing.assert_allclose(params["w"], [1 - 0.3, 1, 1], rtol=1e-15)
+        np.testing.assert_allclose(params["b"], [0, -0.4], rtol=1e-15)
+
+
+@BOTH
+def test_gradients_are_accumulated(comm, on_store):
+    params = {"w": Parameter(np.zeros(2), grad_req="add")}
+    kv, trainer, _ = start(comm, on_store, params)
+    with kv:
+        for step in range(3):
+            for _ in range(4):
+                trainer.params["w"].grad = np.full(2, step + 1.0)
+            trainer.step(4 * kv.size)
+            trainer.zero_grad()
+        np.testing.assert_array_equal(params["w"].data, np.full(2, -0.5 * (1 + 2 + 3)))
+
+
+def test_accumulating_on_top_of_a_sum_is_refused(comm):
+    kv, trainer, _ = start(comm, False, {"w": Parameter(np.zeros(2), grad_req="add")})
+    with kv:
+        weight = trainer.params["w"]
+        weight.grad = np.ones(2)
+        trainer.step(1)
+        with pytest.raises(ConfigError, match=r"call zero_grad\(\) after the update"):
+            weight.grad = np.ones(2)
+
+
+@BOTH
+def test_gradients_of_a_step_stay_the_callers(comm, on_store):
+    """On the store they are not changed; else they become the sums, and are not rescaled."""
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(2)})
+    with kv:
+        gradient = np.ones(2)
+        trainer.params["w"].grad = gradient
+        trainer.step(4)
+        np.testing.assert_array_equal(gradient, np.full(2, 1.0 if on_store else kv.size))
+        np.copyto(trainer.params["w"].grad, 2.0)  # written in place, as by out=
+        trainer.params["w"].fresh = True
+        trainer.step(4)
+        np.testing.assert_array_equal(params["w"], np.full(2, -0.125 * 3 * kv.size))
+
+
+@BOTH
+def test_frozen_parameters_need_no_gradient(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        trainer.params["b"].grad_req = "null"
+        trainer.set_grads({"w": np.ones(3)})
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(params["b"], np.zeros(2))
+        trainer.params["b"].grad_req = "write"
+        trainer.set_grads({"w": np.zeros(3), "b": np.ones(2)})
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(params["b"], np.full(2, -0.5))
+
+
+@BOTH
+def test_learning_rates(comm, on_store):
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)})
+    with kv:
+        assert trainer.learning_rate == 0.5
+        for rate in (0.5, 0.25, 0.0):
+            trainer.set_learning_rate(rate)
+            assert trainer.learning_rate == rate
+            trainer.params["w"].grad = np.ones(1)
+            trainer.step(kv.size)
+        assert params["w"] == -0.75
+
+
+@BOTH
+def test_a_schedule(comm, on_store):
+    rates = []
+    options = {"lr_scheduler": lambda count: 1 / count}
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)}, options=options)
+    with kv:
+        for _ in range(3):
+            rates.append(trainer.learning_rate)
+            trainer.params["w"].grad = np.ones(1)
+            trainer.step(kv.size)
+        assert rates == [1, 1 / 2, 1 / 3]
+        assert params["w"] == -sum(rates)
+        with pytest.raises(ConfigError, match="lr_scheduler gives the rate"):
+            trainer.set_learning_rate(0.1)
+
+
+@BOTH
+def test_weights_set_by_hand(comm, on_store):
+    kv, trainer, params = start(comm, on_store, options={"learning_rate": 0.5, "momentum": 0.5})
+    with kv:
+        values = {"w": np.full(3, 8.0 + kv.rank), "b": np.full(2, 1.0 + kv.rank)}
+        trainer.set_data(values if kv.is_root else dict(reversed(values.items())))
+        np.testing.assert_array_equal(params["w"], np.full(3, 8.0))
+        np.testing.assert_array_equal(params["b"], np.ones(2))
+        trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], np.full(3, 7.5))
+        message = raised_by(kv, 0, ConfigError, lambda: trainer.set_data({"v" if kv.rank == 0 else "w": np.zeros(3)}))
+        assert "unknown parameter 'v'" in message
+
+
+@BOTH
+def test_an_overflow_on_one_rank_skips_the_update_on_all(comm, on_store):
+    scaler = mpikv.LossScaler(4.0, window=2)
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(2)}, loss_scaler=scaler)
+    with kv:
+        weight, scales = trainer.params["w"], []
+        for step in range(4):
+            weight.grad = np.full(2, np.inf if step == 1 and kv.rank == kv.size - 1 else scaler.loss_scale)
+            scales.append(scaler.loss_scale)
+            trainer.step(kv.size)
+            assert not weight.fresh
+        np.testing.assert_array_equal(params["w"], np.full(2, -1.5))
+        assert (scales, scaler.loss_scale) == ([4, 4, 2, 2], 4)
+
+
+# --- Mistakes
+
+
+@BOTH
+def test_a_stale_gradient_on_one_rank(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        for step in range(2):  # reset in both modes
+            grads = {name: np.ones_like(value) for name, value in params.items()}
+            if kv.rank == kv.size - 1:
+                del grads["b"]
+            trainer.set_grads(grads)
+            assert "'b'" in raised_by(kv, kv.size - 1, StaleGradient, lambda: trainer.step(1))
+            np.testing.assert_array_equal(params["w"], np.full(3, 1 - 0.5 * kv.size * step))
+            trainer.params["b"].grad = np.ones(2)
+            trainer.step(1)
+        np.testing.assert_array_equal(params["w"], np.full(3, 1 - kv.size))
+        with pytest.raises(UserWarning, match="given no gradient"):
+            trainer.step(1)
+
+
+@BOTH
+def test_stale_gradients_may_be_left_out(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        trainer.params["w"].grad = np.ones(3)
+        trainer.step(kv.size, ignore_stale_grad=True)
+        trainer.step(kv.size, ignore_stale_grad=True)  # nothing to do
+        np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
+        np.testing.assert_array_equal(params["b"], np.zeros(2))
+
+
+@BOTH
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_leave_out_others(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        trainer.params["w"].grad = np.ones(3)
+        if kv.is_root:
+            trainer.params["b"].grad = np.ones(2)
+        with pytest.raises(RankMismatch, match="ranks disagree"):
+            trainer.step(1, ignore_stale_grad=True)
+        np.testing.assert_array_equal(params["w"], np.ones(3))
+        if not kv.is_root:
+            trainer.params["b"].grad = np.zeros(2)
+        trainer.step(1)
+        np.testing.assert_array_equal(params["b"], np.full(2, -0.5))
+
+
+@BOTH
+@pytest.mark.parametrize("batch_size", [0, -1, float("nan"), float("inf"), "8", None, True])
+def test_a_bad_batch_size_on_one_rank(comm, on_store, batch_size):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
+        mine = batch_size if kv.rank == kv.size - 1 else 1
+        assert "batch_size=" in raised_by(kv, kv.size - 1, ConfigError, lambda: trainer.step(mine))
+        trainer.step(1)
+        np.testing.assert_array_equal(params["w"], np.full(3, 1 - 0.5 * kv.size))
+
+
+@BOTH
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("option", ["batch_size", "learning_rate", "lr_mult"])
+def test_ranks_with_other_settings(comm, on_store, option):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        grads = {name: np.ones_like(value) for name, value in params.items()}
+        trainer.set_grads(grads)
+        batch_size = 2 if option == "batch_size" and not kv.is_root else 1
+        if option == "learning_rate" and kv.is_root:
+            trainer.set_learning_rate(1.0)
+        if option == "lr_mult" and kv.is_root:
+            trainer.params["w"].lr_mult = 3.0
+        with pytest.raises(RankMismatch, match="ranks disagree"):
+            trainer.step(batch_size)
+        np.testing.assert_array_equal(params["w"], np.ones(3))
+        for gradient in grads.values():
+            np.testing.assert_array_equal(gradient, np.ones_like(gradient))
+        trainer.set_learning_rate(0.5)
+        trainer.params["w"].lr_mult = 1.0
+        trainer.step(1)
+        np.testing.assert_array_equal(params["w"], np.full(3, 1 - 0.5 * kv.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_setting_that_is_set_again_on_one_rank_is_no_difference(comm):
+    kv, trainer, params = start(comm, False)
+    with kv:
+        for _ in range(2):
+            if kv.is_root:
+                trainer.set_learning_rate(0.25)
+                trainer.set_learning_rate(0.5)
+            trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
+            trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], np.zeros(3))
+
+
+@BOTH
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_other_parameters(comm, on_store):
+    kv = mpikv.create(comm=comm, timeout=5)
+    params = {"w": np.zeros(2), "b" if kv.is_root else "c": np.zeros(2)}
+    with kv, pytest.raises(RankMismatch, match="'b'"):
+        mpikv.Trainer(params, "sgd", kvstore=kv, update_on_kvstore=on_store).start()
+
+
+@BOTH
+def test_a_gradient_that_does_not_fit_on_one_rank(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        with pytest.raises(ValueMismatch, match=r"shape \(2,\) for a parameter of shape \(3,\)"):
+            trainer.params["w"].grad = np.ones(2)
+        with pytest.raises(TypeError, match="expected an array"):
+            trainer.params["w"].grad = [1.0, 2.0, 3.0]
+        trainer.set_grads({"w": np.ones(3), "b": np.ones(2)})
+        if kv.is_root:
+            trainer.params["b"].grad = np.ones(2, int)
+        assert "int64" in raised_by(kv, 0, ValueMismatch, lambda: trainer.step(kv.size))
+        trainer.params["b"].grad = np.ones(2)
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
+
+
+def test_what_cannot_hold_a_sum_on_one_rank(comm):
+    kv, trainer, _ = start(comm, False, {"v": np.zeros(2), "w": np.zeros(2)})
+    with kv:
+        one = np.ones(2)
+        trainer.set_grads({"v": one, "w": one if kv.is_root else one.copy()})
+        assert "'v' and 'w' have one array" in raised_by(kv, 0, ValueMismatch, lambda: trainer.step(1))
+        trainer.set_grads({"v": np.ones(2), "w": np.broadcast_to(1.0, 2) if kv.is_root else np.ones(2)})
+        assert "read-only" in raised_by(kv, 0, TypeError, lambda: trainer.step(1))
+
+
+def test_halves_out_of_order(comm):
+    kv, trainer, params = start(comm, False, {"w": np.zeros(2)})
+    with kv:
+        weight = trainer.params["w"]
+        weight.grad = np.ones(2)
+        with pytest.raises(ConfigError, match=r"call allreduce_grads\(\) first"):
+            trainer.update(1)
+        trainer.allreduce_grads()
+        with pytest.raises(ConfigError, match="sum over ranks already"):
+            trainer.allreduce_grads()
+        with pytest.raises(ConfigError, match="sum over ranks already"):
+            trainer.step(1)
+        weight.grad /= 2
+        trainer.update(1)
+        np.testing.assert_array_equal(params["w"], np.full(2, -0.25 * kv.size))
+        with pytest.raises(StaleGradient):
+            trainer.update(1)
+        weight.grad = np.ones(2)
+        trainer.allreduce_grads()
+        if kv.is_root:
+            weight.grad = weight.grad / 2
+        assert "not the sum" in raised_by(kv, 0, ConfigError, lambda: trainer.update(1))
+        np.testing.assert_array_equal(params["w"], np.full(2, -0.25 * kv.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_halves_with_other_parameters(comm):
+    kv, trainer, params = start(comm, False)
+    with kv:
+        trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
+        trainer.allreduce_grads()
+        trainer.params["b"].fresh = kv.is_root
+        with pytest.raises(RankMismatch, match=r"update \['b', 'w'\].*update \['w'\]"):
+            trainer.update(1, ignore_stale_grad=True)
+        np.testing.assert_array_equal(params["w"], np.ones(3))
+
+
+@BOTH
+def test_a_setting_that_needs_other_state(comm, on_store):
+    kv, trainer, params = start(comm, on_store)
+    with kv:
+        for _ in range(2):
+            trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
+            if trainer.optimizer.momentum == 0 and trainer.params["w"].data[0] != 1:
+                trainer.optimizer.momentum = 0.9
+                with pytest.raises(ConfigError, match="changed to keep"):
+                    trainer.step(kv.size)
+            else:
+                trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
+
+
+@BOTH
+def test_two_trainers_do_not_share_a_store(comm, on_store):
+    kv, first, params = start(comm, on_store)
+    with kv:
+        first.start()
+        second = mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, update_on_kvstore=on_store)
+        with pytest.raises(ConfigError if on_store else KeyAlreadyInitialized, match="give each Trainer"):
+            second.start()
+        first.set_grads({name: np.ones_like(value) for name, value in params.items()})
+        first.step(kv.size)
+        np.testing.assert_array_equal(params["w"], np.full(3, 0.5))
+
+
+def test_two_trainers_with_stores_of_their_own(comm):
+    """The same names, other shapes, in turns."""
+    kvs = [mpikv.create(comm=comm) for _ in range(2)]
+    params = [{"w": np.ones(3)}, {"w": np.ones(5)}]
+    trainers = [mpikv.Trainer(p, "sgd", {"learning_rate": 0.5}, kv) for p, kv in zip(params, kvs, strict=True)]
+    for turn in range(4):
+        trainers[turn % 2].params["w"].grad = np.ones(3 + 2 * (turn % 2))
+        trainers[turn % 2].step(kvs[0].size)
+    for each in params:
+        np.testing.assert_array_equal(each["w"], np.zeros_like(each["w"]))
+    for kv in kvs:
+        kv.close()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (([np.zeros(1)], "sgd"), TypeError, "params is a dict"),
+        (({}, "sgd"), ConfigError, "nothing to train"),
+        (({3: np.zeros(1)}, "sgd"), TypeError, "is a str"),
+        (({"w": [1.0]}, "sgd"), TypeError, "not a list"),
+        (({"w": np.float64(1)}, "sgd"), TypeError, "not a float64"),
+        (({"w": np.broadcast_to(1.0, 3)}, "sgd"), TypeError, "read-only"),
+        (({"w": np.zeros(1, ">f8")}, "sgd"), TypeError, "byte order"),
+        (({"w": np.zeros(1)}, "sdg"), ConfigError, "did you mean 'sgd'"),
+        (({"w": np.zeros(1)}, mpikv.optimizers.SGD(), {"momentum": 0.5}), ConfigError, "not with an object"),
+        (({"w": np.zeros(1)}, print), TypeError, "expected an optimizer"),
+        (({"w": np.zeros(1)}, "sgd", None, None), TypeError, "kvstore is a store or the name of one"),
+        (({"w": np.zeros(1)}, "sgd", None, "device", None, "yes"), ConfigError, "neither True, False nor None"),
+    ],
+)
+def test_bad_arguments(arguments, error, text):
+    with pytest.raises(error, match=text):
+        mpikv.Trainer(*arguments)
+
+
+def test_integers_cannot_be_trained(comm):
+    kv, trainer, _ = start(comm, True, {"w": np.zeros(2, int)})
+    with kv, pytest.raises(Unsupported, match="cannot update values of int64"):
+        trainer.start()
+
+
+@BOTH
+def test_torch_parameters(comm, on_store):
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.ones(3))
+    kv, trainer, _ = start(comm, on_store, {"w": weight})
+    with kv:
+        (weight * 2).sum().backward()
+        trainer.params["w"].grad = weight.grad
+        trainer.step(kv.size)
+        assert weight.tolist() == [0, 0, 0]
+
+
+# --- A real training
+
+
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@BOTH
+def test_digits_have_the_weights_of_push_and_pull(comm: Any, optimizer: str, transport: str, on_store: bool) -> None:
+    pytest.importorskip("sklearn")
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    train_digits: Any = pytest.importorskip("train_digits")
+    settings = train_digits.Settings(optimizer, "float64", epochs=2, batch=64, seed=0)
+    digits = train_digits.load("float64", 0)
+    options = {"comm": comm, "transport": transport, "deterministic": True}
+    with mpikv.create(**options) as kv, mpikv.create(**options) as other:
+        expected = train_digits.train(kv, digits, settings, lambda params: None)
+        params = train_digits.train_with_trainer(other, digits, settings, lambda params: None, on_store)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(params[name], value)
