@@ -17,7 +17,7 @@ def ranks_per_host(ranks: int) -> int:
 def two_hosts(request: pytest.FixtureRequest, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores of a test with the parameter ``hosts`` find two hosts."""
     spec = getattr(request.node, "callspec", None)
-    if spec and any("hosts" in values_of(parameter) for parameter in spec.params.values()):
+    if spec and any(names_hosts(parameter) for parameter in spec.params.values()):
         monkeypatch.setenv("MPIKV_RANKS_PER_HOST", str(ranks_per_host))
 
 
@@ -27,5 +27,6 @@ def over(transport: str, ranks_per_host: int) -> dict[str, Any]:
     return {"transport": transport, "ranks_per_host": ranks_per_host if transport == "hosts" else 0}
 
 
-def values_of(parameter: Any) -> tuple[Any, ...]:
-    return parameter if isinstance(parameter, tuple) else (parameter,)
+def names_hosts(parameter: Any) -> bool:
+    values = parameter if isinstance(parameter, tuple) else (parameter,)
+    return any(isinstance(value, str) and value == "hosts" for value in values)
