@@ -176,7 +176,7 @@ def _of_peer(call: Call, rank: int, told: str) -> Exception:
     kind, _, text = told.partition(": ")
     if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
         return RankMismatch(text)
-    return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed", rank)
+    return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed in the store", rank)
 
 
 def _told(error: BaseException) -> str:

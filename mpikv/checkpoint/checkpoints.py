@@ -89,7 +89,7 @@ class Checkpoints:
     def _write(self, call: Call, draft: Draft, contents: Contents, start: int) -> None:
         is_root = self._transport.rank == self._root
         try:
-            # What the root writes first shows the others that they see the same file.
+            # By the name that the root has drawn the others know whether they see its file.
             nonce = np.zeros(NONCE, np.uint8)
             self._together(call, draft.create, nonce, only=is_root)
             self._transport.broadcast(nonce, self._root)
