@@ -69,7 +69,7 @@ class Agreement:
     """Compares the ranks' calls."""
 
     def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
-        self._transport, self._group, self._board, self._check = transport, group, board, check
+        self._transport, self._group, self._board, self.check = transport, group, board, check
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
@@ -85,7 +85,7 @@ class Agreement:
         """
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if not self._check:
+        if not self.check:
             self._transport.fence(showing)
         elif not self._transport.agree(call.token, showing):
             _, some_have_left = self._settle(call)
@@ -102,7 +102,7 @@ class Agreement:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if self._check and not self._transport.agree(_FAILED):
+        if self.check and not self._transport.agree(_FAILED):
             self._tell(call, error)
         raise self.at_rank(call.verb, error)
 
