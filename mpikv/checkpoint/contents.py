@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -171,14 +172,21 @@ class Contents:
         """The number of checksums."""
         return -(-self.nbytes // CHUNK)
 
+    @cached_property
+    def _places(self) -> str:
+        """The end of the header: where each array lies."""
+        return _json(
+            {
+                one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]}
+                for one in self.tensors
+            }
+        )[1:]
+
     def header(self, sums: Array) -> bytes:
         """Return all that stands before the arrays: of one length, whatever the checksums are."""
         checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
-        tree: dict[str, Any] = {"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}}
-        for tensor in self.tensors:
-            offsets = [tensor.begin, tensor.end]
-            tree[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-        text = json.dumps(tree, separators=(",", ":")).encode()
+        metadata = _json({"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}})
+        text = (f"{metadata[:-1]},{self._places}" if self.tensors else metadata).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         if len(text) > LARGEST_HEADER:
             raise Unsupported(
@@ -186,6 +194,10 @@ class Contents:
                 "use fewer, larger arrays"
             )
         return len(text).to_bytes(8, "little") + text
+
+
+def _json(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, separators=(",", ":"))
 
 
 class Header(NamedTuple):
@@ -272,11 +284,10 @@ def _tree(text: bytes | str) -> dict[str, Any]:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in tree:
-            raise ValueError(f"{brief(name, 40)!r} is there twice")
-        tree[name] = value
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{brief(twice, 40)!r} is there twice")
     return tree
 
 
@@ -299,23 +310,23 @@ def _contents(tree: Mapping[str, Any]) -> Contents:
 
 def _saved_key(tree: Mapping[str, Any]) -> SavedKey:
     key: Key = _typed(tree["key"], (int, str))
-    named = f"key {brief(repr(key), 40)}"
     state: dict[str, str] = _typed(tree["state"], dict)
     dtypes = [_typed(name, str) for name in (tree["dtype"], *state.values())]
-    if unknown := [name for name in dtypes if name not in _STORED]:
-        raise CheckpointError(f"{named} has an unknown dtype {brief(repr(unknown[0]), 40)}")
     shape = tuple(_count(length) for length in _typed(tree["shape"], list))
-    # What this numpy could not even name, as it is counted without the zeros.
-    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
-        raise CheckpointError(f"{named} has a shape {brief([*shape])} that no array has")
-    if any("/" in slot or not slot for slot in state):
-        raise CheckpointError(f"{named} has a state without a proper name among {brief([*state])}")
     updates: int = _typed(tree["updates"], int)
     earlier: int = _typed(tree["earlier"], int)
+    fault = ""
+    if unknown := [name for name in dtypes if name not in _STORED]:
+        fault = f"an unknown dtype {brief(repr(unknown[0]), 40)}"
+    # What this numpy could not even name, as it is counted without the zeros.
+    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
+        fault = f"a shape {brief([*shape])} that no array has"
+    if any("/" in slot or not slot for slot in state):
+        fault = f"a state without a proper name among {brief([*state])}"
     if not 0 <= updates <= _MOST_UPDATES or not 0 <= updates + earlier <= _MOST_UPDATES:
-        raise CheckpointError(
-            f"{named} has the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
-        )
+        fault = f"the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
+    if fault:
+        raise CheckpointError(f"key {brief(repr(key), 40)} has {fault}")
     return SavedKey(key, dtypes[0], shape, updates, earlier, state)
 
 
