@@ -169,7 +169,11 @@ class Checkpoints:
             run(call, reader, source.header, updater)
         finally:
             reader.close()
-        self._settle_counts(source.header.contents)
+        contents = source.header.contents
+        self._settle_counts(contents)
+        if contents.values:
+            # They belong to pushes that these values have not seen.
+            self._exchange.drop_residuals()
 
     def _load_new(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
         """Load into a store without keys, which has none again if the file turns out to be damaged."""

@@ -282,6 +282,25 @@ def test_views_and_buffers_stay(comm, folder):
         np.testing.assert_array_equal(buffer, np.full(5, kv.rank + 1.0))
 
 
+@pytest.mark.parametrize("codec", [{"type": "2bit", "threshold": 0.5}, {"type": "lowrank", "rank": 1}])
+def test_residuals_start_anew(comm, folder, codec):
+    """What pushes have left out is in no file, and none of it is left after a load."""
+    values = {"w": numbers((30, 7), FLOATS[1], 1)}
+    with mpikv.create(comm=comm, compression=codec) as kv, mpikv.create(comm=comm, compression=codec) as other:
+        kv.init(values)
+        push(kv, values, 1)
+        kv.save(folder / "checkpoint")
+        saved = contents(kv)
+        push(kv, values, 2)
+        other.load(folder / "checkpoint")
+        kv.load(folder / "checkpoint")
+        assert contents(kv) == contents(other) == saved
+        for number in (3, 4):
+            for store in (kv, other):
+                push(store, values, number)
+            assert contents(kv) == contents(other)
+
+
 def test_counts_of_earlier_updaters(comm, folder):
     with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
         kv.init("w", np.zeros(3))
