@@ -71,7 +71,7 @@ def test_a_draft_that_is_taken_for_a_leftover(tmp_path: Path, monkeypatch: pytes
     path, others = tmp_path / "checkpoint", list[Draft]()
     before(monkeypatch, "flock", lambda: others.append(create(path)), fcntl)
     mine = Draft(str(path))
-    with pytest.raises(CheckpointError, match="another store is being saved"):
+    with pytest.raises(CheckpointError, match="was removed, by another store"):
         mine.create(np.zeros(NONCE, np.uint8))
     mine.close()
     commit(others[0], "other")
@@ -87,7 +87,7 @@ def test_a_draft_that_somebody_removes(tmp_path: Path) -> None:
     (name,) = set(os.listdir(tmp_path)) - {"checkpoint"}
     (tmp_path / name).unlink()
     (tmp_path / name).write_text("not ours")
-    with pytest.raises(CheckpointError, match="another store is being saved"):
+    with pytest.raises(CheckpointError, match="was removed, by another store"):
         commit(draft, "new")
     draft.close()
     assert (path.read_text(), (tmp_path / name).read_text()) == ("old", "not ours")

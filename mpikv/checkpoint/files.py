@@ -169,7 +169,7 @@ class Draft:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(_busy(self.path)) from None
+            raise CheckpointError(f"another store is being saved to {self.path!r} now; save to another path") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -180,11 +180,10 @@ class Draft:
         """Raise CheckpointError unless the draft is still at its path."""
         # Between its making and its lock another job may have taken it for a leftover.
         if not _is_at(self._file, self._draft):
-            raise CheckpointError(_busy(self.path))
-
-
-def _busy(path: str) -> str:
-    return f"another store is being saved to {path!r} now; save to another path"
+            raise CheckpointError(
+                f"the draft {self._draft!r} was removed, by another store that is being saved to that path or by hand; "
+                "save again, or to another path"
+            )
 
 
 def _is_at(file: int, path: str) -> bool:
