@@ -594,8 +594,8 @@ class KVStore:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
 
         Raises:
-            OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. The message says
-                so if the checkpoint is in its place and only its folder could not be flushed.
+            OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. If it is in
+                its place and only the folder could not be flushed, the message says so.
             CheckpointError: another store is being saved to the path.
             Unsupported: a host does not see the file that the root has made, or no reader would take what the store
                 holds.
