@@ -69,7 +69,7 @@ class Agreement:
     """Compares the ranks' calls."""
 
     def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
-        self._transport, self._group, self._board, self._check = transport, group, board, check
+        self._transport, self._group, self._board, self.check = transport, group, board, check
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
@@ -85,7 +85,7 @@ class Agreement:
         """
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if not self._check:
+        if not self.check:
             self._transport.fence(showing)
         elif not self._transport.agree(call.token, showing):
             _, some_have_left = self._settle(call)
@@ -102,7 +102,7 @@ class Agreement:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if self._check and not self._transport.agree(_FAILED):
+        if self.check and not self._transport.agree(_FAILED):
             self._tell(call, error)
         raise self.at_rank(call.verb, error)
 
@@ -176,7 +176,7 @@ def _of_peer(call: Call, rank: int, told: str) -> Exception:
     kind, _, text = told.partition(": ")
     if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
         return RankMismatch(text)
-    return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed", rank)
+    return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed in the store", rank)
 
 
 def _told(error: BaseException) -> str:

@@ -143,6 +143,16 @@ def notes(error: BaseException) -> list[str]:
     return list(getattr(error, "__notes__", ()))
 
 
+def brief(value: object, most: int = 120) -> str:
+    """Return a text, or the repr of what is none, without what is too much of it for a message.
+
+    >>> brief(["a" * 50], 20)
+    "['aaaaaaaaaaaaaaaaa…"
+    """
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def known_names(what: str, name: object, known: Iterable[str]) -> str:
     """Return the sentence for an unknown name: what was given, what is known, and the nearest known name.
 

@@ -451,13 +451,17 @@ class Exchange:
     def compress(self, codec: Codec | None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped."""
         self.compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        self.drop_residuals()
+        # Sums are no longer, or again, left to the rules.
+        self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
+
+    def drop_residuals(self) -> None:
+        """Forget what was left out of earlier pushes. Local."""
         self._forget_plans()
         for block in self._arena.blocks:
             block.residuals.clear()
         for entry in self.table.entries():
             entry.codec_state.clear()
-        # Sums are no longer, or again, left to the rules.
-        self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
 
     def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
         """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.

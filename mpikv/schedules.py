@@ -11,13 +11,18 @@ PolyScheduler and CosineScheduler.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import ConfigError, known_names
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
+
+
+def _is(value: object, kind: type[Any]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Schedule:
     """``linear``: rise evenly to ``base_lr``. ``constant``: stay at ``warmup_begin_lr``, then jump."""
 
     def __post_init__(self) -> None:
+        self._settle_whole("warmup_steps")
         self._settle_float("base_lr", "warmup_begin_lr")
         self._require(self.warmup_steps >= 0, "warmup_steps", "not in [0, inf)")
         self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
@@ -61,9 +67,15 @@ class Schedule:
     def _settle_float(self, *names: str) -> None:
         # As floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
         for name in names:
-            value = float(getattr(self, name))
-            self._require(0 <= value < math.inf, name, "not in [0, inf)")
-            object.__setattr__(self, name, value)
+            value = getattr(self, name)
+            self._require(_is(value, numbers.Real) and 0 <= value < math.inf, name, "not a number in [0, inf)")
+            object.__setattr__(self, name, float(value))
+
+    def _settle_whole(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            self._require(_is(value, numbers.Integral) and value < 1 << 63, name, "not a whole number below 2**63")
+            object.__setattr__(self, name, int(value))
 
     def _require(self, condition: bool, name: str, fault: str) -> None:
         if not condition:
@@ -89,6 +101,7 @@ class Factor(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._settle_whole("step")
         self._settle_float("factor", "stop_factor_lr")
         self._require(self.step >= 1, "step", "not in [1, inf)")
         self._require(0 < self.factor <= 1, "factor", "not in (0, 1]")
@@ -117,7 +130,8 @@ class MultiFactor(Schedule):
         super().__post_init__()
         self._settle_float("factor")
         object.__setattr__(self, "step", tuple(self.step))
-        self._require(bool(self.step) and self.step[0] >= 1, "step", "not a sequence of numbers in [1, inf)")
+        whole = all(_is(boundary, numbers.Integral) and 1 <= boundary < 1 << 63 for boundary in self.step)
+        self._require(bool(self.step) and whole, "step", "not a sequence of whole numbers in [1, 2**63)")
         self._require(all(a < b for a, b in zip(self.step, self.step[1:], strict=False)), "step", "not rising")
         self._require(0 < self.factor <= 1, "factor", "not in (0, 1]")
 
@@ -144,6 +158,7 @@ class Polynomial(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._settle_whole("max_update")
         self._settle_float("pwr", "final_lr")
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 
@@ -174,6 +189,7 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._settle_whole("max_update")
         self._settle_float("final_lr")
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 

@@ -699,9 +699,11 @@ class KVStore(KVStoreBase):
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
 
         Raises:
-            OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``.
+            OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. If it is in
+                its place and only the folder could not be flushed, the message says so.
             CheckpointError: another store is being saved to the path.
-            Unsupported: a host does not see the file that the root has made.
+            Unsupported: a host does not see the file that the root has made, or no reader would take what the store
+                holds.
             ConfigError: a setting of the optimizer was changed to need other state than there is.
             RankMismatch: ranks gave other paths.
 
@@ -729,7 +731,7 @@ class KVStore(KVStoreBase):
         as the file's, which is replaced: :attr:`optimizer` is a new object.
 
         Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
-        found good, for which it is read twice.
+        found good, for which it is read twice. What compressed pushes have left out is dropped.
 
         Raises:
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.

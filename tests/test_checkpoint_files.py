@@ -24,6 +24,7 @@ from mpikv.checkpoint import inspect
 from mpikv.checkpoint.checksums import contributions
 
 Tree = dict[str, Any]
+OPTIONS = ("updater", "options")
 VALUES = {"w": np.arange(6.0).reshape(2, 3), "b": np.ones(3, np.float32)}
 
 
@@ -186,6 +187,11 @@ def change(*where: Any, to: Any) -> Callable[[Tree, Tree], None]:
     return run
 
 
+def factor(**arguments: Any) -> Callable[[Tree, Tree], None]:
+    """Return a function that gives the schedule in the description other arguments."""
+    return change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": arguments})
+
+
 def header_change(name: str, to: Any) -> Callable[[Tree, Tree], None]:
     return lambda header, described: header.__setitem__(name, to)
 
@@ -208,7 +214,6 @@ def nested(depth: int) -> Any:
 
 
 W = {"dtype": "F64", "shape": [2, 3]}
-OPTIONS = ("updater", "options")
 
 
 @pytest.mark.parametrize(
@@ -242,8 +247,12 @@ OPTIONS = ("updater", "options")
         (change("keys", 0, "shape", to=[1] * 65), "that no array has"),
         (change("keys", 0, "shape", to=[1 << 40]), "array 'value/w' is"),
         (change("keys", 0, "shape", to="23"), "a place of another type"),
-        (change("keys", 0, "updates", to=-1), "-1 is no length and no count"),
-        (change("keys", 0, "updates", to=1 << 63), "no count"),
+        (change("keys", 0, "updates", to=-1), "counts -1 and 0, which no value has"),
+        (change("keys", 0, "updates", to=1 << 63), "counts 9223372036854775808 and 0, which no value has"),
+        (change("keys", 0, "updates", to=(1 << 63) - 1), "which no value has"),
+        (change("keys", 0, "earlier", to=(1 << 63) - 1), "which no value has"),
+        (change("keys", 0, "earlier", to=-2), "counts 1 and -2, which no value has"),
+        (change("keys", 0, "earlier", to=10**4000), "which no value has"),
         (change("keys", 0, "earlier", to=None), "a place of another type"),
         (change("keys", 0, "state", to={}), "array 'state/"),
         (change("keys", 0, "state", to={"a/b": "float64"}), "without a proper name"),
@@ -264,6 +273,15 @@ OPTIONS = ("updater", "options")
         (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": {"setp": 1}}), "cannot be made"),
         (change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": 1}), "cannot be made"),
         (change(*OPTIONS, "lr_scheduler", to={"system": "Factor"}), "cannot be made"),
+        (factor(step=1.5), "step=1.5 is not a whole number"),
+        (factor(step=True), "step=True is not a whole number"),
+        (factor(step=1 << 63), "is not a whole number below 2**63"),
+        (factor(step=1, warmup_steps=True), "warmup_steps=True is not a whole number"),
+        (factor(step=1, warmup_steps="1"), "warmup_steps='1' is not a whole number"),
+        (factor(step=1, base_lr="0.5"), "base_lr='0.5' is not a number"),
+        (factor(step=1, factor=True), "factor=True is not a number"),
+        (factor(step=1, base_lr=10**400), "cannot be made"),
+        (change(*OPTIONS, "begin_num_update", to=1 << 63), "is not a whole number"),
         (change(*OPTIONS, "lr_mult", to={"by_key": [[[], 1]]}), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to={"by_key": 1}), "cannot be made"),
         (change(*OPTIONS, "lr_mult", to=nested(300)), "cannot be made"),
@@ -274,6 +292,73 @@ def test_forgeries(good: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], Non
     header, described, arrays = parts(good)
     spoil(header, described)
     assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+LONG = "long" * 100_000
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        change("version", to=LONG),
+        change("version", to=[LONG]),
+        change("values", to=LONG),
+        change("keys", 0, "key", to=LONG),
+        change("keys", 0, "key", to=[LONG]),
+        change("keys", 0, "dtype", to=LONG),
+        change("keys", 0, "shape", to=[1] * 100_000),
+        change("keys", 0, "shape", to=[10**4000]),
+        change("keys", 0, "state", to={LONG: "float64"}),
+        change("keys", 0, "state", to={LONG + "/": "float64"}),
+        change("updater", "kind", to=LONG),
+        change("updater", "name", to=LONG),
+        change(*OPTIONS, to={LONG: 1}),
+        change(*OPTIONS, "momentum", to=LONG),
+        change(*OPTIONS, "lr_scheduler", to={"schedule": LONG, "arguments": {}}),
+        factor(step=1, warmup_mode=LONG),
+        header_change(LONG, None),
+        header_change("value/w", {**W, "dtype": LONG}),
+    ],
+)
+def test_long_texts_are_not_repeated(good: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], None]) -> None:
+    header, described, arrays = parts(good)
+    spoil(header, described)
+    forge(tmp_path / "forged", header, described, arrays)
+    with mpikv.create() as kv, pytest.raises(CheckpointError) as caught:
+        kv.load(tmp_path / "forged")
+    assert len(str(caught.value)) < 2000
+
+
+def test_long_texts_that_are_well_formed(tmp_path: Path) -> None:
+    """They are what the store has not."""
+    with mpikv.create() as kv, mpikv.create() as other:
+        kv.init(LONG, np.ones(3))
+        kv.set_optimizer("adam", lr_mult={LONG: 0.5})
+        kv.save(tmp_path / "checkpoint")
+        kv.save_optimizer_states(tmp_path / "states")
+        other.init("w", np.ones(3))
+        for verb in (other.load, other.load_optimizer_states):
+            other.set_optimizer("adam")
+            with pytest.raises(mpikv.ValueMismatch) as caught:
+                verb(tmp_path / ("checkpoint" if verb == other.load else "states"))
+            assert len(str(caught.value)) < 2000
+        other.delete("w")
+        other.set_optimizer("sgd")
+        with pytest.raises(CheckpointError, match="and the store has SGD") as caught:
+            other.load(tmp_path / "checkpoint")
+        assert len(str(caught.value)) < 2000
+
+
+def test_halves_of_surrogate_pairs(good: Path, tmp_path: Path) -> None:
+    """In JSON they may stand, but they are no text."""
+    header, described, arrays = parts(good)
+    text = json.dumps(described, ensure_ascii=False).replace('"w"', '"w\udc80"')
+    checksums = f"{zlib.crc32(text.encode(errors='replace')):08x}" + header["__metadata__"]["mpikv_crc32"][8:]
+    header["__metadata__"] = {"mpikv_checkpoint": text, "mpikv_crc32": checksums}
+    complaint(write(tmp_path / "forged", json.dumps(header), arrays))
+    described["keys"][0]["key"] = "w\udc80"
+    forge(tmp_path / "forged", {}, described, arrays)
+    complaint(tmp_path / "forged")
 
 
 def test_descriptions_that_are_none(good: Path, tmp_path: Path) -> None:
@@ -358,6 +443,62 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
         assert (tuple(entry["shape"]), bytes(entry["data"])) == (value.shape + pairs, value.tobytes())
 
 
+# --- What no reader would take is not written
+
+
+def unsaved(kv: Any, path: Path, text: str) -> None:
+    """Save, which must fail, and change nothing."""
+    path.write_text("old")
+    with pytest.raises(Unsupported, match=text):
+        kv.save(path)
+    assert path.read_text() == "old"
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("dimensions", [32, 33, 64])
+def test_many_dimensions(tmp_path: Path, dimensions: int) -> None:
+    if dimensions > 32 and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        pytest.skip("this numpy has at most 32 dimensions")
+    for dtype in (np.float32, np.complex64):
+        value = np.arange(3, dtype=dtype).reshape((1,) * (dimensions - 1) + (3,))
+        with mpikv.create() as kv, mpikv.create() as other:
+            kv.init("w", value)
+            kv.save(tmp_path / "checkpoint")
+            other.load(tmp_path / "checkpoint")
+            np.testing.assert_array_equal(other.pull("w"), value)
+
+
+class Slots(mpikv.optimizers.SGD):
+    """State of any name and dtype."""
+
+    given: Any = ("momentum", "float32")
+
+    def slots(self, dtype: np.dtype[Any]) -> Any:
+        return {self.given[0]: np.dtype(self.given[1])}
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [(("a/b", "float32"), "without a proper name"), (("a", "datetime64[s]"), r"unknown dtype 'datetime64\[s\]'")],
+)
+def test_state_that_no_reader_would_take(tmp_path: Path, state: Any, text: str) -> None:
+    with mpikv.create() as kv:
+        kv.init("w", np.ones(3))
+        optimizer = Slots()
+        type(optimizer).given = state
+        kv.set_optimizer(optimizer)
+        unsaved(kv, tmp_path / "checkpoint", text)
+
+
+def test_strange_keys(tmp_path: Path) -> None:
+    for key in ("w\udc80", "", "/", 10**4000, -(10**4000)):
+        with mpikv.create() as kv, mpikv.create() as other:
+            kv.init(key, np.ones(3))
+            kv.save(tmp_path / "checkpoint")
+            other.load(tmp_path / "checkpoint")
+            assert other.keys() == (key,)
+
+
 # --- mpikv info PATH
 
 
@@ -385,6 +526,22 @@ def test_info(good: Path) -> None:
         "  'w'  float64[2, 3]  version 1, 1 updates, momentum float64",
         "  'b'  float32[3]  version 1, 1 updates, momentum float32",
     ]
+
+
+def test_info_obeys_no_file(tmp_path: Path) -> None:
+    """What a terminal would obey is escaped."""
+    strange = "w\x1b[2J\x9b\u202e\n\r"
+    with mpikv.create() as kv:
+        kv.init(strange, np.ones(3))
+        kv.set_optimizer("sgd", lr_mult={strange: 2.0})
+        kv.save(tmp_path / "checkpoint")
+    header, described, arrays = parts(tmp_path / "checkpoint")
+    described["updater"]["settings"] += strange
+    forged = forge(tmp_path / strange, header, described, arrays)
+    for shown in (info(str(forged)).stdout, info(str(tmp_path / ("no" + strange))).stderr):
+        assert "\\x1b[2J" in shown
+        assert all(one.isprintable() for one in shown.replace("\n", "")), shown
+    assert len(info(str(forged)).stdout.splitlines()) == 6
 
 
 def test_info_of_what_is_left_out(tmp_path: Path) -> None:

@@ -17,13 +17,14 @@ KILLS = Path(__file__).parents[1] / "scripts" / "kills"
 IN_PLACE = """
 from mpikv.checkpoint.files import Draft
 
-made = Draft.__init__
+create = Draft.create
 
-def in_place(self, path):
-    made(self, path)
-    self._draft = path
+def in_place(self, nonce):
+    Path(self.path).unlink(missing_ok=True)
+    create(self, nonce)
 
-Draft.__init__ = in_place
+Draft.create = in_place
+Draft._named = lambda self, nonce: self.path
 
 """
 

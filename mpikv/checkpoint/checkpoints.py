@@ -18,13 +18,13 @@ import numpy as np
 
 from ..agreement import Agreement, Call
 from ..calls import Prepared
-from ..errors import CheckpointError, ConfigError, TransportError, ValueMismatch, unsettled
+from ..errors import CheckpointError, ConfigError, TransportError, ValueMismatch, brief, unsettled
 from ..exchange import Exchange
 from ..optimizers import Optimizer
 from ..plan import Bucket, Plan, digest
 from ..typing import Array, Slots, Updater
 from .checksums import contributions
-from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order, dtype_named
+from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order, check_readable, dtype_named
 from .files import NONCE, Draft, Reader, Source, inspect
 from .settings import check_dumpable, described, restored
 
@@ -64,6 +64,7 @@ class Checkpoints:
         path = os.fsdecode(path)
         self._exchange.check_slots()
         contents = Contents(self._saved_keys(), values, updater)
+        check_readable(contents)
         # Its length says where the arrays begin.
         blank = contents.header(np.zeros(contents.chunks, np.uint32))
         call = _call(verb, path, contents)
@@ -89,7 +90,7 @@ class Checkpoints:
     def _write(self, call: Call, draft: Draft, contents: Contents, start: int) -> None:
         is_root = self._transport.rank == self._root
         try:
-            # What the root writes first shows the others that they see the same file.
+            # By the name that the root has drawn the others know whether they see its file.
             nonce = np.zeros(NONCE, np.uint8)
             self._together(call, draft.create, nonce, only=is_root)
             self._transport.broadcast(nonce, self._root)
@@ -105,6 +106,26 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> Prepared:
+        return self._found_together("load", self._load, path)
+
+    def load_states(self, path: Any) -> Prepared:
+        return self._found_together("load_optimizer_states", self._load_states, path)
+
+    def _found_together(self, verb: str, prepare: Callable[[Any], Prepared], path: Any) -> Prepared:
+        """Prepare; but where ranks do not tell each other of what that raises, leave it to where they do, as a file may
+        be unreadable on one of them alone.
+        """
+        if self._agreement.check:
+            return prepare(path)
+        call = Call(verb, 0, repr(path))
+
+        def run() -> None:
+            _, (work, *arguments) = self._together(call, prepare, path)
+            work(*arguments)
+
+        return call, (run,)
+
+    def _load(self, path: Any) -> Prepared:
         source = _found(path, values=True)
         contents, table = source.header.contents, self._exchange.table
         if len(table):
@@ -112,7 +133,7 @@ class Checkpoints:
         updater = restored(contents.updater, self._exchange.updater)
         return self._loading("load", source, updater, self._load_known if len(table) else self._load_new)
 
-    def load_states(self, path: Any) -> Prepared:
+    def _load_states(self, path: Any) -> Prepared:
         present = self._optimizer()
         source = _found(path, values=False)
         contents = source.header.contents
@@ -120,7 +141,7 @@ class Checkpoints:
         saved = contents.updater
         if saved.get("name") != type(present).__name__:
             raise CheckpointError(
-                f"{source.path!r} holds the state of {saved.get('name', 'no optimizer')} and the store has "
+                f"{source.path!r} holds the state of {brief(saved.get('name', 'no optimizer'))} and the store has "
                 f"{present.settings()}; call set_optimizer with an optimizer of that kind first"
             )
         updater = present if saved["options"] is None else restored(saved, present)
@@ -135,8 +156,8 @@ class Checkpoints:
         for one in contents.keys:
             if one.state != wanted[one.dtype]:
                 raise CheckpointError(
-                    f"{source.path!r} has the states {dict(one.state)} for key {one.key!r}, and {updater.settings()} "
-                    f"needs {wanted[one.dtype]}"
+                    f"{source.path!r} has the states {brief(dict(one.state))} for key {brief(repr(one.key))}, and "
+                    f"{brief(updater.settings(), 500)} needs {wanted[one.dtype]}"
                 )
         call = _call(verb, source.path, contents, f"checksums {zlib.crc32(source.header.sums.data):08x}")
         return call, (self._read_from, call, source, updater, run)
@@ -148,7 +169,11 @@ class Checkpoints:
             run(call, reader, source.header, updater)
         finally:
             reader.close()
-        self._settle_counts(source.header.contents)
+        contents = source.header.contents
+        self._settle_counts(contents)
+        if contents.values:
+            # They belong to pushes that these values have not seen.
+            self._exchange.drop_residuals()
 
     def _load_new(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
         """Load into a store without keys, which has none again if the file turns out to be damaged."""
@@ -281,7 +306,7 @@ class Checkpoints:
 
     def _check_same_keys(self, contents: Contents) -> None:
         table, saved = self._exchange.table, {one.key: one for one in contents.keys}
-        strange = [f"{key!r} is not in the store" for key in saved if key not in table]
+        strange = [f"{brief(repr(key))} is not in the store" for key in saved if key not in table]
         strange += [f"{key!r} is not in the checkpoint" for key in table if key not in saved]
         if strange:
             raise ValueMismatch(
@@ -351,7 +376,8 @@ def _check(sums: Array, header: Header, chunks: slice) -> None:
     if wrong.size:
         chunk = chunks.start + int(wrong[0])
         end = min((chunk + 1) * CHUNK, header.contents.nbytes)
-        names = [one.name for one in header.contents.tensors if one.begin < end and one.end > chunk * CHUNK]
+        tensors = header.contents.tensors
+        names = [brief(one.name) for one in tensors if one.begin < end and one.end > chunk * CHUNK]
         raise CheckpointError(
             f"the checkpoint is damaged: its bytes {header.start + chunk * CHUNK} to {header.start + end}, of "
             f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}, do not have their checksum"
@@ -372,4 +398,6 @@ def _names(slots: Slots) -> dict[str, str]:
 
 def _call(verb: str, path: str, contents: Contents, *others: str) -> Call:
     texts = [f"path {path!r}", f"contents {contents.checksum:08x}", *others]
-    return Call(verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: texts)
+    return Call(
+        verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: [texts[0], *contents.parts, *texts[1:]]
+    )

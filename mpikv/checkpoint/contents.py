@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import bfloat16
-from ..errors import CheckpointError, Unsupported
+from ..errors import CheckpointError, Unsupported, brief
 from ..typing import Array, Key
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "SavedKey",
     "Tensor",
     "check_byte_order",
+    "check_readable",
     "dtype_named",
     "parse",
 ]
@@ -46,8 +48,9 @@ VALUE = ""
 
 _VERSION = 1
 _ALIGNMENT = 64
-_MOST_DIMENSIONS = 32
+_MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
+_MOST_UPDATES = 1 << 62
 
 # numpy's name: safetensors' name and the bytes of its elements. It has no complex numbers, which are pairs here.
 _STORED = {
@@ -97,7 +100,7 @@ class SavedKey:
     updates: int
     """How many updates the updater has made."""
     earlier: int
-    """How many pushes came before those."""
+    """How many pushes came before those; negative for state of more updates than the value has seen."""
     state: Mapping[str, str]
     """The optimizer's state arrays: their names and numpy's names of their dtypes."""
 
@@ -132,6 +135,14 @@ class Contents:
         """The CRC-32 of :attr:`text`."""
         return zlib.crc32(self.text.encode())
 
+    @property
+    def parts(self) -> list[str]:
+        """What :attr:`text` is made of, in texts that can be shown where those of two ranks differ."""
+        # Option by option, before the texts that have all of them.
+        updater = {**(self.updater.get("options") or {}), **self.updater}
+        texts = [f"{name}={brief(repr(value), 300)}" for name, value in updater.items()]
+        return texts + [brief(repr(one), 300) for one in self.keys]
+
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The arrays in the order of the file: those of large elements first, so that all are aligned."""
@@ -161,14 +172,21 @@ class Contents:
         """The number of checksums."""
         return -(-self.nbytes // CHUNK)
 
+    @cached_property
+    def _places(self) -> str:
+        """The end of the header: where each array lies."""
+        return _json(
+            {
+                one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]}
+                for one in self.tensors
+            }
+        )[1:]
+
     def header(self, sums: Array) -> bytes:
         """Return all that stands before the arrays: of one length, whatever the checksums are."""
         checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
-        tree: dict[str, Any] = {"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}}
-        for tensor in self.tensors:
-            offsets = [tensor.begin, tensor.end]
-            tree[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-        text = json.dumps(tree, separators=(",", ":")).encode()
+        metadata = _json({"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}})
+        text = (f"{metadata[:-1]},{self._places}" if self.tensors else metadata).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         if len(text) > LARGEST_HEADER:
             raise Unsupported(
@@ -176,6 +194,10 @@ class Contents:
                 "use fewer, larger arrays"
             )
         return len(text).to_bytes(8, "little") + text
+
+
+def _json(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, separators=(",", ":"))
 
 
 class Header(NamedTuple):
@@ -203,6 +225,14 @@ def check_byte_order() -> None:
         raise Unsupported("checkpoints are little-endian, and this processor is not")
 
 
+def check_readable(contents: Contents) -> None:
+    """Raise Unsupported if no reader would take the contents."""
+    try:
+        _contents(_tree(contents.text))
+    except ValueError as error:  # CheckpointError is one; so is what JSON says of numbers of too many digits
+        raise Unsupported(f"no checkpoint can hold this store: {brief(str(error), 300)}") from None
+
+
 def parse(text: bytes, size: int) -> Header:
     """Return what a header of a file of so many bytes says.
 
@@ -217,7 +247,7 @@ def parse(text: bytes, size: int) -> Header:
     if f"{zlib.crc32(described.encode(errors='replace')):08x}" != checksums[:8]:
         raise CheckpointError("the description of its contents does not have its checksum: the file was damaged")
     try:
-        contents = _contents(_tree(described.encode()))
+        contents = _contents(_tree(described))
     except KeyError as error:
         raise CheckpointError(f"the description of its contents lacks {error}") from None
     expected = {
@@ -226,8 +256,8 @@ def parse(text: bytes, size: int) -> Header:
     }
     if tree != expected:
         name = next((name for name in (*tree, *expected) if tree.get(name) != expected.get(name)), "")
-        found = str(tree.get(name))[:120]
-        raise CheckpointError(f"array {name[:40]!r} is {found} and its description says {expected.get(name)}")
+        found, described = brief(tree.get(name)), brief(expected.get(name))
+        raise CheckpointError(f"array {brief(name, 40)!r} is {found} and its description says {described}")
     start = 8 + len(text)
     if start + contents.nbytes != size:
         raise CheckpointError(f"it has {size} bytes, and with all its arrays it would have {start + contents.nbytes}")
@@ -244,9 +274,9 @@ def _sums(text: str, chunks: int) -> Array:
     return sums
 
 
-def _tree(text: bytes) -> dict[str, Any]:
+def _tree(text: bytes | str) -> dict[str, Any]:
     try:
-        tree = json.loads(text.decode(), object_pairs_hook=_unique)
+        tree = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is no JSON: {error}") from None
     found: dict[str, Any] = _typed(tree, dict)
@@ -254,17 +284,17 @@ def _tree(text: bytes) -> dict[str, Any]:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in tree:
-            raise ValueError(f"{name[:40]!r} is there twice")
-        tree[name] = value
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{brief(twice, 40)!r} is there twice")
     return tree
 
 
 def _contents(tree: Mapping[str, Any]) -> Contents:
     if tree["version"] != _VERSION:
-        raise CheckpointError(f"it has version {tree['version']!r} of the format; this mpikv reads version {_VERSION}")
+        found = brief(tree["version"], 40)
+        raise CheckpointError(f"it has version {found} of the format; this mpikv reads version {_VERSION}")
     keys = tuple(_saved_key(_typed(one, dict)) for one in _typed(tree["keys"], list))
     if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
@@ -272,7 +302,7 @@ def _contents(tree: Mapping[str, Any]) -> Contents:
     expected: dict[str, Any] = {"assign": {}, "function": {"settings": str}}
     expected["optimizer"] = {"settings": str, "name": str, "options": (dict, type(None))}
     if updater["kind"] not in list(expected):
-        raise CheckpointError(f"its updater is of an unknown kind {updater['kind']!r}")
+        raise CheckpointError(f"its updater is of an unknown kind {brief(repr(updater['kind']), 40)}")
     for name, kinds in expected[updater["kind"]].items():
         _typed(updater[name], kinds)
     return Contents(keys, _typed(tree["values"], bool), updater)
@@ -282,26 +312,33 @@ def _saved_key(tree: Mapping[str, Any]) -> SavedKey:
     key: Key = _typed(tree["key"], (int, str))
     state: dict[str, str] = _typed(tree["state"], dict)
     dtypes = [_typed(name, str) for name in (tree["dtype"], *state.values())]
-    if unknown := [name for name in dtypes if name not in _STORED]:
-        raise CheckpointError(f"key {key!r} has an unknown dtype {unknown[0]!r}")
     shape = tuple(_count(length) for length in _typed(tree["shape"], list))
-    # What numpy could not even name, as it is counted without the zeros.
+    updates: int = _typed(tree["updates"], int)
+    earlier: int = _typed(tree["earlier"], int)
+    fault = ""
+    if unknown := [name for name in dtypes if name not in _STORED]:
+        fault = f"an unknown dtype {brief(repr(unknown[0]), 40)}"
+    # What this numpy could not even name, as it is counted without the zeros.
     if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
-        raise CheckpointError(f"key {key!r} has a shape {list(shape)} that no array has")
+        fault = f"a shape {brief([*shape])} that no array has"
     if any("/" in slot or not slot for slot in state):
-        raise CheckpointError(f"key {key!r} has a state without a proper name among {list(state)}")
-    return SavedKey(key, dtypes[0], shape, _count(tree["updates"]), _count(tree["earlier"]), state)
+        fault = f"a state without a proper name among {brief([*state])}"
+    if not 0 <= updates <= _MOST_UPDATES or not 0 <= updates + earlier <= _MOST_UPDATES:
+        fault = f"the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
+    if fault:
+        raise CheckpointError(f"key {brief(repr(key), 40)} has {fault}")
+    return SavedKey(key, dtypes[0], shape, updates, earlier, state)
 
 
 def _count(value: Any) -> int:
     number: int = _typed(value, int)
     if not 0 <= number <= _LARGEST:
-        raise CheckpointError(f"{number} is no length and no count")
+        raise CheckpointError(f"{brief(number, 40)} is no length")
     return number
 
 
 def _typed(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
     """Return the value if it is of one of the types; a truth value is no number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise CheckpointError(f"its header has {str(value)[:40]!r} in a place of another type")
+        raise CheckpointError(f"its header has {brief(repr(value), 40)} in a place of another type")
     return value

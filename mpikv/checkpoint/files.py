@@ -1,8 +1,8 @@
 """The files of checkpoints: one that is being written and becomes the checkpoint by a rename, and one that is read.
 
 A checkpoint that is being written lies beside its place, under a name of its own, until it is whole and on the disk;
-only then does it take the place, in one step of the file system. What a killed job leaves there is removed by the next
-save to the same path.
+only then does it take the place, in one step of the file system. While its job lives the root has it locked. What a
+killed job leaves is not locked, by which the next save to the same path knows it, and removes it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
+import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,10 +25,14 @@ from .contents import LARGEST_HEADER, Contents, Header, parse
 
 __all__ = ["NONCE", "Draft", "Reader", "Source", "inspect"]
 
-NONCE = 16
-"""Bytes at the beginning of a draft by which the other ranks know it."""
+NONCE = 8
+"""Random bytes in the name of a draft, by which the other ranks know it and no other job takes it."""
 _SUFFIX = ".mpikv-part"
+# Bytes of a checkpoint's name that are kept in its draft's, for which most file systems allow 255.
+_LONGEST_STEM, _CUT_STEM = 200, 100
+# Some file systems have no locks, and some cannot flush a folder.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 
 class Draft:
@@ -35,26 +41,30 @@ class Draft:
     def __init__(self, path: str) -> None:
         # Of a symbolic link it is the file behind that is replaced.
         self.path = os.path.realpath(path)
-        self._draft = self.path + _SUFFIX
-        self._file = -1
+        self._draft = ""
+        self._file = self._folder = -1
+        self._mode: int | None = None
         self._made = False
 
     def create(self, nonce: Array) -> None:
-        """Make the file, and draw what it begins with into ``nonce``. On the root.
+        """Make the file, and draw what its name ends with into ``nonce``. On the root.
 
         Raises:
-            CheckpointError: another job is writing it.
+            CheckpointError: another job is writing to the path.
             OSError: it cannot be made there.
         """
-        if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise FileExistsError(errno.EEXIST, "a checkpoint would replace what is no file", self.path)
-        with _leftover(self._draft):
-            self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self._made = True
-            _lock(self._file, self._draft)
+        self._mode = _mode_of(self.path)
+        # All that may be refused is asked for before the present checkpoint is replaced.
+        self._folder = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._remove_leftovers()
         nonce[:] = np.frombuffer(os.urandom(NONCE), np.uint8)
-        self.write(nonce.data, 0)
-        self.flush()
+        self._draft = self._named(nonce)
+        # Until it is whole it is not to be read by more than may read what it replaces.
+        mode = 0o666 if self._mode is None else self._mode | 0o600
+        self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        self._made = True
+        self._lock(self._file)
+        self._check_there()
 
     def attach(self, nonce: Array) -> None:
         """Open the file that the root has made. On the other ranks.
@@ -62,13 +72,14 @@ class Draft:
         Raises:
             Unsupported: this host does not see it.
         """
-        with contextlib.suppress(FileNotFoundError):
+        self._draft = self._named(nonce)
+        try:
             self._file = os.open(self._draft, os.O_RDWR | os.O_CLOEXEC)
-        if self._file < 0 or os.pread(self._file, NONCE, 0) != nonce.tobytes():
+        except FileNotFoundError:
             raise Unsupported(
                 f"this rank does not see the file {self._draft!r} that the root has made; give all ranks one path, of "
                 "a file system that all hosts share"
-            )
+            ) from None
 
     def write(self, content: bytes | memoryview, offset: int) -> None:
         """Write all of it there."""
@@ -82,52 +93,124 @@ class Draft:
         os.fdatasync(self._file)
 
     def commit(self, contents: Contents, sums: Array) -> None:
-        """Write the header and put the file into its place. On the root, when all ranks have written and flushed."""
+        """Write the header and put the file into its place. On the root, when all ranks have written and flushed.
+
+        Raises:
+            CheckpointError: the draft was removed meanwhile.
+            OSError: the file could not be put there; or it was, and the message says so.
+        """
         self.write(contents.header(sums), 0)
+        if self._mode is not None and _mode(os.fstat(self._file)) != self._mode:
+            os.fchmod(self._file, self._mode)
         os.fsync(self._file)
+        self._check_there()
         os.replace(self._draft, self.path)
         self._made = False
-        directory = os.open(os.path.dirname(self.path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            os.fsync(self._folder)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise OSError(
+                    error.errno,
+                    "the new checkpoint is in its place, but may not survive a loss of power, as the folder could not "
+                    f"be written to the disk ({error.strerror})",
+                    self.path,
+                ) from error
 
     def close(self) -> None:
         """Let go of the file; remove it unless it was committed."""
-        if self._made:
+        if self._made and _is_at(self._file, self._draft):
             with contextlib.suppress(OSError):  # then the next save removes it
                 os.unlink(self._draft)
-        if self._file >= 0:
-            os.close(self._file)
-        self._file, self._made = -1, False
+        for file in (self._file, self._folder):
+            if file >= 0:
+                os.close(file)
+        self._file, self._folder, self._made = -1, -1, False
+
+    def _named(self, nonce: Array) -> str:
+        """Return a path that no other draft has."""
+        return f"{self._stem()}.{nonce.tobytes().hex()}{_SUFFIX}"
+
+    def _stem(self) -> str:
+        """Return what the paths of all drafts of this checkpoint begin with."""
+        folder, name = os.path.split(self.path)
+        whole = os.fsencode(name)
+        if len(whole) > _LONGEST_STEM:
+            name = f"{whole[:_CUT_STEM].decode(errors='ignore')}.{zlib.crc32(whole):08x}"
+        return os.path.join(folder, name)
+
+    def _remove_leftovers(self) -> None:
+        """Remove the drafts that killed jobs have left.
+
+        Raises:
+            CheckpointError: the job of one of them is alive.
+        """
+        folder, stem = os.path.split(self._stem())
+        left = re.compile(rf"{re.escape(stem)}\.[0-9a-f]{{{2 * NONCE}}}{re.escape(_SUFFIX)}")
+        for name in os.listdir(self._folder):
+            if left.fullmatch(name):
+                self._remove_leftover(os.path.join(folder, name))
+
+    def _remove_leftover(self, path: str) -> None:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # removed meanwhile, or of another user: not in the way in any case
+            return
+        try:
+            # Not emptied: a rank of the killed job may still be writing to it.
+            if self._lock(file) and _is_at(file, path):
+                with contextlib.suppress(PermissionError):
+                    os.unlink(path)
+        finally:
+            os.close(file)
+
+    def _lock(self, file: int) -> bool:
+        """Lock a draft of this checkpoint; return whether the file system has locks."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another store is being saved to {self.path!r} now; save to another path") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return False
+        return True
+
+    def _check_there(self) -> None:
+        """Raise CheckpointError unless the draft is still at its path."""
+        # Between its making and its lock another job may have taken it for a leftover.
+        if not _is_at(self._file, self._draft):
+            raise CheckpointError(
+                f"the draft {self._draft!r} was removed, by another store that is being saved to that path or by hand; "
+                "save again, or to another path"
+            )
 
 
-@contextlib.contextmanager
-def _leftover(path: str) -> Iterator[None]:
-    """Remove what a killed job has left at the path; hold it meanwhile, so that no other job does the same."""
+def _is_at(file: int, path: str) -> bool:
+    """Return whether an open file is the one that is at a path now."""
     try:
-        left = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
-        yield
-        return
-    try:
-        _lock(left, path)
-        # Not emptied: a rank of the killed job may still be writing to it.
-        os.unlink(path)
-        yield
-    finally:
-        os.close(left)
+        return False
 
 
-def _lock(file: int, path: str) -> None:
+def _mode(found: os.stat_result) -> int:
+    return stat.S_IMODE(found.st_mode) & 0o777
+
+
+def _mode_of(path: str) -> int | None:
+    """Return who may read and write the file that a checkpoint replaces; None where there is none.
+
+    Raises:
+        FileExistsError: what is there is no file.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise CheckpointError(f"another store is being saved to {path!r} now; save to another path") from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:  # some file systems have none
-            raise
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        raise FileExistsError(errno.EEXIST, "a checkpoint would replace what is no file", path)
+    return _mode(found)
 
 
 class Source(NamedTuple):

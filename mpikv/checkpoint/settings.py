@@ -13,8 +13,9 @@ from dataclasses import fields
 from typing import Any
 
 from .. import optimizers, schedules
-from ..errors import CheckpointError, Unsupported
+from ..errors import CheckpointError, Unsupported, brief
 from ..optimizers import Optimizer
+from ..optimizers.options import in_order
 from ..schedules import Schedule
 from ..typing import Updater
 from ..updaters import Assign
@@ -64,8 +65,8 @@ def restored(saved: Mapping[str, Any], present: Updater) -> Updater:
         return made
     if present.settings() != text:
         raise CheckpointError(
-            f"the checkpoint was made with {text}, of which a file holds the description only, and the store has "
-            f"{present.settings()}; give the store the same updater before it is loaded"
+            f"the checkpoint was made with {brief(text, 500)}, of which a file holds the description only, and the "
+            f"store has {present.settings()}; give the store the same updater before it is loaded"
         )
     return present
 
@@ -73,8 +74,8 @@ def restored(saved: Mapping[str, Any], present: Updater) -> Updater:
 def _same_kind(text: str, present: Updater, fits: bool) -> Updater:
     if not fits:
         raise CheckpointError(
-            f"the checkpoint was made with {text} and the store has {present.settings()}; load into a store without "
-            "updater, or with one of that kind, and set another afterwards"
+            f"the checkpoint was made with {brief(text, 500)} and the store has {present.settings()}; load into a "
+            "store without updater, or with one of that kind, and set another afterwards"
         )
     return present
 
@@ -94,8 +95,8 @@ def _made(name: str, options: Mapping[str, Any]) -> Optimizer:
         return optimizers.create(name, **{option: _read(value) for option, value in options.items()})
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"the optimizer {name!r} of the checkpoint cannot be made here: {error}; an optimizer of your own must be "
-            "registered before"
+            f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {brief(str(error), 500)}; an "
+            "optimizer of your own must be registered before"
         ) from error
 
 
@@ -107,7 +108,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, Mapping):
-        return {"by_key": [[_written(key), _written(factor)] for key, factor in value.items()]}
+        return {"by_key": [[_written(key), _written(factor)] for key, factor in in_order(value)]}
     if isinstance(value, (tuple, list)):
         return {"items": [_written(item) for item in value]}
     if isinstance(value, Schedule) and getattr(schedules, type(value).__name__, None) is type(value):

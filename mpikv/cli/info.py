@@ -61,7 +61,7 @@ def _show_checkpoint(path: str, as_json: bool) -> int:
     try:
         source = inspect(path)
     except (MPIKVError, OSError) as error:
-        print(f"mpikv info: {error}", file=sys.stderr)
+        print(_printable(f"mpikv info: {error}"), file=sys.stderr)
         return 1
     report = _describe_checkpoint(source)
     print(json.dumps(report, indent=2) if as_json else "\n".join(_checkpoint_lines(report)))
@@ -100,16 +100,25 @@ def _checkpoint_lines(report: Report) -> Iterator[str]:
     elif report["updater"]["kind"] == "function":
         rows.append(("", "the function itself is not in the file"))
     rows.append(("keys", str(len(keys))))
-    yield from _table(rows)
+    yield from _table([(title, _printable(text)) for title, text in rows])
     described = [
         (
             repr(one["key"]),
             f"{one['dtype']}{one['shape']}  version {one['version']}, {one['updates']} updates"
-            + "".join(f", {name} {dtype}" for name, dtype in one["state"].items()),
+            + _printable("".join(f", {name} {dtype}" for name, dtype in one["state"].items())),
         )
         for one in keys
     ]
     yield from _table(described, "  ") if described else ()
+
+
+def _printable(text: str) -> str:
+    r"""Escape what a terminal would obey: a checkpoint may come from anywhere.
+
+    >>> print(_printable("\x1b[2Jmöre"))
+    \x1b[2Jmöre
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def _describe_process(launch: Launch | None) -> Report:

@@ -18,7 +18,18 @@ from typing import Any, TypeAlias
 
 from ..errors import ConfigError
 
-__all__ = ["MULTIPLIERS", "SCHEDULER", "Multipliers", "count", "describe", "flag", "number", "rate", "suffixes"]
+__all__ = [
+    "MULTIPLIERS",
+    "SCHEDULER",
+    "Multipliers",
+    "count",
+    "describe",
+    "flag",
+    "in_order",
+    "number",
+    "rate",
+    "suffixes",
+]
 
 Multipliers: TypeAlias = Mapping[Any, float]
 """A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
@@ -59,9 +70,13 @@ def describe(value: Any) -> str:
     "{'a': 2.0, 'b': 0.0}"
     """
     if isinstance(value, Mapping):
-        ordered = sorted(value.items(), key=lambda item: (isinstance(item[0], str), item[0]))
-        return f"{{{', '.join(f'{key!r}: {factor!r}' for key, factor in ordered)}}}"
+        return f"{{{', '.join(f'{key!r}: {factor!r}' for key, factor in in_order(value))}}}"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """Return the items of a mapping in an order that does not depend on how it was made."""
+    return sorted(factors.items(), key=lambda item: (isinstance(item[0], str), item[0]))
 
 
 def _in_interval(interval: str, *, optional: bool) -> Check:
@@ -86,8 +101,8 @@ def _truth(where: str, value: Any) -> bool:
 
 
 def _whole(where: str, value: Any) -> int:
-    if not isinstance(value, numbers.Integral) or value < 0:
-        raise ConfigError(f"{where}={value!r} is not a whole number in [0, inf)")
+    if not isinstance(value, numbers.Integral) or not 0 <= int(value) < 1 << 63:
+        raise ConfigError(f"{where}={value!r} is not a whole number in [0, 2**63)")
     return int(value)
 
 

@@ -282,6 +282,25 @@ def test_views_and_buffers_stay(comm, folder):
         np.testing.assert_array_equal(buffer, np.full(5, kv.rank + 1.0))
 
 
+@pytest.mark.parametrize("codec", [{"type": "2bit", "threshold": 0.5}, {"type": "lowrank", "rank": 1}])
+def test_residuals_start_anew(comm, folder, codec):
+    """What pushes have left out is in no file, and none of it is left after a load."""
+    values = {"w": numbers((30, 7), FLOATS[1], 1)}
+    with mpikv.create(comm=comm, compression=codec) as kv, mpikv.create(comm=comm, compression=codec) as other:
+        kv.init(values)
+        push(kv, values, 1)
+        kv.save(folder / "checkpoint")
+        saved = contents(kv)
+        push(kv, values, 2)
+        other.load(folder / "checkpoint")
+        kv.load(folder / "checkpoint")
+        assert contents(kv) == contents(other) == saved
+        for number in (3, 4):
+            for store in (kv, other):
+                push(store, values, number)
+            assert contents(kv) == contents(other)
+
+
 def test_counts_of_earlier_updaters(comm, folder):
     with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
         kv.init("w", np.zeros(3))
@@ -400,6 +419,30 @@ def test_states(comm, folder, dump):
         assert bits(other.pull(["a", "b"])) == bits(kv.pull(["a", "b"]))
 
 
+def test_states_of_more_updates_than_pushes(comm, folder):
+    """The value is younger than its state; saved and loaded again, it is as it was."""
+    values = {"w": numbers((7,), FLOATS[0], 1)}
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other, mpikv.create(comm=comm) as third:
+        for store in (kv, other):
+            store.init(values)
+            store.set_optimizer("adam")
+        for number in range(5):
+            push(kv, values, number)
+        kv.save_optimizer_states(folder / "states")
+        other.load_optimizer_states(folder / "states")
+        assert other.version("w") == 0
+        for number in range(2):
+            push(other, values, number)
+        other.save(folder / "checkpoint")
+        third.load(folder / "checkpoint")
+        assert third.version("w") == other.version("w") == 2
+        third.save_optimizer_states(folder / "states")
+        third.load_optimizer_states(folder / "states")
+        for store in (other, third):
+            push(store, values, 3)
+        assert contents(third) == contents(other)
+
+
 def test_states_that_do_not_fit(comm, folder):
     with mpikv.create(comm=comm) as kv:
         kv.init("w", np.zeros(3))
@@ -471,12 +514,84 @@ def test_another_path_on_one_rank(comm, folder, ranks):
         kv.barrier()
 
 
+def test_multipliers_in_another_order(comm, folder):
+    """Settings that are equal are so in the file, too."""
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
+        names = ["w", "b", "c"]
+        kv.init(dict.fromkeys(names, np.ones(3)))
+        shifted = names[kv.rank % 3 :] + names[: kv.rank % 3]
+        kv.set_optimizer("sgd", lr_mult={name: ord(name) / 100 for name in shifted})
+        kv.save(folder / "checkpoint")
+        other.load(folder / "checkpoint")
+        assert other.optimizer.settings() == kv.optimizer.settings()
+        kv.save_optimizer_states(folder / "states", dump_optimizer=True)
+
+
+@pytest.mark.ranks(2, 3)
+def test_another_setting_on_one_rank(comm, folder, monkeypatch):
+    """The error shows what differs."""
+    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm.Split(kv.rank, 0)) as alone:
+        for store in (kv, alone):
+            store.init("w", np.ones(3))
+            store.set_optimizer("sgd", momentum=0.5)
+            store.optimizer.momentum = 0.5 if kv.is_root else 0.25
+        error = outcome(kv.save, folder / "checkpoint")
+        assert isinstance(error, RankMismatch)
+        assert "momentum=0.5, momentum=0.25" in str(error)
+        assert os.listdir(folder) == []
+        kv.barrier()
+        (folder / f"{kv.rank}").mkdir()
+        monkeypatch.chdir(folder / f"{kv.rank}")
+        alone.save("checkpoint")
+        error = outcome(kv.load, "checkpoint")
+        assert isinstance(error, RankMismatch)
+        assert "momentum=0.5, momentum=0.25" in str(error)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, check):
+    """All ranks learn of it, also where calls are not compared, and the store is as it was."""
+    path, culprit = folder / "checkpoint", ranks - 1
+    with mpikv.create(comm=comm, check=check) as kv, mpikv.create(comm=comm, check=check) as other:
+        kv.init("w", np.arange(5.0))
+        kv.set_optimizer("adam")
+        kv.push("w", np.ones(5))
+        kv.save(path)
+        kv.save_optimizer_states(folder / "states")
+        kv.push("w", np.ones(5))
+        before = contents(kv)
+        real = os.open
+
+        def closed(name, *arguments):
+            if Path(os.fsdecode(name)).name in ("checkpoint", "states"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+            return real(name, *arguments)
+
+        if kv.rank == culprit:
+            monkeypatch.setattr(os, "open", closed)
+        for verb, name in ((kv.load, path), (other.load, path), (kv.load_optimizer_states, folder / "states")):
+            error = outcome(verb, name)
+            assert isinstance(error, PermissionError if kv.rank == culprit else PeerFailed)
+            assert "Permission denied" in str(error)
+        monkeypatch.undo()
+        assert contents(kv) == before
+        assert len(other) == 0
+        kv.load(path)
+        other.load(path)
+        assert contents(kv) == contents(other) != before
+        other.push("w", np.ones(5))
+        assert contents(other) == before
+        kv.load_optimizer_states(folder / "states")
+        kv.push("w", np.ones(5))
+        assert contents(kv) == before
+
+
 def test_a_folder_that_is_not_there(comm, folder):
     with mpikv.create(comm=comm) as kv:
         kv.init("w", np.ones(3))
         error = outcome(kv.save, folder / "no" / "checkpoint")
         assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
-        assert "checkpoint" in str(error)
+        assert "/no'" in str(error)
         error = outcome(kv.save, folder)
         assert isinstance(error, FileExistsError if kv.is_root else PeerFailed)
         assert os.listdir(folder) == []
@@ -548,7 +663,7 @@ def test_ranks_in_other_folders(comm, folder, ranks, monkeypatch):
             assert "a file system that all hosts share" in str(error)
             assert os.listdir() == []
             # Not even where a killed job has left a draft.
-            Path("checkpoint.mpikv-part").write_bytes(bytes(100))
+            Path(leftover("checkpoint")).write_bytes(bytes(100))
             assert "all hosts share" in str(outcome(kv.save, "checkpoint"))
             with mpikv.create(comm=comm.Split(kv.rank, 0)) as alone:
                 alone.init("w", np.full(3, 1.0 * kv.rank))
@@ -556,8 +671,13 @@ def test_ranks_in_other_folders(comm, folder, ranks, monkeypatch):
             assert isinstance(outcome(kv.load, "checkpoint"), RankMismatch)
 
 
+def leftover(name):
+    """Return the name of a draft."""
+    return f"{name}.0123456789abcdef.mpikv-part"
+
+
 def test_what_a_killed_job_has_left(comm, folder):
-    draft = folder / "checkpoint.mpikv-part"
+    draft = folder / leftover("checkpoint")
     with mpikv.create(comm=comm) as kv:
         kv.init("w", np.ones(3))
         if kv.is_root:
