@@ -48,6 +48,11 @@ class Compression(Protocol):
         """What packs."""
         ...
 
+    @property
+    def by_bucket(self) -> bool:
+        """Whether each bucket is exchanged when it is summed; else all of the push is when it begins."""
+        ...
+
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         """Begin a push. Returns what sums a bucket over ranks; it is called for each bucket in order.
 
@@ -155,6 +160,8 @@ class _Message:
 
 class RangeCompression:
     """Sums by a codec of ranges. Each array of a list is packed by itself, with a residual of its own."""
+
+    by_bucket = True
 
     def __init__(self, codec: RangeCodec, transport: Transport) -> None:
         self.codec, self._transport = codec, transport
@@ -274,6 +281,8 @@ class RangeCompression:
 
 class ValueCompression:
     """Sums by a codec of whole values. A list of arrays is summed on its rank first."""
+
+    by_bucket = False
 
     def __init__(self, codec: ValueCodec, transport: Transport, add: Add, in_pairs: bool) -> None:
         self.codec, self._transport = codec, transport

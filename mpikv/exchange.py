@@ -78,6 +78,11 @@ class Exchange:
     def _adding(self) -> bool:
         return self._may_add and self.compression is None
 
+    @property
+    def _fencing(self) -> bool:
+        """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
+        return self.compression is None or self.compression.by_bucket
+
     def beside(self) -> Exchange:
         """Return one without values that moves data in the same way, for measurements."""
         return Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
@@ -222,7 +227,7 @@ class Exchange:
 
     def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
-        if self._whole or plan.nbytes < _STREAMED_BYTES:
+        if self._whole or plan.nbytes < _STREAMED_BYTES or not self._fencing:
             self.push(plan, sources, steps, confirm)
             self.transport.fence()
             self.pull(plan, targets)

@@ -24,6 +24,7 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
+from mpikv.exchange import Exchange
 from mpikv.plan import build
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
@@ -592,6 +593,27 @@ def test_a_transport_that_fails_leaves_nobody_waiting(comm, name):
         assert "planned failure in all_to_all" in str(caught.value)
     with pytest.raises(Closed):
         kv.push("w", np.ones(100, F32))
+
+
+@pytest.mark.parametrize("name", ["2bit", {"type": "topk", "ratio": 1.0}, {"type": "lowrank", "rank": 1}])
+@pytest.mark.deadline(60)
+def test_a_large_pushpull_brings_the_newest_values(comm, name, monkeypatch):
+    """Each bucket is delivered once all ranks have updated it, however late one of them is."""
+    take = Exchange._take
+
+    def late(*arguments):
+        time.sleep(0.003)
+        take(*arguments)
+
+    if comm and comm.rank == comm.size - 1:
+        monkeypatch.setattr(Exchange, "_take", late)
+    shape = (1024, 2304)
+    with mpikv.create(comm=comm, compression=name) as kv:
+        kv.init("w", np.zeros(shape, F32))
+        for step in range(1, 4):
+            out = np.empty(shape, F32)
+            kv.pushpull("w", np.full(shape, step, F32), out=out)
+            np.testing.assert_array_equal(out, kv.pull("w"))
 
 
 class Throttled(Wrapper):
