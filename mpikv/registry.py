@@ -118,7 +118,7 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec = Config(), None
+    settings, codec, compressing = Config(), None, "None"
     problem: Exception | None = None
     slices: int | None = None
     try:
@@ -135,6 +135,7 @@ def create(
         )
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
+        compressing = "None" if codec is None else codec.settings()  # any code, which may raise
         slices = slice_threshold(kind == "p3") if kind in ("p3", *_DIST) else None
     except Exception as error:
         problem = error
@@ -144,7 +145,7 @@ def create(
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         wanted["slices"] = repr(slices)
         del wanted["abort"]  # each rank's own affair
-        wanted["compression"] = "None" if codec is None else codec.settings()
+        wanted["compression"] = compressing
         _compare(group, wanted, problem)
         try:
             board = Board(group)

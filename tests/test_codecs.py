@@ -267,6 +267,9 @@ def test_the_largest_are_chosen(numbers, count):
         (codecs.TopK(), 1001, 11),
         (codecs.TopK(ratio=0.07), 100, 7),
         (codecs.TopK(ratio=1), 9, 9),
+        (codecs.TopK(ratio=1e-9), 1000, 1),
+        (codecs.TopK(ratio=1e-300), 3, 1),
+        (codecs.TopK(), 0, 0),
         (codecs.TopK(count=5), 3, 3),
         (codecs.TopK(count=5), 30, 5),
     ],
@@ -379,6 +382,9 @@ def test_none_is_no_codec():
         ({"type": "2bit", "threshold": -0.5}, ConfigError, "threshold=-0.5 is not"),
         ({"type": "2bit", "threshold": float("nan")}, ConfigError, "threshold=nan is not"),
         ({"type": "2bit", "threshold": 1e39}, ConfigError, "threshold=1e.39 is not"),
+        ({"type": "2bit", "threshold": 10**400}, ConfigError, "threshold is too large for a float"),
+        ({"type": "1bit", "threshold": -(10**5000)}, ConfigError, "threshold is too large for a float"),
+        ({"type": "topk", "ratio": 10**400}, ConfigError, "ratio is too large for a float"),
         ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold is a number, not a str"),
         ({"type": "2bit", "threshold": None}, TypeError, "threshold is a number, not a NoneType"),
         ({"type": "2bit", "threshold": True}, TypeError, "threshold is a number, not a bool"),
@@ -402,6 +408,13 @@ def test_none_is_no_codec():
 def test_bad_arguments(given, error, text):
     with pytest.raises(error, match=text):
         codecs.create(given)
+
+
+@pytest.mark.parametrize("make", [codecs.ErrorFeedback, codecs.Auto])
+@pytest.mark.parametrize("given", ["2bit", None, codecs.TwoBit, codecs.Auto(codecs.TwoBit())])
+def test_what_takes_a_codec_takes_nothing_else(make, given):
+    with pytest.raises(TypeError, match=r"takes a codec .*, not .*; mpikv.codecs.create\(\) makes one of a name"):
+        make(given)
 
 
 def test_feedback_is_given_once():

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..typing import Array, Codec, RangeCodec, Rounds, ValueCodec
+from .options import checked
 
 __all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
 
@@ -22,6 +23,7 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
 
     Raises:
         ConfigError: the codec has feedback.
+        TypeError: it is no codec.
 
     Example:
         >>> import numpy as np
@@ -35,6 +37,7 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
         >>> total, residual.round(1)
         (array([ 1., -1.,  0.,  1.], dtype=float32), array([ 0.4, -0.2,  0.4,  0. ], dtype=float32))
     """
+    checked(codec, "ErrorFeedback takes a codec (see mpikv.typing)", "; mpikv.codecs.create() makes one of a name")
     if codec.feedback:
         raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
     return RangeFeedback(codec) if codec.elementwise else ValueFeedback(codec)

@@ -553,6 +553,25 @@ def test_a_bad_setting_on_one_rank(comm):
             mpikv.create(comm=comm, compression="2bti" if bad else "2bit")
 
 
+class Speechless(codecs.Float16):
+    """Cannot describe itself."""
+
+    def settings(self):
+        raise LookupError("no words")
+
+
+@pytest.mark.deadline(20)
+def test_a_codec_that_cannot_describe_itself_on_one_rank(comm):
+    bad = comm is None or comm.rank == comm.size - 1
+    given = Speechless() if bad else codecs.Float16()
+    with pytest.raises(LookupError if bad else PeerFailed, match="no words"):
+        mpikv.create(comm=comm, compression=given)
+    with mpikv.create(comm=comm) as kv:
+        with pytest.raises(LookupError if bad else PeerFailed, match="no words"):
+            kv.set_gradient_compression(given)
+        assert kv.compression is None
+
+
 @pytest.mark.parametrize("name", ["1bit", "topk", "lowrank"])
 def test_slow_ranks_change_no_result(comm, name):
     """Ranks pass each other between exchanges: memory that is used again too early would show."""
