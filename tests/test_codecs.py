@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -340,6 +343,33 @@ def test_packing_allocates_nothing_of_the_size_of_a_gradient(name):
             finally:
                 tracemalloc.stop()
         assert peaks[1] < gradient.nbytes // 8
+
+
+@pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "bf16"])
+def test_threads_may_share_a_codec(name):
+    codec, size = codecs.create(name), 40_000
+    gradients = np.random.default_rng(0).standard_normal((2, size)).astype(F32)
+    expected = [encode(codecs.create(name), gradient, np.zeros(size, F32)).tobytes() for gradient in gradients]
+    totals = [decode(codecs.create(name), np.frombuffer(sent, np.uint8), size).tobytes() for sent in expected]
+
+    def work(gradient):
+        sent = encode(codec, gradient, np.zeros(size, F32))
+        return sent.tobytes(), decode(codec, sent, size).tobytes()
+
+    barrier = threading.Barrier(2)
+
+    def often(gradient):
+        barrier.wait()
+        return {work(gradient) for _ in range(200)}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(often, gradients))
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == [{pair} for pair in zip(expected, totals, strict=True)]
 
 
 # --- Names and arguments

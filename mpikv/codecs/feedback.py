@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..typing import Array, Codec, RangeCodec, Rounds, ValueCodec
-from .options import checked
+from .options import Scratch, checked
 
 __all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
 
@@ -51,7 +51,7 @@ class RangeFeedback:
 
     def __init__(self, codec: RangeCodec) -> None:
         self.codec = codec
-        self._decoded = np.empty(0, np.float32)
+        self._decoded = Scratch(0, np.float32)
 
     def settings(self) -> str:
         """Describe the codec and that it has feedback."""
@@ -74,9 +74,9 @@ class RangeFeedback:
 
     def _read(self, payload: Array, count: int) -> Array:
         """Return what the other ranks will read, in memory that is used again and again."""
-        if count > self._decoded.size:
-            self._decoded = np.empty(count, np.float32)
-        decoded = self._decoded[:count]
+        if count > self._decoded.array.size:
+            self._decoded.array = np.empty(count, np.float32)
+        decoded = self._decoded.array[:count]
         decoded.fill(0)
         self.codec.decode_add(payload, decoded)
         return decoded

@@ -1,20 +1,21 @@
-"""What codecs have in common: the checks of what they are made of, each of which returns what is kept or says what is
-wrong.
+"""What codecs have in common: memory to work in, and the checks of what they are made of, each of which returns what is
+kept or says what is wrong.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
-from ..typing import Codec
+from ..typing import Array, Codec
 
-__all__ = ["BLOCK", "checked", "real", "single", "whole"]
+__all__ = ["BLOCK", "Scratch", "checked", "real", "single", "whole"]
 
 # Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
 BLOCK = 1 << 14
@@ -23,6 +24,15 @@ _METHODS: Mapping[Any, Sequence[str]] = {
     True: ("settings", "nbytes", "encode", "decode_add"),
     False: ("settings", "state", "exchange"),
 }
+
+
+class Scratch(threading.local):
+    """Memory that a call of a codec writes to. Each thread has its own, so that one codec can work in several stores at
+    once.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        self.array: Array = np.empty(shape, dtype)
 
 
 def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
