@@ -22,7 +22,17 @@ from .keys import Entry
 from .plan import Bucket, Plan, merged
 from .typing import Array, Codec, Gather, RangeCodec, Rounds, Sum, Transport, ValueCodec
 
-__all__ = ["Add", "Compression", "Layers", "RangeCompression", "ValueCompression", "check", "compress", "restoring"]
+__all__ = [
+    "Add",
+    "Compression",
+    "Layers",
+    "RangeCompression",
+    "ValueCompression",
+    "check",
+    "check_payloads",
+    "compress",
+    "restoring",
+]
 
 Layers: TypeAlias = "Sequence[Sequence[Array]]"
 """What this rank pushes: for each position in the lists of arrays, the flat array of each key. None at all where the
@@ -69,6 +79,25 @@ def compress(codec: Codec, transport: Transport, add: Add, in_pairs: bool) -> Co
     return ValueCompression(codec, transport, add, in_pairs)
 
 
+def check_payloads(codec: Codec, transport: Transport) -> None:
+    """Raise if a message cannot hold the smallest part of a gradient that is packed by itself. Local.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    if not codec.elementwise:
+        return
+    # Each rank may own some of a message.
+    room = transport.limit - _HEADER * transport.size
+    needed = max(codec.nbytes(count) for count in range(1, _GRAIN + 1))
+    if _padded(needed) > room:
+        raise Unsupported(
+            f"{_GRAIN} elements packed by {codec.settings()} take {needed} bytes, and a message of "
+            f"{transport.limit} has room for {room} with {transport.size} ranks; create the store with larger "
+            "bucket_bytes"
+        )
+
+
 def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]]) -> None:
     """Raise if this rank's arrays cannot be compressed; make room for what is left out of them. Local.
 
@@ -105,6 +134,8 @@ def _check_finite(entry: Entry, array: Array) -> None:
     values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     if max(float(values.max()), -float(values.min())) <= LARGEST:
         return
+    # What is above the bound in half precision is infinite there, as the bound would be.
+    values = values.astype(np.float32) if values.dtype.itemsize == 2 else values
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
     large = np.count_nonzero(np.abs(values) > LARGEST) - infinite
     raise NotFinite(
@@ -258,11 +289,6 @@ class RangeCompression:
                 ranges[-1].append(_Range(low, low + count, at, nbytes))
                 at, room = at + _padded(nbytes), room - _padded(nbytes)
                 waiting[:1] = [(low + count, high)] if low + count < high else []
-        if any(open_ranges) and not any(ranges):
-            raise Unsupported(
-                f"{_GRAIN} elements packed by {self.codec.settings()} for {len(open_ranges)} ranks take more than a "
-                f"message of {self._transport.limit} bytes; create the store with larger bucket_bytes"
-            )
         begin = headers[own]
         return _Message(
             ranges=tuple(each for part in ranges for each in part),
@@ -273,9 +299,9 @@ class RangeCompression:
         )
 
     def _fitting(self, count: int, room: int) -> int:
-        """Return how many elements fit, of so many: all, or about half, and so on."""
+        """Return how many elements fit, of so many: all, or about half, and so on. Some fit an empty message."""
         while count and _padded(self.codec.nbytes(count)) > room:
-            count = count // 2 // _GRAIN * _GRAIN
+            count = max(count // 2 // _GRAIN * _GRAIN, _GRAIN) if count > _GRAIN else 0
         return count
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from .arena import Arena
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
-from .compression import Compression, Layers, check, compress, restoring
+from .compression import Compression, Layers, check, check_payloads, compress, restoring
 from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
@@ -447,6 +447,10 @@ class Exchange:
                 residual.fill(0)
             self._arena.release(self.table.remove(key))
         self._forget_plans()
+
+    def check_codec(self, codec: Codec) -> None:
+        """Raise if what a codec packs cannot be sent. Local."""
+        check_payloads(codec, self.transport)
 
     def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
         """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""

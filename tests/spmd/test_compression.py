@@ -475,6 +475,19 @@ def test_numbers_that_are_not_finite_raise(comm, name, bad):
         np.testing.assert_array_equal(kv.pull("w"), other.pull("w"))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_that_are_not_finite_raise(comm, dtype):
+    """They are counted as they are, whatever numpy is told to do about floating point errors."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.float16
+    spoilt = np.array([np.inf, 1, 2, np.nan, -np.inf], dtype)
+    with mpikv.create(comm=comm, compression="2bit") as kv, np.errstate(all="raise"):
+        kv.init("w", np.zeros(5, dtype))
+        bad = kv.rank == culprit(comm)
+        with pytest.raises(NotFinite if bad else PeerFailed, match="1 NaN, 2 infinite and 0 elements above"):
+            kv.push("w", spoilt if bad else np.ones(5, dtype))
+        assert not kv.pull("w").any()
+
+
 def test_a_buffer_that_is_not_finite_raises(comm):
     with mpikv.create(comm=comm, compression="2bit") as kv:
         kv.init("w", np.zeros(5, F32))
@@ -570,6 +583,49 @@ def test_a_codec_that_cannot_describe_itself_on_one_rank(comm):
         with pytest.raises(LookupError if bad else PeerFailed, match="no words"):
             kv.set_gradient_compression(given)
         assert kv.compression is None
+
+
+class Wide(codecs.Float16):
+    """Sends many bytes for each element."""
+
+    width = 100
+
+    def settings(self):
+        return f"wide({self.width})"
+
+    def nbytes(self, count):
+        return self.width * count
+
+    def encode(self, gradient, payload, residual=None):
+        super().encode(gradient, payload[: 2 * gradient.size])
+
+    def decode_add(self, payload, total):
+        super().decode_add(payload[: 2 * total.size], total)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_payloads_that_no_message_holds_are_refused(comm, auto):
+    codec = codecs.Auto(Wide()) if auto else Wide()
+    with mpikv.create(comm=comm, bucket_bytes=4096) as kv:
+        kv.init("w", np.zeros(100, F32))
+        with pytest.raises(Unsupported, match=r"64 elements packed by wide\(100\) take 6400 bytes.*bucket_bytes"):
+            kv.set_gradient_compression(codec)
+        assert kv.compression is None
+        kv.push("w", np.ones(100, F32))
+        assert (kv.pull("w") == kv.size).all()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_widest_payloads_that_a_message_holds(comm, placement):
+    """65 elements, which are one range, are cut as others are."""
+    codec = Wide()
+    codec.__dict__["width"] = 60
+    sizes = (1, 63, 64, 65, 100, 127, 1000)
+    with mpikv.create(comm=comm, placement=placement, bucket_bytes=4096, compression=codec) as kv:
+        for size in sizes:
+            kv.init(f"w{size}", np.zeros(size, F32))
+            kv.push(f"w{size}", np.arange(size, dtype=F32))
+            np.testing.assert_array_equal(kv.pull(f"w{size}"), kv.size * np.arange(size, dtype=F32))
 
 
 @pytest.mark.parametrize("name", ["1bit", "topk", "lowrank"])
