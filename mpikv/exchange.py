@@ -68,6 +68,7 @@ class Exchange:
         self._settle()
         self._revision = self.updater.revision
         self._arena = Arena(transport)
+        self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
@@ -84,8 +85,13 @@ class Exchange:
         return self.compression is None or self.compression.by_bucket
 
     def beside(self) -> Exchange:
-        """Return one without values that moves data in the same way, for measurements."""
-        return Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
+        """Return one without values that moves data in the same way, for measurements. All of them share an arena, to
+        which it gives back its places when its keys are deleted.
+        """
+        self._trials = self._trials or Arena(self.transport)
+        other = Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
+        other._arena = self._trials
+        return other
 
     def known(self, key: Any) -> Plan | None:
         """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
@@ -361,7 +367,7 @@ class Exchange:
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees."""
         self._forget_plans()
-        self.table, self._arena, self._scratch = KeyTable(), Arena(self.transport), zeros(0)
+        self.table, self._arena, self._scratch, self._trials = KeyTable(), Arena(self.transport), zeros(0), None
 
     # --- The table
 

@@ -728,6 +728,32 @@ def test_auto_takes_the_codec_on_a_slow_network(comm, placement):
         assert (kv.pull("w") == kv.size).all()
 
 
+def test_auto_may_take_a_codec_of_matrices(comm):
+    with store_over(Throttled, comm=comm, bucket_bytes=1 << 16) as kv:
+        kv.set_gradient_compression({"type": "auto", "codec": {"type": "lowrank", "rank": 1}})
+        assert kv.statistics()["compression"]["chosen"] == "lowrank(rank=1, seed=0) with error feedback"
+
+
+class Counting(Wrapper):
+    """Counts the bytes of shared memory that are taken."""
+
+    taken = 0
+
+    def allocate(self, nbytes):
+        self.taken += nbytes
+        return super().allocate(nbytes)
+
+
+def test_auto_takes_memory_once(comm):
+    with store_over(Counting, comm=comm) as kv:
+        taken = []
+        for codec in ("bf16", "2bit", "topk"):
+            kv.set_gradient_compression({"type": "auto", "codec": codec})
+            taken.append(kv._exchange.transport.taken)
+        assert taken[1:] == taken[:-1], "what the first trial took"
+        assert taken[0] <= 2 * 4 << 20
+
+
 def test_auto_takes_none_where_ranks_share_memory(comm):
     with mpikv.create(comm=comm, compression={"type": "auto", "codec": "fp16"}) as kv:
         found = kv.statistics()["compression"]
