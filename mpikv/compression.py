@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -305,6 +305,14 @@ class RangeCompression:
         return count
 
 
+class _Held(NamedTuple):
+    """Where a value lives."""
+
+    owners: Sequence[int]
+    own: Sequence[tuple[int, int]]
+    """Which elements this rank owns."""
+
+
 class ValueCompression:
     """Sums by a codec of whole values. A list of arrays is summed on its rank first."""
 
@@ -315,12 +323,16 @@ class ValueCompression:
         self._add, self._in_pairs = add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        owner = _sole_owner(plan)
-        for item, entry in enumerate(plan.entries):
+        held = plan.memo.get("held")
+        if held is None:
+            held = plan.memo["held"] = _held(plan, self._transport.rank)
+        for item, (entry, (owners, own)) in enumerate(zip(plan.entries, held, strict=True)):
             place = entry.place
             if place.size:
                 rounds = self._rounds(entry, [layer[item] for layer in layers])
-                np.copyto(place.block.sums[place.start : place.start + place.size], self._run(rounds, owner))
+                summed = self._run(rounds, owners[0] if len(owners) == 1 else None)
+                for low, high in own:
+                    place.block.sums[place.start + low : place.start + high] = summed[low:high]
 
         def total(bucket: Bucket) -> Array:
             block, start = _origin(plan, bucket)
@@ -384,10 +396,23 @@ def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:
     return place.block, place.start + piece.begin - piece.at
 
 
-def _sole_owner(plan: Plan) -> int | None:
-    """Return the rank that owns all of the values; None if there are several."""
-    owners = {rank for bucket in plan.buckets for rank, count in enumerate(bucket.share.counts) if count}
-    return owners.pop() if len(owners) == 1 else None
+def _held(plan: Plan, mine: int) -> list[_Held]:
+    """Work out where each value lives; ``mine`` is this rank."""
+    owners: list[set[int]] = [set() for _ in plan.entries]
+    own: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
+    for bucket in plan.buckets:
+        counts, size = bucket.share.counts, bucket.value.size
+        replicated = sum(counts) > size
+        shards = [(0, size)] * len(counts) if replicated else list(pairwise(accumulate(counts, initial=0)))
+        for piece in bucket.pieces:
+            for rank, (low, high) in enumerate(shards):
+                begin, end = max(low, piece.at), min(high, piece.until)
+                if begin < end:
+                    owners[piece.item].add(rank)
+                    if rank == mine:
+                        shift = piece.begin - piece.at
+                        own[piece.item].append((begin + shift, end + shift))
+    return [_Held(sorted(ranks), ranges) for ranks, ranges in zip(owners, own, strict=True)]
 
 
 def _padded(nbytes: int) -> int:

@@ -469,6 +469,7 @@ class Exchange:
         self._forget_plans()
         for block in self._arena.blocks:
             block.residuals.clear()
+            block.drop_sums()
         for entry in self.table.entries():
             entry.codec_state.clear()
         # Sums are no longer, or again, left to the rules.

@@ -423,6 +423,79 @@ def test_collectives_of_a_compressed_push(comm, name, placement, calls):
         assert recording.take() == calls
 
 
+class Addressed(Wrapper):
+    """Keeps which ranks are sent something by each exchange from all to all."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.ranks = []
+
+    def all_to_all(self, send, counts):
+        self.ranks.append(None if counts is None else tuple(np.flatnonzero(counts)))
+        return super().all_to_all(send, counts)
+
+
+@pytest.mark.ranks(2, 3)
+def test_values_of_one_owner_go_to_that_alone(comm):
+    """In a list of keys as one by one, and what lies in several hands goes to all."""
+    with store_over(Addressed, comm=comm, placement="sharded") as kv:
+        kv.set_optimizer("lamb", learning_rate=0.1)
+        kv.set_gradient_compression({"type": "topk", "ratio": 1.0})
+        keys = ["a", "b", "c"]
+        kv.init(keys, [np.zeros((400, 400), F32)] * 3)
+        ranks = kv._exchange.transport.ranks
+        kv.push(keys, [np.ones((400, 400), F32)] * 3)
+        together = ranks.copy()
+        assert all(len(each) == 1 for each in together)
+        assert len(set(together)) == min(3, kv.size)
+        ranks.clear()
+        for key in keys:
+            kv.push(key, np.ones((400, 400), F32))
+        assert ranks == together
+        kv.set_optimizer("sgd")
+        ranks.clear()
+        kv.push(keys, [np.ones((400, 400), F32)] * 3)
+        assert set(ranks) == {None}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_lists_of_values_have_the_sums_of_each(comm, placement):
+    """Keys of all sizes: some have several owners, some one, and some lie in one message."""
+    shapes = [(3,), (0, 4), (500, 9), (70, 70), (), (2, 40), (1,)]
+    for transport in transports(comm):
+        options = {"comm": comm, "transport": transport, "placement": placement, "bucket_bytes": 4096}
+        with (
+            mpikv.create(compression={"type": "topk", "ratio": 1.0}, **options) as kv,
+            mpikv.create(**options) as other,
+        ):
+            for optimizer in (None, "sgd", "lamb"):
+                for store in (kv, other):
+                    if optimizer:
+                        store.set_optimizer(optimizer, learning_rate=0.5)
+                    else:
+                        store.init(list(range(7)), [np.zeros(shape, F32) for shape in shapes])
+                for step, keys in enumerate(([0, 1, 2, 3, 4, 5, 6], [6, 2, 0], [3])):
+                    arrays = [gradients((1, *shapes[key]), step, kv.size)[kv.rank, 0, 0] for key in keys]
+                    for store in (kv, other):
+                        store.push(keys, [np.round(64 * array) / 64 for array in arrays])
+                    for found, expected in zip(kv.pull(list(range(7))), other.pull(list(range(7))), strict=True):
+                        np.testing.assert_array_equal(found, expected)
+
+
+def test_sums_take_memory_only_where_they_are_used(comm):
+    with mpikv.create(comm=comm, placement="root", compression={"type": "topk", "ratio": 1.0}) as kv:
+        kv.init("w", np.zeros((300, 400), F32))
+        block = kv._exchange.table["w"].place.block
+        block.sums.fill(-7)
+        kv.push("w", np.ones((300, 400), F32))
+        assert (block.sums == (kv.size if kv.is_root else -7)).all()
+        kv.set_gradient_compression(None)
+        assert "sums" not in vars(block)
+        kv.set_optimizer("lamb")
+        kv.push("w", np.ones((300, 400), F32))
+        assert ("sums" in vars(block)) == kv.is_root
+
+
 def test_messages_are_cut_at_owners_and_at_the_limit(comm):
     """Codes of half precision are as large as what they stand for, so the headers do not fit beside all of them."""
     with mpikv.create(comm=comm, placement="sharded", bucket_bytes=4096) as kv:
