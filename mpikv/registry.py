@@ -160,7 +160,11 @@ def create(
     _prepare_endings()
     store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
     if codec is not None:
-        store.set_gradient_compression(codec)
+        try:
+            store.set_gradient_compression(codec)
+        except Exception:
+            store.close()  # nobody else could
+            raise
     if kind in _STORELESS:
         return cast(KVStore, AllReduce(store))
     if slices is not None:

@@ -26,6 +26,7 @@ from mpikv.errors import (
 )
 from mpikv.exchange import Exchange
 from mpikv.plan import build
+from mpikv.store import OPEN
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
 from mpikv.testing.faulty import Failing, Slow, Wrapper, store_over
@@ -686,6 +687,13 @@ def test_payloads_that_no_message_holds_are_refused(comm, auto):
         assert kv.compression is None
         kv.push("w", np.ones(100, F32))
         assert (kv.pull("w") == kv.size).all()
+
+
+def test_a_store_that_cannot_have_its_codec_is_closed(comm):
+    before = list(OPEN)
+    with pytest.raises(Unsupported, match=r"packed by wide\(100\)"):
+        mpikv.create(comm=comm, bucket_bytes=4096, compression=Wide())
+    assert before == OPEN
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
