@@ -52,8 +52,14 @@ class Block:
 
     @cached_property
     def sums(self) -> Array:
-        """Memory for sums parallel to ``values``, for updaters of whole values. Pages are taken where it is written."""
+        """Memory for sums parallel to ``values``, for updaters and codecs of whole values. Pages are taken where it is
+        written.
+        """
         return np.empty(self.values.size, accumulator(self.values.dtype))
+
+    def drop_sums(self) -> None:
+        """Give the memory for sums back. No plan may refer to it."""
+        self.__dict__.pop("sums", None)
 
     def ensure_state(self, slots: Slots) -> None:
         """Start the state that is not there yet with zeros.

@@ -155,8 +155,13 @@ class Calls:
         settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
-            return call, (self._run_choice, find_codec(meant.codec, kernels), settings)
-        return call, (self._run_compression, find_codec(meant, kernels))
+            return call, (self._run_choice, self._codec(meant.codec, kernels), settings)
+        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels))
+
+    def _codec(self, codec: Codec, kernels: str) -> Codec | None:
+        """Return what does the work of a codec, whose payloads messages can hold."""
+        self._exchange.check_codec(codec)
+        return find_codec(codec, kernels)
 
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it

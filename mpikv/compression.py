@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,17 @@ from .keys import Entry
 from .plan import Bucket, Plan, merged
 from .typing import Array, Codec, Gather, RangeCodec, Rounds, Sum, Transport, ValueCodec
 
-__all__ = ["Add", "Compression", "Layers", "RangeCompression", "ValueCompression", "check", "compress", "restoring"]
+__all__ = [
+    "Add",
+    "Compression",
+    "Layers",
+    "RangeCompression",
+    "ValueCompression",
+    "check",
+    "check_payloads",
+    "compress",
+    "restoring",
+]
 
 Layers: TypeAlias = "Sequence[Sequence[Array]]"
 """What this rank pushes: for each position in the lists of arrays, the flat array of each key. None at all where the
@@ -48,6 +58,11 @@ class Compression(Protocol):
         """What packs."""
         ...
 
+    @property
+    def by_bucket(self) -> bool:
+        """Whether each bucket is exchanged when it is summed; else all of the push is when it begins."""
+        ...
+
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         """Begin a push. Returns what sums a bucket over ranks; it is called for each bucket in order.
 
@@ -62,6 +77,25 @@ def compress(codec: Codec, transport: Transport, add: Add, in_pairs: bool) -> Co
     if codec.elementwise:
         return RangeCompression(codec, transport)
     return ValueCompression(codec, transport, add, in_pairs)
+
+
+def check_payloads(codec: Codec, transport: Transport) -> None:
+    """Raise if a message cannot hold the smallest part of a gradient that is packed by itself. Local.
+
+    Raises:
+        Unsupported: it cannot.
+    """
+    if not codec.elementwise:
+        return
+    # Each rank may own some of a message.
+    room = transport.limit - _HEADER * transport.size
+    needed = max(codec.nbytes(count) for count in range(1, _GRAIN + 1))
+    if _padded(needed) > room:
+        raise Unsupported(
+            f"{_GRAIN} elements packed by {codec.settings()} take {needed} bytes, and a message of "
+            f"{transport.limit} has room for {room} with {transport.size} ranks; create the store with larger "
+            "bucket_bytes"
+        )
 
 
 def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]]) -> None:
@@ -100,6 +134,8 @@ def _check_finite(entry: Entry, array: Array) -> None:
     values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     if max(float(values.max()), -float(values.min())) <= LARGEST:
         return
+    # What is above the bound in half precision is infinite there, as the bound would be.
+    values = values.astype(np.float32) if values.dtype.itemsize == 2 else values
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
     large = np.count_nonzero(np.abs(values) > LARGEST) - infinite
     raise NotFinite(
@@ -155,6 +191,8 @@ class _Message:
 
 class RangeCompression:
     """Sums by a codec of ranges. Each array of a list is packed by itself, with a residual of its own."""
+
+    by_bucket = True
 
     def __init__(self, codec: RangeCodec, transport: Transport) -> None:
         self.codec, self._transport = codec, transport
@@ -251,11 +289,6 @@ class RangeCompression:
                 ranges[-1].append(_Range(low, low + count, at, nbytes))
                 at, room = at + _padded(nbytes), room - _padded(nbytes)
                 waiting[:1] = [(low + count, high)] if low + count < high else []
-        if any(open_ranges) and not any(ranges):
-            raise Unsupported(
-                f"{_GRAIN} elements packed by {self.codec.settings()} for {len(open_ranges)} ranks take more than a "
-                f"message of {self._transport.limit} bytes; create the store with larger bucket_bytes"
-            )
         begin = headers[own]
         return _Message(
             ranges=tuple(each for part in ranges for each in part),
@@ -266,26 +299,40 @@ class RangeCompression:
         )
 
     def _fitting(self, count: int, room: int) -> int:
-        """Return how many elements fit, of so many: all, or about half, and so on."""
+        """Return how many elements fit, of so many: all, or about half, and so on. Some fit an empty message."""
         while count and _padded(self.codec.nbytes(count)) > room:
-            count = count // 2 // _GRAIN * _GRAIN
+            count = max(count // 2 // _GRAIN * _GRAIN, _GRAIN) if count > _GRAIN else 0
         return count
+
+
+class _Held(NamedTuple):
+    """Where a value lives."""
+
+    owners: Sequence[int]
+    own: Sequence[tuple[int, int]]
+    """Which elements this rank owns."""
 
 
 class ValueCompression:
     """Sums by a codec of whole values. A list of arrays is summed on its rank first."""
+
+    by_bucket = False
 
     def __init__(self, codec: ValueCodec, transport: Transport, add: Add, in_pairs: bool) -> None:
         self.codec, self._transport = codec, transport
         self._add, self._in_pairs = add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        owner = _sole_owner(plan)
-        for item, entry in enumerate(plan.entries):
+        held = plan.memo.get("held")
+        if held is None:
+            held = plan.memo["held"] = _held(plan, self._transport.rank)
+        for item, (entry, (owners, own)) in enumerate(zip(plan.entries, held, strict=True)):
             place = entry.place
             if place.size:
                 rounds = self._rounds(entry, [layer[item] for layer in layers])
-                np.copyto(place.block.sums[place.start : place.start + place.size], self._run(rounds, owner))
+                summed = self._run(rounds, owners[0] if len(owners) == 1 else None)
+                for low, high in own:
+                    place.block.sums[place.start + low : place.start + high] = summed[low:high]
 
         def total(bucket: Bucket) -> Array:
             block, start = _origin(plan, bucket)
@@ -349,10 +396,23 @@ def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:
     return place.block, place.start + piece.begin - piece.at
 
 
-def _sole_owner(plan: Plan) -> int | None:
-    """Return the rank that owns all of the values; None if there are several."""
-    owners = {rank for bucket in plan.buckets for rank, count in enumerate(bucket.share.counts) if count}
-    return owners.pop() if len(owners) == 1 else None
+def _held(plan: Plan, mine: int) -> list[_Held]:
+    """Work out where each value lives; ``mine`` is this rank."""
+    owners: list[set[int]] = [set() for _ in plan.entries]
+    own: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
+    for bucket in plan.buckets:
+        counts, size = bucket.share.counts, bucket.value.size
+        replicated = sum(counts) > size
+        shards = [(0, size)] * len(counts) if replicated else list(pairwise(accumulate(counts, initial=0)))
+        for piece in bucket.pieces:
+            for rank, (low, high) in enumerate(shards):
+                begin, end = max(low, piece.at), min(high, piece.until)
+                if begin < end:
+                    owners[piece.item].add(rank)
+                    if rank == mine:
+                        shift = piece.begin - piece.at
+                        own[piece.item].append((begin + shift, end + shift))
+    return [_Held(sorted(ranks), ranges) for ranks, ranges in zip(owners, own, strict=True)]
 
 
 def _padded(nbytes: int) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .arena import Arena
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
-from .compression import Compression, Layers, check, compress, restoring
+from .compression import Compression, Layers, check, check_payloads, compress, restoring
 from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
@@ -68,6 +68,7 @@ class Exchange:
         self._settle()
         self._revision = self.updater.revision
         self._arena = Arena(transport)
+        self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
@@ -78,9 +79,19 @@ class Exchange:
     def _adding(self) -> bool:
         return self._may_add and self.compression is None
 
+    @property
+    def _fencing(self) -> bool:
+        """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
+        return self.compression is None or self.compression.by_bucket
+
     def beside(self) -> Exchange:
-        """Return one without values that moves data in the same way, for measurements."""
-        return Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
+        """Return one without values that moves data in the same way, for measurements. All of them share an arena, to
+        which it gives back its places when its keys are deleted.
+        """
+        self._trials = self._trials or Arena(self.transport)
+        other = Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
+        other._arena = self._trials
+        return other
 
     def known(self, key: Any) -> Plan | None:
         """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
@@ -222,7 +233,7 @@ class Exchange:
 
     def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
-        if self._whole or plan.nbytes < _STREAMED_BYTES:
+        if self._whole or plan.nbytes < _STREAMED_BYTES or not self._fencing:
             self.push(plan, sources, steps, confirm)
             self.transport.fence()
             self.pull(plan, targets)
@@ -356,7 +367,7 @@ class Exchange:
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees."""
         self._forget_plans()
-        self.table, self._arena, self._scratch = KeyTable(), Arena(self.transport), zeros(0)
+        self.table, self._arena, self._scratch, self._trials = KeyTable(), Arena(self.transport), zeros(0), None
 
     # --- The table
 
@@ -443,6 +454,10 @@ class Exchange:
             self._arena.release(self.table.remove(key))
         self._forget_plans()
 
+    def check_codec(self, codec: Codec) -> None:
+        """Raise if what a codec packs cannot be sent. Local."""
+        check_payloads(codec, self.transport)
+
     def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
         """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
         assert self.compression is not None
@@ -460,6 +475,7 @@ class Exchange:
         self._forget_plans()
         for block in self._arena.blocks:
             block.residuals.clear()
+            block.drop_sums()
         for entry in self.table.entries():
             entry.codec_state.clear()
 

@@ -83,7 +83,8 @@ def create(
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
-            excepted, whose lists are rounded before they are sent. Default False, where ``mpi`` sums in an order of
+            excepted, whose lists are rounded before they are sent, and compression, which packs each rank's
+            arrays by themselves. Default False, where ``mpi`` sums in an order of
             the MPI library's, and ``hosts`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same.
@@ -118,7 +119,7 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec = Config(), None
+    settings, codec, compressing = Config(), None, "None"
     problem: Exception | None = None
     slices: int | None = None
     try:
@@ -135,6 +136,7 @@ def create(
         )
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
+        compressing = "None" if codec is None else codec.settings()  # any code, which may raise
         slices = slice_threshold(kind == "p3") if kind in ("p3", *_DIST) else None
     except Exception as error:
         problem = error
@@ -144,7 +146,7 @@ def create(
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         wanted["slices"] = repr(slices)
         del wanted["abort"]  # each rank's own affair
-        wanted["compression"] = "None" if codec is None else codec.settings()
+        wanted["compression"] = compressing
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -158,7 +160,11 @@ def create(
     _prepare_endings()
     store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
     if codec is not None:
-        store.set_gradient_compression(codec)
+        try:
+            store.set_gradient_compression(codec)
+        except Exception:
+            store.close()  # nobody else could
+            raise
     if kind in _STORELESS:
         return cast(KVStore, AllReduce(store))
     if slices is not None:

@@ -1,11 +1,12 @@
 """Whether a codec saves time on these ranks: found by pushes with and without it, over the transport of the store.
 
-The trial has a table of its own and changes no value of the store. Its memory, some messages' worth, is the transport's
-until the store is closed.
+The trial has a table of its own and changes no value of the store. Its memory, some messages' worth, is kept for the
+next trial until the store is closed.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from .typing import Array, Codec
 
 __all__ = ["Choice", "asked_for", "choose"]
 
-# Bytes of a trial's value: four messages, and not more than this.
+# Bytes of a trial's value, a matrix that is nearly square: about four messages, and not more than this.
 _MESSAGES, _MOST_BYTES = 4, 4 << 20
 # Pushes of each kind, after one that finds memory and caches cold.
 _TURNS = 5
@@ -49,16 +50,17 @@ def choose(exchange: Exchange, codec: Codec, asked: str) -> tuple[Codec | None, 
 
     Collective.
     """
-    nbytes = min(_MESSAGES * exchange.transport.limit, _MOST_BYTES)
-    gradient = np.random.default_rng(exchange.transport.rank).standard_normal(nbytes // 4, np.float32)
+    size = min(_MESSAGES * exchange.transport.limit, _MOST_BYTES) // 4
+    rows = math.isqrt(size)
+    gradient = np.random.default_rng(exchange.transport.rank).standard_normal((rows, size // rows), np.float32)
     without, using = (_Pushes(exchange, each, gradient) for each in (None, codec))
     times = [(without.push(), using.push()) for _ in range(1 + _TURNS)][1:]
     slowest = _slowest(exchange, np.median(times, axis=0))
     for pushes in (without, using):
-        pushes.exchange.close()
+        pushes.end()
     seconds = {"without": float(slowest[0]), "with": float(slowest[1])}
     chosen = codec if slowest[1] < (1 - _SAVED) * slowest[0] else None
-    why = f"a push of {nbytes} bytes took {slowest[0]:.2g} s without the codec and {slowest[1]:.2g} s with it"
+    why = f"a push of {gradient.nbytes} bytes took {slowest[0]:.2g} s without the codec and {slowest[1]:.2g} s with it"
     return chosen, Choice(asked, "None" if chosen is None else chosen.settings(), why, seconds)
 
 
@@ -81,6 +83,12 @@ class _Pushes:
             exchange.check_compressible(plan, self._gradient)
         exchange.push(plan, self._gradient, exchange.steps(plan), None)
         return time.perf_counter() - started
+
+    def end(self) -> None:
+        """Leave the memory to the next trial."""
+        self.exchange.compress(None)
+        self.exchange.delete(["trial"])
+        self.exchange.close()
 
 
 def _slowest(exchange: Exchange, mine: Array) -> Array:

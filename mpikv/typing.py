@@ -299,7 +299,8 @@ class RangeCodec(Protocol):
     """Packs a gradient of which any range can be packed by itself, so that each owner is sent its own elements alone.
 
     Gradients are flat, float32, finite, and not above :data:`mpikv.codecs.LARGEST`. A codec holds settings only, which
-    do not change.
+    do not change: several stores may use one, in several threads. It must not raise in :meth:`encode` or
+    :meth:`decode_add`: the ranks have agreed by then and wait for each other, so an exception ends the store.
     """
 
     @property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -267,6 +270,9 @@ def test_the_largest_are_chosen(numbers, count):
         (codecs.TopK(), 1001, 11),
         (codecs.TopK(ratio=0.07), 100, 7),
         (codecs.TopK(ratio=1), 9, 9),
+        (codecs.TopK(ratio=1e-9), 1000, 1),
+        (codecs.TopK(ratio=1e-300), 3, 1),
+        (codecs.TopK(), 0, 0),
         (codecs.TopK(count=5), 3, 3),
         (codecs.TopK(count=5), 30, 5),
     ],
@@ -339,6 +345,33 @@ def test_packing_allocates_nothing_of_the_size_of_a_gradient(name):
         assert peaks[1] < gradient.nbytes // 8
 
 
+@pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "bf16"])
+def test_threads_may_share_a_codec(name):
+    codec, size = codecs.create(name), 40_000
+    gradients = np.random.default_rng(0).standard_normal((2, size)).astype(F32)
+    expected = [encode(codecs.create(name), gradient, np.zeros(size, F32)).tobytes() for gradient in gradients]
+    totals = [decode(codecs.create(name), np.frombuffer(sent, np.uint8), size).tobytes() for sent in expected]
+
+    def work(gradient):
+        sent = encode(codec, gradient, np.zeros(size, F32))
+        return sent.tobytes(), decode(codec, sent, size).tobytes()
+
+    barrier = threading.Barrier(2)
+
+    def often(gradient):
+        barrier.wait()
+        return {work(gradient) for _ in range(200)}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(often, gradients))
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == [{pair} for pair in zip(expected, totals, strict=True)]
+
+
 # --- Names and arguments
 
 
@@ -379,6 +412,9 @@ def test_none_is_no_codec():
         ({"type": "2bit", "threshold": -0.5}, ConfigError, "threshold=-0.5 is not"),
         ({"type": "2bit", "threshold": float("nan")}, ConfigError, "threshold=nan is not"),
         ({"type": "2bit", "threshold": 1e39}, ConfigError, "threshold=1e.39 is not"),
+        ({"type": "2bit", "threshold": 10**400}, ConfigError, "threshold is too large for a float"),
+        ({"type": "1bit", "threshold": -(10**5000)}, ConfigError, "threshold is too large for a float"),
+        ({"type": "topk", "ratio": 10**400}, ConfigError, "ratio is too large for a float"),
         ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold is a number, not a str"),
         ({"type": "2bit", "threshold": None}, TypeError, "threshold is a number, not a NoneType"),
         ({"type": "2bit", "threshold": True}, TypeError, "threshold is a number, not a bool"),
@@ -402,6 +438,13 @@ def test_none_is_no_codec():
 def test_bad_arguments(given, error, text):
     with pytest.raises(error, match=text):
         codecs.create(given)
+
+
+@pytest.mark.parametrize("make", [codecs.ErrorFeedback, codecs.Auto])
+@pytest.mark.parametrize("given", ["2bit", None, codecs.TwoBit, codecs.Auto(codecs.TwoBit())])
+def test_what_takes_a_codec_takes_nothing_else(make, given):
+    with pytest.raises(TypeError, match=r"takes a codec .*, not .*; mpikv.codecs.create\(\) makes one of a name"):
+        make(given)
 
 
 def test_feedback_is_given_once():

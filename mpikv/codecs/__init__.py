@@ -47,7 +47,7 @@ passed as an object, or registered under a name. :class:`mpikv.testing.RangeCode
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ConfigError, known_names
@@ -57,6 +57,7 @@ from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
+from .options import checked
 from .topk import TopK
 
 __all__ = [
@@ -85,10 +86,7 @@ _KINDS: dict[str, Callable[..., Codec]] = {
     "topk": TopK,
     "lowrank": LowRank,
 }
-_METHODS: Mapping[Any, Sequence[str]] = {
-    True: ("settings", "nbytes", "encode", "decode_add"),
-    False: ("settings", "state", "exchange"),
-}
+_WANTED = "compression is a name, a dict with a 'type', a codec (see mpikv.typing) or None"
 
 
 def register(name: str, kind: Callable[..., Codec]) -> None:
@@ -122,7 +120,7 @@ def create(compression: Any) -> Codec | Auto | None:
     if isinstance(compression, Auto):
         return compression
     if not isinstance(compression, Mapping):
-        return _checked(compression)
+        return checked(compression, _WANTED)
     if "type" not in compression:
         raise ConfigError(
             f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted([*_KINDS, 'auto']))})"
@@ -151,17 +149,5 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     for option in options:
         if option not in known:
             raise ConfigError(known_names(f"option of compression {type!r}", option, [*known, "error_feedback"]))
-    codec = _checked(kind(**options))
+    codec = checked(kind(**options), _WANTED)
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec
-
-
-def _checked(codec: Any) -> Codec:
-    """Return what has all that a codec has."""
-    methods = _METHODS.get(getattr(codec, "elementwise", None))
-    missing = [name for name in methods or () if not callable(getattr(codec, name, None))]
-    if isinstance(codec, type) or methods is None or missing or not isinstance(getattr(codec, "feedback", None), bool):
-        lack = f" without {', '.join(missing)}" if missing else ""
-        raise TypeError(
-            f"compression is a name, a dict with a 'type', a codec (see mpikv.typing) or None, not {codec!r}{lack}"
-        )
-    return codec  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..typing import Array
-from .options import BLOCK, single
+from .options import BLOCK, Scratch, single
 
 __all__ = ["OneBit", "TwoBit"]
 
@@ -68,40 +68,32 @@ class TwoBit:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient."""
-        threshold = np.float32(self.threshold)
+        threshold, spare = np.float32(self.threshold), self._codes.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            codes, below = (codes[: part.size] for codes in self._codes)
+            codes, below = (codes[: part.size] for codes in spare)
             np.greater_equal(part, threshold, out=codes.view(np.bool_))
             np.less_equal(part, -threshold, out=below.view(np.bool_))
             codes *= 3
             below *= 2
             codes |= below
-            self._codes[0, part.size :] = 0
+            spare[0, part.size :] = 0
             words = payload[low // 4 : (low + BLOCK) // 4]
-            words[:] = self._packed()[: words.size]
+            words[:] = _packed(spare[0])[: words.size]
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add the threshold, its negative or 0 to each element."""
+        spare = self._sums.array
         for low in range(0, total.size, BLOCK):
-            _add_decoded(payload[low // 4 :], self.decoded, total[low : low + BLOCK], self._sums)
-
-    def _packed(self) -> Array:
-        """Return the codes of a block, four in a byte."""
-        codes: Array = self._codes[0].view("<u4")
-        # The product is a sum of shifted numbers, whose bits do not meet: the highest byte has the first code above the
-        # second, and so on.
-        np.multiply(codes, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=codes)
-        codes >>= 24
-        return codes
+            _add_decoded(payload[low // 4 :], self.decoded, total[low : low + BLOCK], spare)
 
     @cached_property
-    def _codes(self) -> Array:
-        return np.empty((2, BLOCK), np.uint8)
+    def _codes(self) -> Scratch:
+        return Scratch((2, BLOCK), np.uint8)
 
     @cached_property
-    def _sums(self) -> Array:
-        return np.empty((BLOCK // 4, 4), np.float32)
+    def _sums(self) -> Scratch:
+        return Scratch((BLOCK // 4, 4), np.float32)
 
     @cached_property
     def decoded(self) -> Array:
@@ -152,10 +144,10 @@ class OneBit:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient."""
-        threshold = np.float32(self.threshold)
+        threshold, spare = np.float32(self.threshold), self._bits.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            bits = self._bits[: part.size]
+            bits = spare[: part.size]
             np.greater(part, threshold, out=bits)
             packed = np.packbits(bits)
             words = payload[low // 8 : (low + BLOCK) // 8]
@@ -164,22 +156,33 @@ class OneBit:
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add 1 or -1 to each element."""
+        spare = self._sums.array
         for low in range(0, total.size, BLOCK):
-            _add_decoded(payload[low // 8 :], self.decoded, total[low : low + BLOCK], self._sums)
+            _add_decoded(payload[low // 8 :], self.decoded, total[low : low + BLOCK], spare)
 
     @cached_property
-    def _bits(self) -> Array:
-        return np.empty(BLOCK, np.bool_)
+    def _bits(self) -> Scratch:
+        return Scratch(BLOCK, np.bool_)
 
     @cached_property
-    def _sums(self) -> Array:
-        return np.empty((BLOCK // 8, 8), np.float32)
+    def _sums(self) -> Scratch:
+        return Scratch((BLOCK // 8, 8), np.float32)
 
     @cached_property
     def decoded(self) -> Array:
         """The eight values of each byte, ``(256, 8)``."""
         bits = np.arange(256)[:, None] >> np.arange(7, -1, -1) & 1
         return (2 * bits - 1).astype(np.float32)
+
+
+def _packed(codes: Array) -> Array:
+    """Return the two-bit codes of a block, four in a byte; they are overwritten."""
+    words: Array = codes.view("<u4")
+    # The product is a sum of shifted numbers, whose bits do not meet: the highest byte has the first code above the
+    # second, and so on.
+    np.multiply(words, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=words)
+    words >>= 24
+    return words
 
 
 def _add_decoded(payload: Array, table: Array, total: Array, spare: Array) -> None:

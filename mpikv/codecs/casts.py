@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..typing import Array
-from .options import BLOCK
+from .options import BLOCK, Scratch
 
 __all__ = ["Bfloat16", "Float16"]
 
@@ -44,23 +44,23 @@ class Float16:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the gradient in half precision."""
-        halves = payload.view(np.float16)
+        halves, spare = payload.view(np.float16), self._spare.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            halves[low : low + BLOCK] = np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=self._spare[: part.size])
+            halves[low : low + BLOCK] = np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=spare[: part.size])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        halves = payload.view(np.float16)
+        halves, spare = payload.view(np.float16), self._spare.array
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
-            wide = self._spare[: part.size]
+            wide = spare[: part.size]
             wide[:] = halves[low : low + BLOCK]
             np.add(part, wide, out=part)
 
     @cached_property
-    def _spare(self) -> Array:
-        return np.empty(BLOCK, np.float32)
+    def _spare(self) -> Scratch:
+        return Scratch(BLOCK, np.float32)
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class Bfloat16:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the upper halves of the gradient, rounded."""
-        halves = payload.view(np.uint16)
+        halves, spare = payload.view(np.uint16), self._spare.array
         for low in range(0, gradient.size, BLOCK):
             bits = gradient[low : low + BLOCK].view(np.uint32)
             # Just below one half of what is cut off, and one more where the last bit that stays is odd: ties to even.
-            rounded = np.right_shift(bits, 16, out=self._spare[: bits.size])
+            rounded = np.right_shift(bits, 16, out=spare[: bits.size])
             rounded &= 1
             rounded += 0x7FFF
             rounded += bits
@@ -102,14 +102,14 @@ class Bfloat16:
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        halves = payload.view(np.uint16)
+        halves, spare = payload.view(np.uint16), self._spare.array
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
-            wide = self._spare[: part.size]
+            wide = spare[: part.size]
             wide[:] = halves[low : low + BLOCK]
             wide <<= 16
             np.add(part, wide.view(np.float32), out=part)
 
     @cached_property
-    def _spare(self) -> Array:
-        return np.empty(BLOCK, np.uint32)
+    def _spare(self) -> Scratch:
+        return Scratch(BLOCK, np.uint32)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..typing import Array, Codec, RangeCodec, Rounds, ValueCodec
+from .options import Scratch, checked
 
 __all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
 
@@ -22,6 +23,7 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
 
     Raises:
         ConfigError: the codec has feedback.
+        TypeError: it is no codec.
 
     Example:
         >>> import numpy as np
@@ -35,6 +37,7 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
         >>> total, residual.round(1)
         (array([ 1., -1.,  0.,  1.], dtype=float32), array([ 0.4, -0.2,  0.4,  0. ], dtype=float32))
     """
+    checked(codec, "ErrorFeedback takes a codec (see mpikv.typing)", "; mpikv.codecs.create() makes one of a name")
     if codec.feedback:
         raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
     return RangeFeedback(codec) if codec.elementwise else ValueFeedback(codec)
@@ -48,7 +51,7 @@ class RangeFeedback:
 
     def __init__(self, codec: RangeCodec) -> None:
         self.codec = codec
-        self._decoded = np.empty(0, np.float32)
+        self._decoded = Scratch(0, np.float32)
 
     def settings(self) -> str:
         """Describe the codec and that it has feedback."""
@@ -71,9 +74,9 @@ class RangeFeedback:
 
     def _read(self, payload: Array, count: int) -> Array:
         """Return what the other ranks will read, in memory that is used again and again."""
-        if count > self._decoded.size:
-            self._decoded = np.empty(count, np.float32)
-        decoded = self._decoded[:count]
+        if count > self._decoded.array.size:
+            self._decoded.array = np.empty(count, np.float32)
+        decoded = self._decoded.array[:count]
         decoded.fill(0)
         self.codec.decode_add(payload, decoded)
         return decoded

@@ -1,19 +1,53 @@
-"""What codecs have in common: the checks of their options, each of which returns what is kept or says what is wrong."""
+"""What codecs have in common: memory to work in, and the checks of what they are made of, each of which returns what is
+kept or says what is wrong.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..errors import ConfigError
+from ..typing import Array, Codec
 
-__all__ = ["BLOCK", "real", "single", "whole"]
+__all__ = ["BLOCK", "Scratch", "checked", "real", "single", "whole"]
 
 # Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
 BLOCK = 1 << 14
+
+_METHODS: Mapping[Any, Sequence[str]] = {
+    True: ("settings", "nbytes", "encode", "decode_add"),
+    False: ("settings", "state", "exchange"),
+}
+
+
+class Scratch(threading.local):
+    """Memory that a call of a codec writes to. Each thread has its own, so that one codec can work in several stores at
+    once.
+    """
+
+    def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
+        self.array: Array = np.empty(shape, dtype)
+
+
+def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
+    """Return what has all that a codec has. ``wanted`` says what is taken where it was given.
+
+    >>> checked("2bit", "ErrorFeedback takes a codec")
+    Traceback (most recent call last):
+    TypeError: ErrorFeedback takes a codec, not '2bit'
+    """
+    methods = _METHODS.get(getattr(codec, "elementwise", None))
+    missing = [name for name in methods or () if not callable(getattr(codec, name, None))]
+    if isinstance(codec, type) or methods is None or missing or not isinstance(getattr(codec, "feedback", None), bool):
+        lack = f" without {', '.join(missing)}" if missing else ""
+        raise TypeError(f"{wanted}, not {codec!r}{lack}{advice}")
+    return codec  # type: ignore[no-any-return]
 
 
 def real(where: str, value: Any, low: float, high: float) -> float:
@@ -23,11 +57,10 @@ def real(where: str, value: Any, low: float, high: float) -> float:
     Traceback (most recent call last):
     mpikv.errors.ConfigError: topk: ratio=2 is not a number above 0 and up to 1
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where} is a number, not a {type(value).__name__}: {value!r}")
-    if not low < float(value) <= high:
+    number = _number(where, value)
+    if not low < number <= high:
         raise ConfigError(f"{where}={value!r} is not a number above {low:g} and up to {high:g}")
-    return float(value)
+    return number
 
 
 def single(where: str, value: Any, *, positive: bool) -> float:
@@ -37,14 +70,13 @@ def single(where: str, value: Any, *, positive: bool) -> float:
     Traceback (most recent call last):
     mpikv.errors.ConfigError: 2bit: threshold=1e-50 is not a finite number above 0 in float32
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where} is a number, not a {type(value).__name__}: {value!r}")
+    number = _number(where, value)
     with np.errstate(over="ignore"):
-        rounded = float(np.float32(float(value)))
+        rounded = float(np.float32(number))
     if not math.isfinite(rounded) or (positive and rounded <= 0):
         kind = "finite number above 0" if positive else "finite number"
         raise ConfigError(f"{where}={value!r} is not a {kind} in float32")
-    return float(value)
+    return number
 
 
 def whole(where: str, value: Any, low: int = 1) -> int:
@@ -59,3 +91,12 @@ def whole(where: str, value: Any, low: int = 1) -> int:
     if value < low:
         raise ConfigError(f"{where}={value!r} is not a whole number from {low}")
     return int(value)
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{where} is a number, not a {type(value).__name__}: {value!r}")
+    try:
+        return float(value)
+    except OverflowError:  # of a long int, whose digits may be too many to print
+        raise ConfigError(f"{where} is too large for a float") from None

@@ -26,7 +26,7 @@ class TopK:
     Of equal ones the first are sent. Each rank chooses its own. Give one of:
 
     Args:
-        ratio: the part of a value's elements, above 0 and up to 1, rounded up. Default 0.01.
+        ratio: the part of a value's elements, above 0 and up to 1, rounded up, so at least one. Default 0.01.
         count: the number of elements of a value; all of one that has fewer.
 
     Example:
@@ -66,7 +66,7 @@ class TopK:
             return min(self.count, size)
         assert self.ratio is not None
         # 0.07 * 100 is a little more than 7.
-        return math.ceil(round(self.ratio * size, 6))
+        return min(max(math.ceil(round(self.ratio * size, 6)), 1), size)
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
         """Return nothing."""

@@ -24,7 +24,9 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
+from mpikv.exchange import Exchange
 from mpikv.plan import build
+from mpikv.store import OPEN
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
 from mpikv.testing.faulty import Failing, Slow, Wrapper, store_over
@@ -422,6 +424,79 @@ def test_collectives_of_a_compressed_push(comm, name, placement, calls):
         assert recording.take() == calls
 
 
+class Addressed(Wrapper):
+    """Keeps which ranks are sent something by each exchange from all to all."""
+
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.ranks = []
+
+    def all_to_all(self, send, counts):
+        self.ranks.append(None if counts is None else tuple(np.flatnonzero(counts)))
+        return super().all_to_all(send, counts)
+
+
+@pytest.mark.ranks(2, 3)
+def test_values_of_one_owner_go_to_that_alone(comm):
+    """In a list of keys as one by one, and what lies in several hands goes to all."""
+    with store_over(Addressed, comm=comm, placement="sharded") as kv:
+        kv.set_optimizer("lamb", learning_rate=0.1)
+        kv.set_gradient_compression({"type": "topk", "ratio": 1.0})
+        keys = ["a", "b", "c"]
+        kv.init(keys, [np.zeros((400, 400), F32)] * 3)
+        ranks = kv._exchange.transport.ranks
+        kv.push(keys, [np.ones((400, 400), F32)] * 3)
+        together = ranks.copy()
+        assert all(len(each) == 1 for each in together)
+        assert len(set(together)) == min(3, kv.size)
+        ranks.clear()
+        for key in keys:
+            kv.push(key, np.ones((400, 400), F32))
+        assert ranks == together
+        kv.set_optimizer("sgd")
+        ranks.clear()
+        kv.push(keys, [np.ones((400, 400), F32)] * 3)
+        assert set(ranks) == {None}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_lists_of_values_have_the_sums_of_each(comm, placement):
+    """Keys of all sizes: some have several owners, some one, and some lie in one message."""
+    shapes = [(3,), (0, 4), (500, 9), (70, 70), (), (2, 40), (1,)]
+    for transport in transports(comm):
+        options = {"comm": comm, "transport": transport, "placement": placement, "bucket_bytes": 4096}
+        with (
+            mpikv.create(compression={"type": "topk", "ratio": 1.0}, **options) as kv,
+            mpikv.create(**options) as other,
+        ):
+            for optimizer in (None, "sgd", "lamb"):
+                for store in (kv, other):
+                    if optimizer:
+                        store.set_optimizer(optimizer, learning_rate=0.5)
+                    else:
+                        store.init(list(range(7)), [np.zeros(shape, F32) for shape in shapes])
+                for step, keys in enumerate(([0, 1, 2, 3, 4, 5, 6], [6, 2, 0], [3])):
+                    arrays = [gradients((1, *shapes[key]), step, kv.size)[kv.rank, 0, 0] for key in keys]
+                    for store in (kv, other):
+                        store.push(keys, [np.round(64 * array) / 64 for array in arrays])
+                    for found, expected in zip(kv.pull(list(range(7))), other.pull(list(range(7))), strict=True):
+                        np.testing.assert_array_equal(found, expected)
+
+
+def test_sums_take_memory_only_where_they_are_used(comm):
+    with mpikv.create(comm=comm, placement="root", compression={"type": "topk", "ratio": 1.0}) as kv:
+        kv.init("w", np.zeros((300, 400), F32))
+        block = kv._exchange.table["w"].place.block
+        block.sums.fill(-7)
+        kv.push("w", np.ones((300, 400), F32))
+        assert (block.sums == (kv.size if kv.is_root else -7)).all()
+        kv.set_gradient_compression(None)
+        assert "sums" not in vars(block)
+        kv.set_optimizer("lamb")
+        kv.push("w", np.ones((300, 400), F32))
+        assert ("sums" in vars(block)) == kv.is_root
+
+
 def test_messages_are_cut_at_owners_and_at_the_limit(comm):
     """Codes of half precision are as large as what they stand for, so the headers do not fit beside all of them."""
     with mpikv.create(comm=comm, placement="sharded", bucket_bytes=4096) as kv:
@@ -472,6 +547,19 @@ def test_numbers_that_are_not_finite_raise(comm, name, bad):
         for store in (kv, other):
             store.push("w", arrays)
         np.testing.assert_array_equal(kv.pull("w"), other.pull("w"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_that_are_not_finite_raise(comm, dtype):
+    """They are counted as they are, whatever numpy is told to do about floating point errors."""
+    dtype = pytest.importorskip("ml_dtypes").bfloat16 if dtype == "bfloat16" else np.float16
+    spoilt = np.array([np.inf, 1, 2, np.nan, -np.inf], dtype)
+    with mpikv.create(comm=comm, compression="2bit") as kv, np.errstate(all="raise"):
+        kv.init("w", np.zeros(5, dtype))
+        bad = kv.rank == culprit(comm)
+        with pytest.raises(NotFinite if bad else PeerFailed, match="1 NaN, 2 infinite and 0 elements above"):
+            kv.push("w", spoilt if bad else np.ones(5, dtype))
+        assert not kv.pull("w").any()
 
 
 def test_a_buffer_that_is_not_finite_raises(comm):
@@ -552,6 +640,75 @@ def test_a_bad_setting_on_one_rank(comm):
             mpikv.create(comm=comm, compression="2bti" if bad else "2bit")
 
 
+class Speechless(codecs.Float16):
+    """Cannot describe itself."""
+
+    def settings(self):
+        raise LookupError("no words")
+
+
+@pytest.mark.deadline(20)
+def test_a_codec_that_cannot_describe_itself_on_one_rank(comm):
+    bad = comm is None or comm.rank == comm.size - 1
+    given = Speechless() if bad else codecs.Float16()
+    with pytest.raises(LookupError if bad else PeerFailed, match="no words"):
+        mpikv.create(comm=comm, compression=given)
+    with mpikv.create(comm=comm) as kv:
+        with pytest.raises(LookupError if bad else PeerFailed, match="no words"):
+            kv.set_gradient_compression(given)
+        assert kv.compression is None
+
+
+class Wide(codecs.Float16):
+    """Sends many bytes for each element."""
+
+    width = 100
+
+    def settings(self):
+        return f"wide({self.width})"
+
+    def nbytes(self, count):
+        return self.width * count
+
+    def encode(self, gradient, payload, residual=None):
+        super().encode(gradient, payload[: 2 * gradient.size])
+
+    def decode_add(self, payload, total):
+        super().decode_add(payload[: 2 * total.size], total)
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_payloads_that_no_message_holds_are_refused(comm, auto):
+    codec = codecs.Auto(Wide()) if auto else Wide()
+    with mpikv.create(comm=comm, bucket_bytes=4096) as kv:
+        kv.init("w", np.zeros(100, F32))
+        with pytest.raises(Unsupported, match=r"64 elements packed by wide\(100\) take 6400 bytes.*bucket_bytes"):
+            kv.set_gradient_compression(codec)
+        assert kv.compression is None
+        kv.push("w", np.ones(100, F32))
+        assert (kv.pull("w") == kv.size).all()
+
+
+def test_a_store_that_cannot_have_its_codec_is_closed(comm):
+    before = list(OPEN)
+    with pytest.raises(Unsupported, match=r"packed by wide\(100\)"):
+        mpikv.create(comm=comm, bucket_bytes=4096, compression=Wide())
+    assert before == OPEN
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_widest_payloads_that_a_message_holds(comm, placement):
+    """65 elements, which are one range, are cut as others are."""
+    codec = Wide()
+    codec.__dict__["width"] = 60
+    sizes = (1, 63, 64, 65, 100, 127, 1000)
+    with mpikv.create(comm=comm, placement=placement, bucket_bytes=4096, compression=codec) as kv:
+        for size in sizes:
+            kv.init(f"w{size}", np.zeros(size, F32))
+            kv.push(f"w{size}", np.arange(size, dtype=F32))
+            np.testing.assert_array_equal(kv.pull(f"w{size}"), kv.size * np.arange(size, dtype=F32))
+
+
 @pytest.mark.parametrize("name", ["1bit", "topk", "lowrank"])
 def test_slow_ranks_change_no_result(comm, name):
     """Ranks pass each other between exchanges: memory that is used again too early would show."""
@@ -594,6 +751,27 @@ def test_a_transport_that_fails_leaves_nobody_waiting(comm, name):
         kv.push("w", np.ones(100, F32))
 
 
+@pytest.mark.parametrize("name", ["2bit", {"type": "topk", "ratio": 1.0}, {"type": "lowrank", "rank": 1}])
+@pytest.mark.deadline(60)
+def test_a_large_pushpull_brings_the_newest_values(comm, name, monkeypatch):
+    """Each bucket is delivered once all ranks have updated it, however late one of them is."""
+    take = Exchange._take
+
+    def late(*arguments):
+        time.sleep(0.003)
+        take(*arguments)
+
+    if comm and comm.rank == comm.size - 1:
+        monkeypatch.setattr(Exchange, "_take", late)
+    shape = (1024, 2304)
+    with mpikv.create(comm=comm, compression=name) as kv:
+        kv.init("w", np.zeros(shape, F32))
+        for step in range(1, 4):
+            out = np.empty(shape, F32)
+            kv.pushpull("w", np.full(shape, step, F32), out=out)
+            np.testing.assert_array_equal(out, kv.pull("w"))
+
+
 class Throttled(Wrapper):
     """A network on which a rank sends so many bytes in a second."""
 
@@ -629,6 +807,32 @@ def test_auto_takes_the_codec_on_a_slow_network(comm, placement):
         assert kv.keys() == ("w",)
         kv.push("w", np.full(100, 1.5, F32))
         assert (kv.pull("w") == kv.size).all()
+
+
+def test_auto_may_take_a_codec_of_matrices(comm):
+    with store_over(Throttled, comm=comm, bucket_bytes=1 << 16) as kv:
+        kv.set_gradient_compression({"type": "auto", "codec": {"type": "lowrank", "rank": 1}})
+        assert kv.statistics()["compression"]["chosen"] == "lowrank(rank=1, seed=0) with error feedback"
+
+
+class Counting(Wrapper):
+    """Counts the bytes of shared memory that are taken."""
+
+    taken = 0
+
+    def allocate(self, nbytes):
+        self.taken += nbytes
+        return super().allocate(nbytes)
+
+
+def test_auto_takes_memory_once(comm):
+    with store_over(Counting, comm=comm) as kv:
+        taken = []
+        for codec in ("bf16", "2bit", "topk"):
+            kv.set_gradient_compression({"type": "auto", "codec": codec})
+            taken.append(kv._exchange.transport.taken)
+        assert taken[1:] == taken[:-1], "what the first trial took"
+        assert taken[0] <= 2 * 4 << 20
 
 
 def test_auto_takes_none_where_ranks_share_memory(comm):
