@@ -78,7 +78,7 @@ class KVStoreBase:
         return 1
 
     @property
-    def assigns(self) -> bool:
+    def _assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as without an updater. Local."""
         return True
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import Config, slice_threshold
+from .config import Config
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -24,7 +24,6 @@ from .errors import (
 )
 from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
-from .sliced import Sliced
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
 from .transports import open_transport
@@ -40,9 +39,9 @@ _LATER = {
     **dict.fromkeys(
         ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
     ),
+    "p3": "slices by priority; 'dist_sync' has the same results",
 }
-_DIST = ("dist", "dist_sync")
-_NAMES = (*_HOST, *_STORELESS, "p3", *_DEVICE, *_NCCL, *_LATER, "teststore")
+_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -68,8 +67,7 @@ def create(
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
-            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; ``p3`` for a
-            :class:`Sliced`, which moves large values in slices; or a registered
+            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
             private store.
@@ -120,7 +118,6 @@ def create(
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
     settings, codec = Config(), None
     problem: Exception | None = None
-    slices: int | None = None
     try:
         kind = _known(name)
         settings = Config.read(
@@ -135,14 +132,12 @@ def create(
         )
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
-        slices = slice_threshold(kind == "p3") if kind in ("p3", *_DIST) else None
     except Exception as error:
         problem = error
     group = connect(comm, settings)
     try:
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
-        wanted["slices"] = repr(slices)
         del wanted["abort"]  # each rank's own affair
         wanted["compression"] = "None" if codec is None else codec.settings()
         _compare(group, wanted, problem)
@@ -161,8 +156,6 @@ def create(
         store.set_gradient_compression(codec)
     if kind in _STORELESS:
         return cast(KVStore, AllReduce(store))
-    if slices is not None:
-        return cast(KVStore, Sliced(store, slices))
     return store
 
 

@@ -159,7 +159,7 @@ class KVStore(KVStoreBase):
         return compression and compression.codec
 
     @property
-    def assigns(self) -> bool:
+    def _assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as it does without an updater. Local."""
         self._pending.drain()
         return self._exchange.updater.assigns
@@ -981,18 +981,12 @@ class KVStore(KVStoreBase):
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
-        text = partial(_called, verb, arguments[:1])
-        return self.queue(verb, urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
-
-    def queue(self, verb: str, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
-        """Have the thread of pending calls run something, which may call the store: for stores that are made of this
-        one. Local; the same on every rank. ``text`` says what it is; a result ``More`` has it run again.
-        """
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         self._board.step_aside()
-        return self._pending.add(urgent, text, run)
+        text = partial(_called, verb, arguments[:1])
+        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""

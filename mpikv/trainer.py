@@ -347,7 +347,7 @@ class Trainer:
         capable = store.is_capable(KVStoreBase.OPTIMIZER)
         if self._wanted and not capable:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
-        if not store.assigns and store.optimizer is not self.optimizer:
+        if not store._assigns and store.optimizer is not self.optimizer:
             raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
         if known := sorted(self._own.keys() & set(store.keys())):
             text = f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
@@ -382,7 +382,7 @@ class Trainer:
 
     def _check_sums(self, taken: _Taken) -> None:
         """Raise unless each gradient can become its sum over ranks."""
-        if not self._kvstore.assigns:
+        if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         _check_apart(taken)
 

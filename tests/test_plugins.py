@@ -59,7 +59,7 @@ def test_what_a_subclass_leaves_out_says_so() -> None:
     with pytest.raises(ValueError, match="mine"):
         store.refuse(ValueError("mine"))
     store.agree("anything")
-    assert (store.vote(True), store.keys(), store.assigns, store.optimizer) == (True, (), True, None)
+    assert (store.vote(True), store.keys(), store._assigns, store.optimizer) == (True, (), True, None)
     assert (store.rank, store.num_workers, store.is_capable("optimizer")) == (0, 1, False)
     store.close()
 
