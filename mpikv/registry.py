@@ -29,7 +29,7 @@ from .storeless import AllReduce
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
 
-__all__ = ["create"]
+__all__ = ["check_name", "create"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
@@ -192,6 +192,12 @@ def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
     kind = name.lower() if isinstance(name, str) else ""
     # Asking for packages takes milliseconds.
     return KVStoreBase.kv_registry.get(kind) if kind in ("", *_NAMES) else plugin(kind)
+
+
+def check_name(name: str) -> None:
+    """Raise what :func:`create` would raise for a name. Local."""
+    if _plugin(name) is None:
+        _known(name)
 
 
 def _known(name: str) -> str:

@@ -92,6 +92,7 @@ class Work:
 
     def _fail(self, error: BaseException) -> None:
         self._error, self._trace = error, error.__traceback__
+        self._run = None
         # They hold the caller's arrays.
         traceback.clear_frames(self._trace)
 

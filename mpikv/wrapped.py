@@ -50,6 +50,10 @@ class Wrapped(KVStoreBase):
         """Whether a push replaces the value by the sum, as without an updater. Local."""
         return bool(self._store._assigns)
 
+    @property
+    def _joining(self) -> bool:  # type: ignore[override]
+        return bool(self._store._joining)
+
     def barrier(self) -> None:
         """As :meth:`mpikv.KVStore.barrier`. Collective."""
         self._store.barrier()
