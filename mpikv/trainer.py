@@ -448,8 +448,8 @@ class Trainer:
         """Apply the settings of a step, while it lasts; return the parameters that it updates."""
         self._check_usable()
         optimizer = self.optimizer
-        factors = {option: self._factors(optimizer, option) for option in ("lr_mult", "wd_mult")}
-        settings.enter_context(optimizer.having(rescale_grad=self._scale(batch_size), **factors))
+        options = {"rescale_grad": self._scale(batch_size), **self._factors(optimizer)}
+        settings.enter_context(optimizer.having(**options))
         taken, stale = self._fresh()
         if stale and not ignore_stale_grad:
             raise StaleGradient(
@@ -495,10 +495,16 @@ class Trainer:
             scale /= self._scaler.loss_scale
         return scale
 
-    def _factors(self, optimizer: Optimizer, option: str) -> dict[str, float]:
-        """Return the optimizer's factors of single parameters, and above them the parameters' own."""
-        own = {name: factor for name, p in self._own.items() if (factor := getattr(p, option)) is not None}
-        return {**getattr(optimizer, option), **own}
+    def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the options in which the parameters' own factors come above the optimizer's."""
+        rates = {name: p.lr_mult for name, p in self._own.items() if p.lr_mult is not None}
+        decays = {name: p.wd_mult for name, p in self._own.items() if p.wd_mult is not None}
+        options: dict[str, Any] = {}
+        if rates:
+            options["lr_mult"] = {**optimizer.lr_mult, **rates}
+        if decays:
+            options["wd_mult"] = {**optimizer.wd_mult, **decays}
+        return options
 
     def _overwritten(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         first = {id(parameter): name for name, parameter in self._own.items()}

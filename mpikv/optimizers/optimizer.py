@@ -185,7 +185,7 @@ class Optimizer:
     def _restore(self, options: Mapping[str, Any], revision: int) -> None:
         for name, value in options.items():
             object.__setattr__(self, name, value)
-        self.revision = revision
+        object.__setattr__(self, "revision", revision)
         self._steps.clear()
 
     @classmethod
