@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -35,8 +34,6 @@ __all__ = ["Trainer"]
 
 Result = TypeVar("Result")
 
-# Which Trainer's an optimizer on a store is. A Trainer is known by an object of its own, lest it be kept alive here.
-_USERS: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
 # numpy 2 has moved it.
 TooHard: type[Exception] = getattr(np, "exceptions", np).TooHardError
 # How hard to look for whether two parameters have elements in common, in numpy's units.
@@ -150,7 +147,7 @@ class Trainer:
         self._started = False
         self._on_store = True
         self._updates = 0
-        self._token = object()
+        self._token = object()  # by which the optimizer knows its Trainer, without keeping it alive
         self._shown = self._resumed = False
         self._broken = ""
         # The rest is for updates on this rank.
@@ -189,7 +186,7 @@ class Trainer:
             if found is None:
                 raise ConfigError("the store was given an updater in place of the Trainer's; make a new Trainer")
             self._optimizer = found
-            _USERS[found] = self._token
+            found._user = self._token
         return self._optimizer
 
     @property
@@ -278,7 +275,7 @@ class Trainer:
         self._shown = self._on_store and store.optimizer is not None
         self._started = True
         if self._shown:
-            _USERS[self.optimizer] = self._token
+            self.optimizer._user = self._token
 
     def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
         weights = [parameter.data for parameter in parameters.values()]
@@ -414,9 +411,7 @@ class Trainer:
         present, known = store.optimizer, sorted(self._own.keys() & set(store.keys()))
         self._resumed = bool(wanted and capable and known and self._can_resume(present, known))
         if not self._resumed:
-            mine = (
-                present is not None and present is self._optimizer and _USERS.get(present, self._token) is self._token
-            )
+            mine = present is not None and present is self._optimizer and present._user in (None, self._token)
             if not store._assigns and not mine:
                 raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
             if known:
@@ -427,7 +422,7 @@ class Trainer:
 
     def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
         """Return whether the store was loaded: it has all that a Trainer's store has, and no Trainer."""
-        if present is None or _USERS.get(present, self._token) is not self._token:
+        if present is None or present._user not in (None, self._token):
             return False
         if type(present) is not type(self._optimizer):
             raise ConfigError(f"the store has the optimizer {present!r}, from which {self._optimizer!r} cannot go on")

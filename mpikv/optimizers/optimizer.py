@@ -98,6 +98,7 @@ class Optimizer:
     revision: int = field(init=False, default=0)
     """Another number after every change of an option, so that what was derived from them can be kept until then."""
     _changes: int = field(init=False, default=0)
+    _user: object = field(init=False, default=None)
     _had: tuple[int, Mapping[str, Any], Mapping[str, Any], int] | None = field(init=False, default=None)
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
     _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)

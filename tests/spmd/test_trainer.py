@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -827,6 +828,21 @@ def test_a_second_trainer_with_the_same_optimizer_on_one_store(comm):
                 with pytest.raises(ConfigError, match="give each Trainer"):
                     mpikv.Trainer({"b": np.zeros(1)}, optimizer, kvstore=kv).start()
         np.testing.assert_array_equal(params["a"], [-2.5])
+
+
+@dataclasses.dataclass(kw_only=True)
+class Comparable(mpikv.optimizers.SGD):
+    """Without a hash, as a user's may be."""
+
+
+@BOTH
+def test_an_optimizer_without_a_hash(comm, on_store):
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)}, optimizer=Comparable(learning_rate=1.0))
+    with kv:
+        for _ in range(2):
+            trainer.set_grads({"w": np.ones(1)})
+            trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], [-2])
 
 
 @BOTH
