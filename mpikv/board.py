@@ -29,6 +29,8 @@ __all__ = ["Board"]
 
 _QUESTION = signal.SIGUSR2
 _PATIENCE = 0.5
+# Looks at an answer, 10 ms apart, in which it has not grown any more.
+_AT_REST = 3
 _MOST_ASKED = 4
 _PACKAGE = str(Path(__file__).parent)
 _ASIDE = str(Path(__file__).with_name("work.py"))
@@ -206,9 +208,12 @@ def _ask(pid: int, answers: int) -> list[tuple[str, str, str]]:
             before = os.fstat(file.fileno()).st_size
             os.kill(pid, _QUESTION)
             deadline = time.monotonic() + _PATIENCE
-            while os.fstat(file.fileno()).st_size == before and time.monotonic() < deadline:
+            size, at_rest = before, 0
+            while at_rest < _AT_REST and time.monotonic() < deadline:
                 time.sleep(0.01)
-            time.sleep(0.01)  # the answer is written in pieces
+                # The answer is written in pieces, between which a busy machine may do something else.
+                now = os.fstat(file.fileno()).st_size
+                size, at_rest = now, at_rest + 1 if now == size > before else 0
             file.seek(before)
             return _telling(file.read())
     except OSError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of", "slice_threshold", "updates_on_kvstore"]
+__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore"]
 
 TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
@@ -116,22 +116,6 @@ def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
         return _switch(text)
     except ValueError:
         raise ConfigError(f"MXNET_UPDATE_ON_KVSTORE={text!r} is neither 0 nor 1") from None
-
-
-def slice_threshold(p3: bool, environ: Mapping[str, str] | None = None) -> int | None:
-    """Return the elements of a slice of a store ``p3``, by MXNET_KVSTORE_SLICE_THRESHOLD, or None for a store that is
-    none: MXNet's programs make any ``dist`` one by DMLC_PS_VAN_TYPE.
-
-    >>> slice_threshold(True, {}), slice_threshold(False, {"DMLC_PS_VAN_TYPE": "p3"}), slice_threshold(False, {})
-    (40000, 40000, None)
-    """
-    environ = os.environ if environ is None else environ
-    if not p3 and environ.get("DMLC_PS_VAN_TYPE") != "p3":
-        return None
-    text = environ.get("MXNET_KVSTORE_SLICE_THRESHOLD", "40000")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"MXNET_KVSTORE_SLICE_THRESHOLD={text!r} is not a number of elements above 0")
-    return int(text)
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ __all__ = ["LossScaler", "clip_global_norm"]
 
 # Elements that are widened at once.
 _PIECE = 1 << 16
+_MOST_SCALE = 2.0**64
 
 
 def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
@@ -27,7 +28,8 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     for a bound of the mean gradient pass ``max_norm * batch_size``.
 
     Args:
-        arrays: arrays of floats that can be written, of any shapes.
+        arrays: arrays of floats that can be written, of any shapes; one that comes several times, as the gradient of a
+            shared parameter, counts once, and None, as of a parameter without a gradient, not at all.
         max_norm: the bound, above 0.
 
     Returns:
@@ -49,13 +51,23 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
-    targets = [target(array) for array in arrays]
+    targets = list({_memory(array): array for array in map(target, _given(arrays))}.values())
     with np.errstate(all="ignore"):
         norm = math.sqrt(math.fsum(_squares(array) for array in targets))
         if math.isfinite(norm) and norm > max_norm:
             for array in targets:
-                np.multiply(array, max_norm / norm, out=array, casting="same_kind")
+                # A small factor would be rounded to few digits of half precision, or to zero.
+                np.multiply(array, max_norm / norm, out=array, dtype=np.float64, casting="unsafe")
     return norm
+
+
+def _given(arrays: Iterable[Any]) -> Iterator[Any]:
+    return (array for array in arrays if array is not None)
+
+
+def _memory(array: Array) -> tuple[Any, ...]:
+    """Return what arrays over the same elements have in common."""
+    return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.name
 
 
 def _squares(array: Array) -> float:
@@ -73,7 +85,7 @@ class LossScaler:
     is halved; after ``window`` updates without one it is doubled.
 
     Args:
-        loss_scale: the first factor, above 0.
+        loss_scale: the first factor, from 2**-64 to 2**64, which bound it later, too.
         window: updates before it is doubled.
 
     References: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -90,20 +102,28 @@ class LossScaler:
     """
 
     def __init__(self, loss_scale: float = 2.0**16, window: int = 2000) -> None:
-        if not 0 < loss_scale < math.inf or window < 1:
-            raise ConfigError(f"loss_scale={loss_scale!r} and window={window!r}: both are numbers above 0")
+        if not 1 / _MOST_SCALE <= loss_scale <= _MOST_SCALE or window < 1:
+            raise ConfigError(
+                f"loss_scale={loss_scale!r} and window={window!r}: both are numbers above 0, "
+                "the first from 2**-64 to 2**64"
+            )
         self.loss_scale = float(loss_scale)
         """The present factor."""
         self._window, self._without = window, 0
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
-        """Return whether a gradient holds an inf or a nan. Local."""
-        return not all(parameter.grad is None or np.isfinite(parameter.grad).all() for parameter in parameters)
+        """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""
+        with np.errstate(all="ignore"):
+            return not all(parameter.grad is None or _is_finite(parameter) for parameter in parameters)
 
     def record(self, overflow: bool) -> None:
         """Take note of what the ranks found together, and change the factor. Local; called by the Trainer."""
         self._without = 0 if overflow else self._without + 1
         if overflow:
-            self.loss_scale /= 2
+            self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)
         elif self._without % self._window == 0:
-            self.loss_scale *= 2
+            self.loss_scale = min(self.loss_scale * 2, _MOST_SCALE)
+
+
+def _is_finite(parameter: Parameter) -> bool:
+    return bool(np.isfinite(np.asarray(parameter.grad).astype(parameter.data.dtype, copy=False)).all())

@@ -51,6 +51,8 @@ class Parameter:
         """Whether the gradient has been given since the last update. Set it after writing into :attr:`grad`."""
         self.summed = False
         """Whether the gradient is the sum over ranks, which :meth:`mpikv.Trainer.allreduce_grads` makes of it."""
+        self.used = False
+        """Whether an update has used the gradient, with ``grad_req="add"``: :meth:`zero_grad` comes before the next."""
         self._grad: Array | None = None
 
     @property
@@ -69,11 +71,13 @@ class Parameter:
         """The gradient, or None before there is one.
 
         An array that is set is kept, not copied, and :meth:`mpikv.Trainer.allreduce_grads` writes the sum over ranks
-        into it; with ``grad_req="add"`` it is copied or added. None discards the gradient.
+        into it; with ``grad_req="add"`` it is copied or added. None discards the gradient. One that is set is of this
+        rank, even if it is the array that holds a sum over ranks: change a sum by ``parameter.grad[...] *= 2``.
 
         Raises:
             ValueMismatch: the shape is not the weight's.
-            ConfigError: it is to be added to a sum over ranks; ``zero_grad()`` comes before the next gradient.
+            ConfigError: it is to be added to a sum over ranks, or to one that was used up; ``zero_grad()`` comes before
+                the next gradient.
         """
         return self._grad
 
@@ -82,13 +86,16 @@ class Parameter:
         if value is None:
             self.zero_grad()
             return
-        if value is not self._grad:  # as it is after  parameter.grad *= 2
+        if value is not self._grad:
             self._take(source(value))
+        else:  # as after  parameter.grad *= 2, or after it was filled with another gradient
+            self._check_addable()
+            self.summed = False
         self.fresh = True
 
     def zero_grad(self) -> None:
         """Discard the gradient: the next one is the first."""
-        self._grad, self.fresh, self.summed = None, False, False
+        self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
     def _take(self, array: Array) -> None:
         if array.shape != self.data.shape:
@@ -97,12 +104,14 @@ class Parameter:
             self._grad, self.summed = array, False
         elif self._grad is None:
             self._grad = array.copy()
-        elif self.summed:
-            raise ConfigError(
-                "a gradient was to be added to one that is the sum over ranks; call zero_grad() after the update"
-            )
         else:
+            self._check_addable()
             np.add(self._grad, array, out=self._grad, casting="same_kind")
+
+    def _check_addable(self) -> None:
+        if self._grad_req == "add" and (self.summed or self.used):
+            what = "the sum over ranks" if self.summed else "used up by an update"
+            raise ConfigError(f"a gradient was to be added to one that is {what}; call zero_grad() after the update")
 
     def __repr__(self) -> str:
         grad = "none" if self._grad is None else "fresh" if self.fresh else "stale"

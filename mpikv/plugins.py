@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
 
-from .errors import Unsupported
+from .errors import ConfigError, Unsupported
 from .typing import Key
 
 __all__ = ["KVStoreBase", "plugin"]
@@ -77,8 +77,11 @@ class KVStoreBase:
         """The number of ranks."""
         return 1
 
+    # Whether the store is in a block of ``join``.
+    _joining = False
+
     @property
-    def assigns(self) -> bool:
+    def _assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as without an updater. Local."""
         return True
 
@@ -108,6 +111,10 @@ class KVStoreBase:
     def set_optimizer(self, optimizer: Any) -> None:
         """Set the optimizer that runs where values are stored. Collective."""
         self._cannot("set_optimizer")
+
+    def delete(self, key: Any) -> None:
+        """Forget keys and their values. Collective. A Trainer asks for it where it has frozen integers."""
+        self._cannot("delete")
 
     def set_gradient_compression(self, compression: Any) -> None:
         """Set what stands for a gradient between ranks. Collective."""
@@ -147,5 +154,15 @@ def plugin(name: str) -> type[KVStoreBase] | None:
 
         for entry in entry_points(group=GROUP):
             if entry.name.lower() == name:
-                KVStoreBase.kv_registry[name] = entry.load()
+                KVStoreBase.kv_registry[name] = _loaded(entry)
     return KVStoreBase.kv_registry.get(name)
+
+
+def _loaded(entry: Any) -> type[KVStoreBase]:
+    try:
+        kind = entry.load()
+    except Exception as error:
+        raise ConfigError(f"the store {entry.name!r}, which is {entry.value!r}, cannot be loaded: {error!r}") from error
+    if not isinstance(kind, type) or not issubclass(kind, KVStoreBase):
+        raise ConfigError(f"the store {entry.name!r}, which is {entry.value!r}, is no subclass of mpikv.KVStoreBase")
+    return kind

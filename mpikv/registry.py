@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import Config, slice_threshold
+from .config import Config
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -24,13 +24,12 @@ from .errors import (
 )
 from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
-from .sliced import Sliced
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
 from .transports import open_transport
 from .world import Group, connect, end_job, last_seen
 
-__all__ = ["create"]
+__all__ = ["check_name", "create"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
@@ -40,9 +39,9 @@ _LATER = {
     **dict.fromkeys(
         ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
     ),
+    "p3": "slices by priority; 'dist_sync' has the same results",
 }
-_DIST = ("dist", "dist_sync")
-_NAMES = (*_HOST, *_STORELESS, "p3", *_DEVICE, *_NCCL, *_LATER, "teststore")
+_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -68,8 +67,7 @@ def create(
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
-            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; ``p3`` for a
-            :class:`Sliced`, which moves large values in slices; or a registered
+            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
             private store.
@@ -121,7 +119,6 @@ def create(
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
     settings, codec, compressing = Config(), None, "None"
     problem: Exception | None = None
-    slices: int | None = None
     try:
         kind = _known(name)
         settings = Config.read(
@@ -137,14 +134,12 @@ def create(
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise
-        slices = slice_threshold(kind == "p3") if kind in ("p3", *_DIST) else None
     except Exception as error:
         problem = error
     group = connect(comm, settings)
     try:
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
-        wanted["slices"] = repr(slices)
         del wanted["abort"]  # each rank's own affair
         wanted["compression"] = compressing
         _compare(group, wanted, problem)
@@ -167,8 +162,6 @@ def create(
             raise
     if kind in _STORELESS:
         return cast(KVStore, AllReduce(store))
-    if slices is not None:
-        return cast(KVStore, Sliced(store, slices))
     return store
 
 
@@ -205,6 +198,12 @@ def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
     kind = name.lower() if isinstance(name, str) else ""
     # Asking for packages takes milliseconds.
     return KVStoreBase.kv_registry.get(kind) if kind in ("", *_NAMES) else plugin(kind)
+
+
+def check_name(name: str) -> None:
+    """Raise what :func:`create` would raise for a name. Local."""
+    if _plugin(name) is None:
+        _known(name)
 
 
 def _known(name: str) -> str:

@@ -18,7 +18,10 @@ _MOST_LISTS = 1024
 class Scope(Wrapped):
     """The keys of a store that begin with a name, which are left out here: made by :meth:`mpikv.KVStore.scope`.
 
-    It has the store's verbs and facts, with the same rules; keys are strings. ``"w"`` in the scope ``generator`` is the
+    It has the store's ``init``, ``push``, ``pull``, ``pushpull``, ``broadcast``, ``set``, ``delete``, ``buffer``,
+    ``view``, ``version``, ``keys``, ``barrier``, ``agree``, ``vote``, ``refuse`` and ``scope``, and its facts ``type``,
+    ``rank``, ``size``, ``num_workers``, ``local_rank`` and ``is_root``, with the same rules; the rest, as ``save``,
+    ``join`` and ``close``, is the store's. Keys are strings. ``"w"`` in the scope ``generator`` is the
     store's key ``generator/w``, by which errors and updaters call it. The updater is the store's, of which there is
     one: set it there. So a :class:`mpikv.Trainer` on a scope updates the weights itself. Closing the store ends it.
 
@@ -144,7 +147,9 @@ class Scope(Wrapped):
             return {self._prefix[:-1]: key}
         if not isinstance(key, (list, tuple)):
             raise TypeError(f"a key of a scope is a str, not a {type(key).__name__}: {key!r}")
-        names = self._lists.get(kept := tuple(key)) if all(isinstance(each, str) for each in key) else None
+        if not all(isinstance(each, str) for each in key):
+            return [self._named(each) for each in key]
+        names = self._lists.get(kept := tuple(key))
         if names is None:
             names = [self._named(each) for each in key]
             if len(self._lists) >= _MOST_LISTS:

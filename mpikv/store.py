@@ -91,6 +91,7 @@ class KVStore(KVStoreBase):
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
+        self._joining = False
         self._quiet = quiet()
         self._controllers: dict[int, Callable[[Any], Any] | None] = {}
 
@@ -159,7 +160,7 @@ class KVStore(KVStoreBase):
         return compression and compression.codec
 
     @property
-    def assigns(self) -> bool:
+    def _assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as it does without an updater. Local."""
         self._pending.drain()
         return self._exchange.updater.assigns
@@ -825,10 +826,11 @@ class KVStore(KVStoreBase):
         if self.rank not in members or self._found is None:
             return None
         options = {name: value for name, value in vars(self._config).items() if name not in VARIABLES_ONLY}
-        store = self._found(self._type, comm=comm, compression=self.compression, **options)
-        if self.size > 1:
-            comm.Free()  # the new store has a duplicate
-        return store
+        try:
+            return self._found(self._type, comm=comm, compression=self.compression, **options)
+        finally:
+            if self.size > 1:
+                comm.Free()  # the new store has a duplicate
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -856,15 +858,15 @@ class KVStore(KVStoreBase):
         self._check_open("join")
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
-        yield
-        self._pending.drain()
-        self._check_open("join")
+        self._joining = True
         try:
+            yield
+            self._pending.drain()
+            self._check_open("join")
             with np.errstate(all="ignore"):
                 self._shadow()
-        except BaseException as error:
-            self._end_unless_settled("join", error)
-            raise
+        finally:
+            self._joining = False
 
     def close(self) -> None:
         """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
@@ -983,18 +985,12 @@ class KVStore(KVStoreBase):
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
-        text = partial(_called, verb, arguments[:1])
-        return self.queue(verb, urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
-
-    def queue(self, verb: str, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
-        """Have the thread of pending calls run something, which may call the store: for stores that are made of this
-        one. Local; the same on every rank. ``text`` says what it is; a result ``More`` has it run again.
-        """
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         self._board.step_aside()
-        return self._pending.add(urgent, text, run)
+        text = partial(_called, verb, arguments[:1])
+        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
@@ -1028,16 +1024,20 @@ class KVStore(KVStoreBase):
     def _shadow(self) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them."""
         call = Call("join", JOINED)
-        while said := self._agreement.shadow(call):
-            work, failure = None, None
-            with ExitStack() as until_done:
-                try:
-                    work = self._calls.shadowed(said, call, until_done)
-                except Exception as error:
-                    failure = error
-                self._agreement.confirm(call, failure)
-                if work:
-                    work()
+        try:
+            while said := self._agreement.shadow(call):
+                work, failure = None, None
+                with ExitStack() as until_done:
+                    try:
+                        work = self._calls.shadowed(said, call, until_done)
+                    except Exception as error:
+                        failure = error
+                    self._agreement.confirm(call, failure)
+                    if work:
+                        work()
+        except BaseException as error:
+            self._end_unless_settled("join", error)
+            raise
 
     def _parted(self, ranks: Sequence[int]) -> Prepared:
         """Prepare a communicator of some ranks, who are told with it."""

@@ -23,7 +23,12 @@ class AllReduce(Wrapped):
 
     :meth:`pushpull` sums over ranks, and :meth:`broadcast` copies the root's array to all; neither needs an ``init``,
     and a key is only a name by which ranks agree on what they sum. It may have another shape and dtype at each call, on
-    every rank alike; keeping them saves work. A :class:`mpikv.Trainer` on it updates the weights on each rank.
+    every rank alike; keeping them saves work. The memory of a name is kept for its next call, until :meth:`delete`. A
+    :class:`mpikv.Trainer` on it updates the weights on each rank.
+
+    It has ``pushpull``, ``broadcast``, ``delete``, ``barrier``, ``agree``, ``vote``, ``refuse``, ``is_capable`` and
+    ``close``, and the facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank`` and ``is_root``; nothing else
+    of :class:`mpikv.KVStore`, although :func:`mpikv.create` is typed to return one.
 
     Example (one rank; on n ranks that each bring ones, the sum is n):
         >>> import mpikv, numpy as np
@@ -57,6 +62,28 @@ class AllReduce(Wrapped):
         """Fill ``out``, or new arrays, with the root's ``value``. Collective, and repeatable."""
         self._enter("broadcast", key, value)
         return self._store.broadcast(key, value, out, priority)
+
+    def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
+        """Not in this store. Collective; raises Unsupported."""
+        self._cannot("init")
+
+    def push(self, key: Any, value: Any = None, priority: Any = 0) -> None:
+        """Not in this store. Collective; raises Unsupported."""
+        self._cannot("push")
+
+    def pull(self, key: Any, out: Any = None, priority: Any = 0) -> None:
+        """Not in this store. Collective; raises Unsupported."""
+        self._cannot("pull")
+
+    def delete(self, key: Any) -> None:
+        """Give back the memory of names that are not summed any more, for others of that size. Collective.
+
+        Raises:
+            KeyNotInitialized: a name was not used since the store was made, or deleted.
+        """
+        self._store.delete(key)
+        for name in parse(key, None).keys:
+            del self._known[name]
 
     def close(self) -> None:
         """End the store. Collective, idempotent."""

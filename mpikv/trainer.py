@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -11,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .arguments import optimizer_of
-from .arrays import accumulator, zeros
+from .arrays import accumulator, castable, local_sum, source, target, zeros
 from .config import updates_on_kvstore
 from .errors import (
+    Closed,
     ConfigError,
     KeyAlreadyInitialized,
     StaleGradient,
@@ -25,12 +27,17 @@ from .keys import flatten
 from .optimizers import Optimizer
 from .parameter import Parameter
 from .plugins import KVStoreBase
-from .registry import create
+from .registry import check_name, create
 from .typing import Array
 
 __all__ = ["Trainer"]
 
 Result = TypeVar("Result")
+
+# numpy 2 has moved it.
+TooHard: type[Exception] = getattr(np, "exceptions", np).TooHardError
+# How hard to look for whether two parameters have elements in common, in numpy's units.
+_MOST_WORK = 100_000
 
 
 class Scaler(Protocol):
@@ -79,11 +86,12 @@ class Trainer:
     Args:
         params: a dict of names and arrays, nested if you like (its keys are joined with ``/``), or of
             :class:`Parameter`, which has more options. The keys of the store are the names, in sorted order. An array,
-            or a Parameter, of several names is one parameter.
+            or a Parameter, of several names is one parameter, and so are arrays over exactly the same memory.
         optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
         optimizer_params: for a name, its arguments.
         kvstore: the name of a store, which the Trainer then makes and owns; or a store, of which no other Trainer and
-            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one.
+            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one. With a store that was loaded,
+            the Trainer goes on from its weights and its optimizer, of which ``optimizer`` has to be the kind.
         compression_params: what ``set_gradient_compression`` of the store takes.
         update_on_kvstore: True: the store updates, each weight once, at its owner. False: it only sums, and each rank
             updates all weights, so that gradients can be changed in between. None: what the variable
@@ -92,6 +100,8 @@ class Trainer:
 
     Raises:
         ConfigError: an unknown or bad option, or no parameters at all.
+        ValueMismatch: parameters have some, but not all, of their memory in common.
+        TransportUnavailable, Unsupported: the named store cannot be had here.
         TypeError: ``params`` is no dict, a parameter no array that can be written, or a name no str.
 
     Example (one rank; on n ranks that each bring these gradients, each step is n times as large):
@@ -118,16 +128,17 @@ class Trainer:
     ) -> None:
         self._named = _parameters(params)
         self._own = _once(self._named)
-        self.optimizer: Optimizer = optimizer_of(optimizer, optimizer_params or {})
-        """The optimizer. Its options may be set at any time, on every rank alike, but for ``rescale_grad``."""
-        self.scale = self.optimizer.rescale_grad
+        self._optimizer: Optimizer = optimizer_of(optimizer, optimizer_params or {})
+        self.scale = self._optimizer.rescale_grad
         """Factor of all gradients, besides the batch size: at first the optimizer's ``rescale_grad``."""
         if not isinstance(kvstore, (str, KVStoreBase)):
             raise TypeError(
                 f"kvstore is a store or the name of one, not a {type(kvstore).__name__}; "
                 "for this rank alone: mpikv.create(comm=MPI.COMM_SELF)"
             )
-        if update_on_kvstore not in (None, True, False):
+        if isinstance(kvstore, str):
+            check_name(kvstore)
+        if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
             raise ConfigError(f"update_on_kvstore={update_on_kvstore!r} is neither True, False nor None")
         self._kvstore: Any = None if isinstance(kvstore, str) else kvstore
         self._makes = kvstore if isinstance(kvstore, str) else ""
@@ -136,6 +147,9 @@ class Trainer:
         self._started = False
         self._on_store = True
         self._updates = 0
+        self._token = object()  # by which the optimizer knows its Trainer, without keeping it alive
+        self._shown = self._resumed = False
+        self._broken = ""
         # The rest is for updates on this rank.
         self._held: dict[str, _Held] = {}
         self._agreed = ""
@@ -159,6 +173,23 @@ class Trainer:
         return self._on_store if self._started else self._wanted
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer: the store's where that updates, which after :meth:`mpikv.KVStore.load` is another object.
+
+        Its options may be set at any time, on every rank alike, but for ``rescale_grad``, which is :attr:`scale` here.
+
+        Raises:
+            ConfigError: the store was given another updater, which is no optimizer.
+        """
+        if self._started and self._shown:
+            found = self._kvstore.optimizer
+            if found is None:
+                raise ConfigError("the store was given an updater in place of the Trainer's; make a new Trainer")
+            self._optimizer = found
+            found._user = self._token
+        return self._optimizer
+
+    @property
     def learning_rate(self) -> float:
         """The learning rate of the next update, before the factors of single parameters."""
         return self.optimizer.rate(self._updates + 1)
@@ -173,7 +204,7 @@ class Trainer:
 
     def __repr__(self) -> str:
         where = {True: "on the store", False: "on each rank", None: "not started"}
-        return f"<mpikv.Trainer {len(self._own)} parameters {self.optimizer!r} {where[self.update_on_kvstore]}>"
+        return f"<mpikv.Trainer {len(self._own)} parameters {self._optimizer!r} {where[self.update_on_kvstore]}>"
 
     # --- Gradients
 
@@ -189,12 +220,12 @@ class Trainer:
             ValueMismatch, TypeError: as in :attr:`Parameter.grad`. Gradients before it in the dict have been given.
         """
         names, arrays = flatten(gradients)
-        given: dict[int, list[Any]] = {}
+        given: dict[int, tuple[Parameter, list[Any]]] = {}
         for name, array in zip(names, arrays, strict=True):
-            given.setdefault(id(self._parameter(name)), [name]).append(array)
-        for name, first, *others in given.values():
-            parameter = self._named[name]
-            parameter.grad = first if not others else sum(map(np.asarray, others), start=np.asarray(first))
+            parameter = self._parameter(name)
+            given.setdefault(id(parameter), (parameter, []))[1].append(array)
+        for parameter, several in given.values():
+            parameter.grad = several[0] if len(several) == 1 else _total(parameter, several)
 
     def zero_grad(self) -> None:
         """Discard all gradients: those of ``grad_req="add"`` start anew. Local."""
@@ -207,10 +238,13 @@ class Trainer:
         """Make the store, and give every rank the root's weights. The first step does it otherwise, when gradients have
         already been computed from each rank's own.
 
-        Collective, and of no effect the second time.
+        Collective, and of no effect the second time. With a store that was loaded, every rank is given the store's
+        weights. Frozen parameters of integers, which no optimizer updates, are not kept on a store that has one: they
+        are in no checkpoint, and stay what they are when it was loaded.
 
         Raises:
-            ConfigError: the store cannot update, but was asked to; or it has an updater or an optimizer of its own.
+            ConfigError: the store cannot update, but was asked to; or it has an updater or an optimizer of its own, or
+                of another Trainer.
             KeyAlreadyInitialized: the store has values under these names already.
             Unsupported: the store does not compress, or a dtype cannot be updated.
             RankMismatch: ranks have other parameters, or other settings.
@@ -223,12 +257,29 @@ class Trainer:
         self._on_store = self._asked("start", self._decide)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
-        store.agree(f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}")
-        if self._on_store:
-            store.set_optimizer(self.optimizer)
-        names, weights = list(self._own), [parameter.data for parameter in self._own.values()]
-        store.broadcast(names, weights, out=weights)
+        store.agree(
+            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={self._resumed}"
+        )
+        apart = self._apart()
+        if apart and not self._resumed:
+            self._broadcast(apart)
+            store.delete(list(apart))
+        kept = {name: parameter for name, parameter in self._own.items() if name not in apart}
+        if self._resumed:
+            store.pull(list(kept), out=[parameter.data for parameter in kept.values()])
+            self._updates = max(map(store.version, kept), default=0)
+        else:
+            if self._on_store:
+                store.set_optimizer(self._optimizer)
+            self._broadcast(kept)
+        self._shown = self._on_store and store.optimizer is not None
         self._started = True
+        if self._shown:
+            self.optimizer._user = self._token
+
+    def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
+        weights = [parameter.data for parameter in parameters.values()]
+        self._kvstore.broadcast(list(parameters), weights, out=weights)
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over ranks and update the weights by the sum, times ``rescale_grad / batch_size``.
@@ -251,16 +302,20 @@ class Trainer:
             ConfigError: ``batch_size`` is no number above 0.
             ValueMismatch: a gradient does not fit its weight.
             RankMismatch: ranks have other batch sizes, settings, or parameters with a new gradient.
+            Unsupported: in a block of :meth:`mpikv.KVStore.join`, unless the store updates, without a ``loss_scaler``:
+                ranks that have left the block would not.
+            Closed: an update failed on this rank alone, which has other weights since; make a new Trainer.
         """
         self.start()
-        taken = self._asked("step", self._take, batch_size, ignore_stale_grad)
-        if not self._on_store:
-            steps = self._settled("step", taken)
-            self._reduce("step", taken)
-            self._update("step", taken, steps)
-        elif not self._overflown("step", taken):
-            self._kvstore.pushpull(taken.names, taken.gradients(), out=taken.weights())
-            self._updates += 1
+        with ExitStack() as settings:
+            taken = self._asked("step", self._take, settings, batch_size, ignore_stale_grad)
+            if not self._on_store:
+                steps = self._settled("step", taken)
+                self._reduce("step", taken)
+                self._update("step", taken, steps)
+            elif not self._overflown("step", taken):
+                self._kvstore.pushpull(taken.names, taken.gradients(), out=taken.weights())
+                self._updates += 1
         _use(taken)
 
     def allreduce_grads(self) -> None:
@@ -274,6 +329,9 @@ class Trainer:
             ValueMismatch: a gradient does not fit its weight, or is the gradient of another parameter as well.
             TypeError: a gradient is read-only.
             RankMismatch: ranks have a new gradient of other parameters.
+            Closed: as in :meth:`step`.
+
+        With a ``loss_scaler``, gradients of which a rank's has overflown become nan on all, and the update is skipped.
         """
         self.start()
         self._asked("allreduce_grads", self._check_halves, "allreduce_grads")
@@ -287,17 +345,18 @@ class Trainer:
 
         Raises:
             ConfigError: a gradient has been given after it was summed; or an option asks for other state than there is.
-            Unsupported, StaleGradient: as in :meth:`allreduce_grads` and :meth:`step`.
+            Unsupported, StaleGradient, Closed: as in :meth:`allreduce_grads` and :meth:`step`.
             RankMismatch: settings of the optimizer differ between ranks. No weight has changed.
         """
         self.start()
         self._asked("update", self._check_halves, "update")
-        taken = self._asked("update", self._take, batch_size, ignore_stale_grad)
-        self._asked("update", _check_summed, taken)
-        steps = self._settled("update", taken)
-        # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
-        self._kvstore.agree(f"update {taken.names}")
-        self._update("update", taken, steps)
+        with ExitStack() as settings:
+            taken = self._asked("update", self._take, settings, batch_size, ignore_stale_grad)
+            self._asked("update", _check_summed, taken)
+            steps = self._settled("update", taken)
+            # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
+            self._kvstore.agree(f"update {taken.names} after {self._updates} updates")
+            self._update("update", taken, steps)
         _use(taken)
 
     def set_data(self, values: Mapping[str, Any]) -> None:
@@ -312,6 +371,7 @@ class Trainer:
         Raises:
             ConfigError: a name is unknown.
             ValueMismatch: a shape or a dtype does not fit.
+            Unsupported: a frozen parameter of integers, which the store does not keep.
         """
         self.start()
         given, weights = self._asked("set_data", self._overwritten, values)
@@ -347,19 +407,44 @@ class Trainer:
         capable = store.is_capable(KVStoreBase.OPTIMIZER)
         if self._wanted and not capable:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
-        if not store.assigns and store.optimizer is not self.optimizer:
-            raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
-        if known := sorted(self._own.keys() & set(store.keys())):
-            text = f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
-            raise KeyAlreadyInitialized(text)
         wanted = updates_on_kvstore() if self._wanted is None else self._wanted
+        present, known = store.optimizer, sorted(self._own.keys() & set(store.keys()))
+        self._resumed = bool(wanted and capable and known and self._can_resume(present, known))
+        if not self._resumed:
+            mine = present is not None and present is self._optimizer and present._user in (None, self._token)
+            if not store._assigns and not mine:
+                raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
+            if known:
+                raise KeyAlreadyInitialized(
+                    f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
+                )
         return wanted and capable
 
-    def _take(self, batch_size: float, ignore_stale_grad: bool) -> _Taken:
-        """Apply the settings of a step; return the parameters that it updates."""
-        self._rescale(batch_size)
-        self._multiply("lr_mult")
-        self._multiply("wd_mult")
+    def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
+        """Return whether the store was loaded: it has all that a Trainer's store has, and no Trainer."""
+        if present is None or present._user not in (None, self._token):
+            return False
+        if type(present) is not type(self._optimizer):
+            raise ConfigError(f"the store has the optimizer {present!r}, from which {self._optimizer!r} cannot go on")
+        apart = self._apart()
+        if missing := [name for name in self._own if name not in known and name not in apart]:
+            raise ConfigError(f"the store has an optimizer, and of the parameters only some: no {missing[0]!r}")
+        self._optimizer = present
+        return True
+
+    def _apart(self) -> dict[str, Parameter]:
+        """Return the frozen parameters that a store cannot keep beside an optimizer, as counts of batches."""
+        if not self._on_store:
+            return {}
+        frozen = {name: parameter for name, parameter in self._own.items() if parameter.grad_req == "null"}
+        return {name: parameter for name, parameter in frozen.items() if not _updatable(self._optimizer, parameter)}
+
+    def _take(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> _Taken:
+        """Apply the settings of a step, while it lasts; return the parameters that it updates."""
+        self._check_usable()
+        optimizer = self.optimizer
+        options = {"rescale_grad": self._scale(batch_size), **self._factors(optimizer)}
+        settings.enter_context(optimizer.having(**options))
         taken, stale = self._fresh()
         if stale and not ignore_stale_grad:
             raise StaleGradient(
@@ -376,37 +461,52 @@ class Trainer:
             del trained[name]
         return _Taken(list(trained), list(trained.values())), stale
 
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise Closed(f"{self._broken}: the weights of this rank may be others since; make a new Trainer")
+        if self._kvstore._joining and (not self._on_store or self._scaler is not None):
+            raise Unsupported(
+                "in join() a Trainer needs a store that updates, and no loss_scaler: "
+                "ranks that have left the block would not make the updates"
+            )
+
     def _check_halves(self, verb: str) -> None:
+        self._check_usable()
         if self._on_store:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
     def _check_sums(self, taken: _Taken) -> None:
         """Raise unless each gradient can become its sum over ranks."""
-        if not self._kvstore.assigns:
+        if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
         _check_apart(taken)
 
-    def _rescale(self, batch_size: Any) -> None:
+    def _scale(self, batch_size: Any) -> float:
         real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
         if not real or not 0 < batch_size < math.inf:
             raise ConfigError(f"batch_size={batch_size!r} is not a number above 0")
         scale = self.scale / float(batch_size)
         if self._scaler is not None:
             scale /= self._scaler.loss_scale
-        if scale != self.optimizer.rescale_grad:  # a setting that is set anew is compared anew
-            self.optimizer.rescale_grad = scale
+        return scale
 
-    def _multiply(self, option: str) -> None:
-        """Give the factors of single parameters to the optimizer."""
-        own = {name: factor for name, p in self._own.items() if (factor := getattr(p, option)) is not None}
-        factors = getattr(self.optimizer, option)
-        if not own.items() <= factors.items():
-            setattr(self.optimizer, option, {**factors, **own})
+    def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the options in which the parameters' own factors come above the optimizer's."""
+        rates = {name: p.lr_mult for name, p in self._own.items() if p.lr_mult is not None}
+        decays = {name: p.wd_mult for name, p in self._own.items() if p.wd_mult is not None}
+        options: dict[str, Any] = {}
+        if rates:
+            options["lr_mult"] = {**optimizer.lr_mult, **rates}
+        if decays:
+            options["wd_mult"] = {**optimizer.wd_mult, **decays}
+        return options
 
     def _overwritten(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         first = {id(parameter): name for name, parameter in self._own.items()}
         pairs = sorted(zip(*flatten(values), strict=True), key=_name_of)
         given = {first[id(self._parameter(name))]: array for name, array in pairs}
+        if apart := sorted(given.keys() & self._apart().keys()):
+            raise Unsupported(f"the store does not keep {apart[0]!r}; write into parameter.data, on every rank")
         return given, [self._own[name].data for name in given]
 
     def _parameter(self, name: Any) -> Parameter:
@@ -418,7 +518,13 @@ class Trainer:
 
     def _reduce(self, verb: str, taken: _Taken) -> None:
         self._asked(verb, self._check_sums, taken)
-        self._kvstore.pushpull(taken.names, gradients := taken.gradients(), out=gradients)
+        gradients = taken.gradients()
+        if self._scaler is not None and self._voted(verb, taken):
+            # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
+            for gradient in gradients:
+                gradient.fill(np.nan)
+        else:
+            self._kvstore.pushpull(taken.names, gradients, out=gradients)
         for parameter in taken.parameters:
             parameter.summed = True
 
@@ -431,16 +537,27 @@ class Trainer:
     def _update(self, verb: str, taken: _Taken, steps: Sequence[Any]) -> None:
         if self._overflown(verb, taken):
             return
-        for name, parameter, step in zip(taken.names, taken.parameters, steps, strict=True):
-            self._update_one(self._held[name], parameter, step)
+        try:
+            for name, parameter, step in zip(taken.names, taken.parameters, steps, strict=True):
+                self._update_one(self._held[name], parameter, step)
+        except (
+            BaseException
+        ) as error:  # of which the other ranks, which do not wait for this one, learn in their next call
+            self._broken = f"an earlier {verb} failed here alone ({error!r})"
+            raise
         self._updates += 1
 
     def _overflown(self, verb: str, taken: _Taken) -> bool:
         """Return whether a gradient of any rank holds an inf or a nan, so that no rank may make the update."""
         if self._scaler is None:
             return False
-        overflow: bool = self._kvstore.vote(self._asked(verb, self._scaler.has_overflow, taken.parameters))
+        overflow = self._voted(verb, taken)
         self._scaler.record(overflow)
+        return overflow
+
+    def _voted(self, verb: str, taken: _Taken) -> bool:
+        assert self._scaler is not None
+        overflow: bool = self._kvstore.vote(self._asked(verb, self._scaler.has_overflow, taken.parameters))
         return overflow
 
     def _steps(self, taken: _Taken) -> list[Any]:
@@ -464,7 +581,7 @@ class Trainer:
         if self.optimizer.opaque:
             text += f" steps {list(dict.fromkeys(steps))}"
         if text != self._agreed:
-            self._kvstore.agree(text)
+            self._kvstore.agree(f"{text} after {self._updates} updates")
             self._agreed = text
 
     def _update_one(self, held: _Held, parameter: Parameter, step: Any) -> None:
@@ -498,10 +615,71 @@ def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
     if not names:
         raise ConfigError("a Trainer without parameters has nothing to train")
     known: dict[int, Parameter] = {}
+    arrays: dict[tuple[Any, ...], Parameter] = {}
     for value in values:
         if id(value) not in known:
-            known[id(value)] = value if isinstance(value, Parameter) else Parameter(value)
-    return {str(name): known[id(value)] for name, value in sorted(zip(names, values, strict=True), key=_name_of)}
+            parameter = value if isinstance(value, Parameter) else Parameter(value)
+            if parameter is not value and parameter.data.size:
+                parameter = arrays.setdefault(_memory(parameter.data), parameter)
+            known[id(value)] = parameter
+    named = {str(name): known[id(value)] for name, value in sorted(zip(names, values, strict=True), key=_name_of)}
+    _check_memory(_once(named))
+    return named
+
+
+def _memory(array: Array) -> tuple[Any, ...]:
+    """Return what arrays over exactly the same memory have in common."""
+    return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype
+
+
+def _check_memory(parameters: Mapping[str, Parameter]) -> None:
+    """Raise if two parameters have elements in common, which each of them would update."""
+    ranges = [(*_bounds(parameter.data), name) for name, parameter in parameters.items() if parameter.data.size]
+    reaching: list[tuple[int, str]] = []
+    for low, high, name in sorted(ranges):
+        reaching = [(end, other) for end, other in reaching if end > low]
+        for _, other in reaching:
+            if _share(parameters[other].data, parameters[name].data):
+                raise ValueMismatch(
+                    f"parameters {other!r} and {name!r} lie over the same memory, in part or as two objects; "
+                    "give one array, or one Parameter, several names, or copies"
+                )
+        reaching.append((high, name))
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the one after its last."""
+    start = array.__array_interface__["data"][0]
+    spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
+    low, high = sum(span for span in spans if span < 0), sum(span for span in spans if span > 0)
+    return start + low, start + high + array.itemsize
+
+
+def _share(one: Array, other: Array) -> bool:
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except TooHard:
+        return False  # a strange layout, of which it is not known
+
+
+def _updatable(optimizer: Optimizer, parameter: Parameter) -> bool:
+    try:
+        optimizer.slots(parameter.data.dtype)
+    except Unsupported:
+        return False
+    return True
+
+
+def _total(parameter: Parameter, gradients: Sequence[Any]) -> Array:
+    """Return the sum of the gradients of several names of a parameter."""
+    arrays = [source(gradient) for gradient in gradients]
+    shape, dtype = parameter.data.shape, parameter.data.dtype
+    for array in arrays:
+        if array.shape != shape or not castable(array.dtype, dtype):
+            raise ValueMismatch(
+                f"a gradient of shape {array.shape} and {array.dtype} for a parameter of shape {shape} and {dtype}"
+            )
+    return local_sum(arrays, dtype)
 
 
 def _name_of(pair: tuple[Any, Any]) -> str:
@@ -520,8 +698,8 @@ def _use(taken: _Taken) -> None:
     """Mark gradients as used up."""
     for parameter in taken.parameters:
         parameter.fresh = False
-        if parameter.grad_req != "add":  # nothing is to be added to a sum over ranks before it is discarded
-            parameter.summed = False
+        parameter.used = parameter.grad_req == "add"  # nothing is to be added to it before it is discarded
+        parameter.summed = parameter.summed and parameter.used
 
 
 def _check_summed(taken: _Taken) -> None:
@@ -529,7 +707,7 @@ def _check_summed(taken: _Taken) -> None:
         if not parameter.summed:
             raise ConfigError(
                 f"the gradient of {name!r} is not the sum over ranks; call allreduce_grads() first, "
-                "and change gradients in place only before update(), as clip_global_norm does"
+                "and change it only in place before update(), as clip_global_norm and parameter.grad[...] *= 2 do"
             )
 
 
@@ -540,5 +718,11 @@ def _check_apart(taken: _Taken) -> None:
         if parameter.summed:
             text = f"the gradient of {name!r} is the sum over ranks already; call update() or zero_grad() next"
             raise ConfigError(text)
+        assert parameter.grad is not None
+        if not castable(parameter.grad.dtype, parameter.data.dtype):
+            raise ValueMismatch(
+                f"the gradient of {name!r} is {parameter.grad.dtype}, its weight {parameter.data.dtype}"
+            )
+        target(parameter.grad)
         if (other := first.setdefault(id(parameter.grad), name)) != name:
             raise ValueMismatch(f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them")

@@ -13,18 +13,11 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from .errors import Closed, Unsupported, noted
 
-__all__ = ["More", "Pending", "Work", "urgency"]
-
-
-class More(NamedTuple):
-    """What a call returns that has made one of its parts, and is to be asked for the next when its turn comes."""
-
-    urgency: int
-    """That of the next part."""
+__all__ = ["Pending", "Work", "urgency"]
 
 
 class Work:
@@ -89,23 +82,17 @@ class Work:
             raise error
         return self._result if self.answer is None else self.answer
 
-    def _perform(self) -> bool:
-        """Make the call, or its next part; return whether it has completed."""
+    def _perform(self) -> None:
         assert self._run is not None
         try:
-            result = self._run()
+            self._result = self._run()
         except BaseException as error:  # sys.exit in an updater, too: wait() raises it where the program can end
             self._fail(error)
-        else:
-            if isinstance(result, More):
-                self._urgency = result.urgency
-                return False
-            self._result = result
         self._run = None  # it holds the caller's arrays
-        return True
 
     def _fail(self, error: BaseException) -> None:
         self._error, self._trace = error, error.__traceback__
+        self._run = None
         # They hold the caller's arrays.
         traceback.clear_frames(self._trace)
 
@@ -218,16 +205,13 @@ class Pending:
     def _serve(self) -> None:
         while queued := self._await():
             try:
-                place, work = self._take(self._least(queued))
+                work = self._take(self._least(queued))
             except BaseException as error:
-                _, work = self._take(1)
+                work = self._take(1)
                 work._fail(error)
-                self._complete(work)
             else:
-                if work._perform():
-                    self._complete(work)
-                else:
-                    self._put_back(place, work)
+                work._perform()
+            self._complete(work)
             del work  # its result may be shared memory, which could not be freed
 
     def _await(self) -> int:
@@ -236,18 +220,11 @@ class Pending:
             self._changed.wait_for(lambda: self._queue or self._ending)
             return len(self._queue)
 
-    def _put_back(self, place: int, work: Work) -> None:
-        """Queue the rest of a call where it was: the same on every rank, as all have made the same part."""
-        with self._changed:
-            self._some_are_urgent |= work._urgency != 0
-            self._queue.insert(place, work)
-
-    def _take(self, common: int) -> tuple[int, Work]:
-        """Take the most urgent call out of the queue, of the first ``common``; return its place, too."""
+    def _take(self, common: int) -> Work:
+        """Take the most urgent call out of the queue, of the first ``common``."""
         with self._changed:
             candidates = range(common if self._some_are_urgent else 1)
-            place = max(candidates, key=lambda place: (self._queue[place]._urgency, -place))
-            return place, self._queue.pop(place)
+            return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
         if work._error is not None:

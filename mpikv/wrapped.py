@@ -46,9 +46,13 @@ class Wrapped(KVStoreBase):
         return bool(self._store.is_root)
 
     @property
-    def assigns(self) -> bool:
+    def _assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as without an updater. Local."""
-        return bool(self._store.assigns)
+        return bool(self._store._assigns)
+
+    @property
+    def _joining(self) -> bool:  # type: ignore[override]
+        return bool(self._store._joining)
 
     def barrier(self) -> None:
         """As :meth:`mpikv.KVStore.barrier`. Collective."""

@@ -124,3 +124,25 @@ def test_names_of_several_parameters(monkeypatch):
     with pytest.raises(ConfigError, match="did you mean 'layer/b'"):
         trainer.set_grads({"layer/a": np.zeros(1)})
     assert repr(trainer) == "<mpikv.Trainer 2 parameters SGD() not started>"
+
+
+def test_clipping_counts_each_array_once():
+    gradient = np.full(2, 5.0)
+    assert clip_global_norm([gradient, None, gradient, gradient[:]], 1.0) == pytest.approx(50**0.5)
+    np.testing.assert_allclose(np.linalg.norm(gradient), 1)
+
+
+def test_clipping_of_half_precision_by_a_small_factor():
+    array = np.full(3000, 60000, np.float16)
+    clip_global_norm([array], 0.1)
+    np.testing.assert_allclose(np.linalg.norm(array.astype(float)), 0.1, rtol=1e-3)
+
+
+def test_the_scale_has_bounds():
+    scaler = LossScaler(1.0, window=1)
+    for overflow, bound in ((True, 2.0**-64), (False, 2.0**64)):
+        for _ in range(1100):
+            scaler.record(overflow)
+        assert scaler.loss_scale == bound
+    with pytest.raises(ConfigError, match="from 2"):
+        LossScaler(2.0**65)

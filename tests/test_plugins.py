@@ -48,6 +48,17 @@ def test_an_installed_package_is_found(tmp_path: Any, monkeypatch: pytest.Monkey
     monkeypatch.delitem(sys.modules, "other_make")
 
 
+@pytest.mark.parametrize(("value", "text"), [("no_such_make:Store", "cannot be loaded"), ("os:path", "no subclass")])
+def test_an_installed_package_that_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, value: str, text: str) -> None:
+    about = tmp_path / "bad_make-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-make\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[mpikv.stores]\nBad = {value}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"the store 'Bad'.*{text}"):
+        mpikv.create("bad")
+
+
 def test_what_a_subclass_leaves_out_says_so() -> None:
     store = KVStoreBase()
     for call in ("broadcast", "pushpull"):
@@ -59,7 +70,7 @@ def test_what_a_subclass_leaves_out_says_so() -> None:
     with pytest.raises(ValueError, match="mine"):
         store.refuse(ValueError("mine"))
     store.agree("anything")
-    assert (store.vote(True), store.keys(), store.assigns, store.optimizer) == (True, (), True, None)
+    assert (store.vote(True), store.keys(), store._assigns, store.optimizer) == (True, (), True, None)
     assert (store.rank, store.num_workers, store.is_capable("optimizer")) == (0, 1, False)
     store.close()
 

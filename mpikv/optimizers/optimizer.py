@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -95,7 +96,10 @@ class Optimizer:
     """How many scratch arrays the rule needs."""
 
     revision: int = field(init=False, default=0)
-    """Rises with every change of an option, so that what was derived from them can be kept until then."""
+    """Another number after every change of an option, so that what was derived from them can be kept until then."""
+    _changes: int = field(init=False, default=0)
+    _user: object = field(init=False, default=None)
+    _had: tuple[int, Mapping[str, Any], Mapping[str, Any], int] | None = field(init=False, default=None)
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
     _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
 
@@ -142,7 +146,48 @@ class Optimizer:
         if name == "lr_scheduler":
             self.learning_rate = None
         self._steps.clear()
-        self.revision += 1
+        self._change()
+
+    def _change(self) -> None:
+        self._changes += 1
+        self.revision = self._changes
+
+    @contextmanager
+    def having(self, **options: Any) -> Iterator[None]:
+        """Have other options meanwhile. Having the same ones again, time after time, is no change that ranks compare.
+
+        Example:
+            >>> optimizer = Optimizer(rescale_grad=0.5)
+            >>> with optimizer.having(rescale_grad=0.125):
+            ...     optimizer.rescale_grad
+            0.125
+            >>> optimizer.rescale_grad
+            0.5
+        """
+        outside, before = self.revision, {name: getattr(self, name) for name in options}
+        inside = None
+        try:
+            if self._had is not None and self._had[:2] == (outside, options):
+                _, _, checked, inside = self._had
+                self._restore(checked, inside)
+            else:
+                for name, value in options.items():
+                    if value != before[name]:
+                        setattr(self, name, value)
+                inside = self.revision
+                self._had = outside, dict(options), {name: getattr(self, name) for name in options}, inside
+            yield
+        finally:
+            changed = self.revision != inside  # by somebody else, as a schedule
+            self._restore(before, outside)
+            if changed:
+                self._change()
+
+    def _restore(self, options: Mapping[str, Any], revision: int) -> None:
+        for name, value in options.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "revision", revision)
+        self._steps.clear()
 
     @classmethod
     def options(cls) -> tuple[str, ...]:

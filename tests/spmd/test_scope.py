@@ -95,6 +95,14 @@ def test_a_bad_key_on_one_rank(kv):
     scope.pull("w")
 
 
+def test_lists_in_lists_on_one_rank(kv):
+    scope = kv.scope("net")
+    scope.init(["w", "v"], [np.zeros(1), np.zeros(1)])
+    with pytest.raises((TypeError, mpikv.MPIKVError)):
+        scope.pull(["w", ["v"]] if kv.is_root else ["w", "v"])
+    scope.pull(["w", "v"])
+
+
 def test_trainers_in_scopes(kv):
     """Two networks of the same names on one store, by turns."""
     nets = [{"w": np.ones(2)}, {"w": np.ones(3)}]

@@ -111,3 +111,16 @@ def test_trainer_by_name(comm):
             trainer.set_grads({"w": np.ones(2)})
             trainer.step(1)
             np.testing.assert_array_equal(trainer.params["w"].data, np.full(2, 0.5))
+
+
+def test_memory_of_names_is_given_back(store):
+    store.pushpull("a", np.ones(5000))
+    store.delete("a")
+    with pytest.raises(mpikv.KeyNotInitialized):
+        store.delete("a")
+    for key in ("a", "b"):
+        np.testing.assert_array_equal(store.pushpull(key, np.ones(5000)), np.full(5000, float(store.size)))
+        store.delete([key])
+    for call in (store.push, store.pull, store.init):
+        with pytest.raises(Unsupported, match="keeps no values"):
+            call("a", np.ones(1))

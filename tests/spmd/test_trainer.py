@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -608,7 +609,7 @@ def test_halves_out_of_order(comm):
             trainer.allreduce_grads()
         with pytest.raises(ConfigError, match="sum over ranks already"):
             trainer.step(1)
-        weight.grad /= 2
+        weight.grad[...] /= 2
         trainer.update(1)
         np.testing.assert_array_equal(params["w"], np.full(2, -0.25 * kv.size))
         with pytest.raises(StaleGradient):
@@ -714,6 +715,329 @@ def test_torch_parameters(comm, on_store):
         trainer.params["w"].grad = weight.grad
         trainer.step(kv.size)
         assert weight.tolist() == [0, 0, 0]
+
+
+# --- Checkpoints
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_training_goes_on_from_a_checkpoint(comm, tmp_path_factory, by_hand):
+    """Beside one that was not interrupted, bit for bit; optimizer, counts and multipliers included."""
+    shared = [str(tmp_path_factory.mktemp("trainer"))]
+    path = (shared if comm is None else comm.bcast(shared))[0] + "/x.mpikv"
+    options = {"learning_rate": 0.5, "momentum": 0.5, "lr_mult": {"b": 2.0}}
+
+    def steps(trainer, params, first, last):
+        for step in range(first, last):
+            trainer.set_grads({name: of_rank(trainer.kvstore.rank, a.shape, step) for name, a in params.items()})
+            trainer.step(4 + step)
+
+    def weights():
+        return {"w": Parameter(np.ones(3), lr_mult=0.25), "b": Parameter(np.zeros(2))}
+
+    kv, trainer, params = start(comm, True, weights(), options=options)
+    with kv:
+        arrays = {name: parameter.data for name, parameter in params.items()}
+        steps(trainer, arrays, 0, 2)
+        kv.save(path)
+        assert kv.optimizer.rescale_grad == 1
+        assert kv.optimizer.lr_mult == {"b": 2.0}
+        steps(trainer, arrays, 2, 4)
+    kv = mpikv.create(comm=comm, timeout=5)
+    with kv:
+        kv.load(path)
+        again = {name: Parameter(np.full_like(array, 9.0)) for name, array in arrays.items()}
+        again["w"].lr_mult = 0.25
+        optimizer = (kv.optimizer,) if by_hand else ("sgd", options)
+        trainer = mpikv.Trainer(again, *optimizer, kvstore=kv)
+        trainer.start()
+        assert trainer.optimizer is kv.optimizer
+        steps(trainer, arrays, 2, 4)
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(again[name].data, array)
+
+
+def test_the_optimizer_of_a_store_that_was_loaded_meanwhile(comm, tmp_path_factory):
+    shared = [str(tmp_path_factory.mktemp("trainer"))]
+    path = (shared if comm is None else comm.bcast(shared))[0] + "/x.mpikv"
+    kv, trainer, params = start(comm, True, {"w": np.zeros(1)}, options={"learning_rate": 1.0})
+    with kv:
+        trainer.start()
+        kv.save(path)
+        kv.load(path)
+        trainer.set_learning_rate(0.25)
+        trainer.set_grads({"w": np.ones(1)})
+        trainer.step(2 * kv.size)
+        np.testing.assert_array_equal(params["w"], [-0.125])
+        kv.set_updater(lambda key, received, stored: None)
+        trainer.set_grads({"w": np.ones(1)})
+        with pytest.raises(ConfigError, match="the store was given an updater"):
+            trainer.step(1)
+
+
+def test_a_loaded_store_of_others(comm):
+    kv, _, _ = start(comm)
+    with kv:
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd")
+        with pytest.raises(ConfigError, match="only some: no 'b'"):
+            mpikv.Trainer({"w": np.zeros(3), "b": np.zeros(1)}, "sgd", kvstore=kv).start()
+        with pytest.raises(ConfigError, match="cannot go on"):
+            mpikv.Trainer({"w": np.zeros(3)}, "adam", kvstore=kv).start()
+        with pytest.raises(ConfigError, match="updater already"):
+            mpikv.Trainer({"v": np.zeros(3)}, "sgd", kvstore=kv).start()
+
+
+def test_settings_wait_for_calls_that_run(comm):
+    kv, trainer, _ = start(comm, True, {"w": np.zeros(1)}, options={"learning_rate": 1.0})
+    with kv:
+        trainer.start()
+        kv.init("other", np.zeros(1 << 18))
+        works = [kv.push("other", np.ones(1 << 18), wait=False) for _ in range(4)]
+        trainer.set_grads({"w": np.ones(1)})
+        trainer.step(1000)
+        for work in works:
+            work.wait()
+        np.testing.assert_array_equal(np.unique(kv.pull("other")), [-4.0 * kv.size])
+
+
+# --- One optimizer, several Trainers
+
+
+@BOTH
+def test_an_optimizer_is_left_as_it_was(comm, on_store):
+    optimizer = mpikv.optimizers.SGD(learning_rate=1.0, lr_mult={"v": 3.0})
+    for _ in range(2):
+        kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)}, optimizer=optimizer)
+        with kv:
+            trainer.params["w"].lr_mult = 0.5
+            trainer.set_grads({"w": np.ones(1)})
+            trainer.step(32 * kv.size)
+            assert (optimizer.rescale_grad, optimizer.lr_mult) == (1, {"v": 3.0})
+            np.testing.assert_array_equal(params["w"], [-1 / 64])
+
+
+def test_a_second_trainer_with_the_same_optimizer_on_one_store(comm):
+    optimizer = mpikv.optimizers.SGD(learning_rate=1.0, momentum=0.5)
+    kv, first, params = start(comm, True, {"a": np.zeros(1)}, optimizer=optimizer)
+    with kv:
+        for step in range(2):
+            first.set_grads({"a": np.ones(1)})
+            first.step(kv.size)
+            if step == 0:
+                with pytest.raises(ConfigError, match="give each Trainer"):
+                    mpikv.Trainer({"b": np.zeros(1)}, optimizer, kvstore=kv).start()
+        np.testing.assert_array_equal(params["a"], [-2.5])
+
+
+@dataclasses.dataclass(kw_only=True)
+class Comparable(mpikv.optimizers.SGD):
+    """Without a hash, as a user's may be."""
+
+
+@BOTH
+def test_an_optimizer_without_a_hash(comm, on_store):
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)}, optimizer=Comparable(learning_rate=1.0))
+    with kv:
+        for _ in range(2):
+            trainer.set_grads({"w": np.ones(1)})
+            trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], [-2])
+
+
+@BOTH
+def test_a_multiplier_is_taken_back(comm, on_store):
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)})
+    with kv:
+        for factor in (0.0, None, 3.0, None):
+            trainer.params["w"].lr_mult = factor
+            trainer.set_grads({"w": np.ones(1)})
+            trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], [-0.5 * (0 + 1 + 3 + 1)])
+
+
+# --- Failures of one rank
+
+
+class Failing(mpikv.optimizers.SGD):
+    fails = False
+
+    def rule(self, step, block):
+        if Failing.fails:
+            raise MemoryError("too little")
+        super().rule(step, block)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("halves", [False, True])
+def test_an_update_that_fails_on_one_rank_is_told_in_the_next_call(comm, monkeypatch, halves):
+    kv, trainer, _ = start(comm, False, {"w": np.zeros(1)}, optimizer=Failing(learning_rate=1.0))
+    with kv:
+        monkeypatch.setattr(Failing, "fails", kv.is_root)
+        trainer.set_grads({"w": np.ones(1)})
+        if kv.is_root:
+            with pytest.raises(MemoryError):
+                trainer.step(1)
+        else:
+            trainer.step(1)
+        monkeypatch.setattr(Failing, "fails", False)
+        trainer.set_grads({"w": np.ones(1)})
+        text = raised_by(kv, 0, mpikv.Closed, trainer.allreduce_grads if halves else lambda: trainer.step(1))
+        assert "an earlier step failed here alone (MemoryError('too little'))" in text
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(("on_store", "scaled"), [(False, False), (True, True)])
+def test_steps_in_join_that_would_not_be_made_by_all(comm, on_store, scaled):
+    scaler = mpikv.LossScaler() if scaled else None
+    kv, trainer, _ = start(comm, on_store, {"w": np.zeros(1)}, loss_scaler=scaler)
+    with kv:
+        trainer.start()
+        trainer.set_grads({"w": np.ones(1)})
+
+        def join():
+            with kv.join():
+                if kv.is_root:
+                    trainer.step(1)
+
+        assert "a Trainer needs a store" in raised_by(kv, 0, Unsupported, join)
+        trainer.step(1)
+
+
+def test_steps_in_join(comm):
+    kv, trainer, params = start(comm, True, {"w": np.zeros(1)}, options={"learning_rate": 1.0})
+    with kv:
+        trainer.start()
+        with kv.join():
+            for _ in range(1 + kv.rank):
+                trainer.set_grads({"w": np.ones(1)})
+                trainer.step(1)
+        kv.pull("w", out=params["w"])
+        np.testing.assert_array_equal(params["w"], [-kv.size * (kv.size + 1) / 2])
+
+
+# --- Gradients that overflow
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@BOTH
+def test_overflows_of_gradients_that_are_compressed(comm, on_store, halves):
+    kv, trainer, params = start(
+        comm, on_store, {"w": np.zeros(4, np.float32)}, loss_scaler=mpikv.LossScaler(2.0), compression_params="fp16"
+    )
+    if on_store and halves:
+        kv.close()
+        return
+    with kv:
+        for step in range(2):
+            trainer.set_grads({"w": np.full(4, np.inf if step == 0 and kv.is_root else 2.0, np.float32)})
+            if halves:
+                trainer.allreduce_grads()
+                mpikv.clip_global_norm([trainer.params["w"].grad], 1e9)
+                trainer.update(kv.size)
+            else:
+                trainer.step(kv.size)
+            np.testing.assert_array_equal(params["w"], np.full(4, -1.0 * step, np.float32))
+
+
+@BOTH
+def test_overflows_in_the_dtype_of_the_weight(comm, on_store):
+    scaler = mpikv.LossScaler(1024.0)
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(2, np.float16)}, loss_scaler=scaler)
+    with kv:
+        trainer.set_grads({"w": np.full(2, 1e5, np.float32)})
+        trainer.step(100)
+        assert scaler.loss_scale == 512
+        np.testing.assert_array_equal(params["w"], np.zeros(2))
+
+
+# --- Parameters over shared memory, and those that are not trained
+
+
+@BOTH
+def test_arrays_over_the_same_memory_are_one_parameter(comm, on_store):
+    weight = np.zeros(2)
+    kv, trainer, _ = start(comm, on_store, {"a": weight, "b": weight[:], "c": weight.view()})
+    with kv:
+        assert trainer.params["a"] is trainer.params["b"] is trainer.params["c"]
+        trainer.set_grads({"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)})
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(weight, [-1.5, -1.5])
+
+
+@pytest.mark.ranks(1)
+def test_parameters_that_overlap():
+    whole = np.zeros((4, 6))
+    for one, other in [(whole[:3], whole[2:]), (whole[::-1], whole), (whole[:, 1:3], whole[:, 2:4])]:
+        with pytest.raises(ValueMismatch, match="'a' and 'b' lie over the same memory"):
+            mpikv.Trainer({"a": one, "b": other}, "sgd")
+    with pytest.raises(ValueMismatch, match="same memory"):
+        mpikv.Trainer({"a": Parameter(whole), "b": Parameter(whole)}, "sgd")
+    columns = mpikv.Trainer({str(column): whole[:, column] for column in range(6)}, "sgd")
+    assert len(columns.params) == 6
+    mpikv.Trainer({"a": whole[:, :0], "b": whole[:, :0], "c": whole}, "sgd")
+
+
+@BOTH
+def test_frozen_integers(comm, on_store):
+    count = Parameter(np.array(comm.rank + 5 if comm else 5), grad_req="null")
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(2), "count": count})
+    with kv:
+        trainer.set_grads({"w": np.ones(2)})
+        trainer.step(kv.size)
+        assert count.data == 5
+        np.testing.assert_array_equal(params["w"], [-0.5, -0.5])
+        if on_store:
+            with pytest.raises(Unsupported, match="does not keep 'count'"):
+                trainer.set_data({"count": np.array(7)})
+        else:
+            trainer.set_data({"count": np.array(7)})
+            assert count.data == 7
+
+
+@pytest.mark.ranks(1)
+def test_gradients_of_a_shared_parameter_are_added_in_float32():
+    weight = np.zeros(1, np.float16)
+    trainer = mpikv.Trainer({"a": weight, "b": weight}, "sgd")
+    trainer.set_grads({"a": np.full(1, 60000, np.float16), "b": np.full(1, 60000, np.float16)})
+    np.testing.assert_array_equal(trainer.params["a"].grad, [120000 // 64 * 64])
+    for bad in (np.ones(2, np.float16), np.ones(1, int)):
+        with pytest.raises(ValueMismatch, match=r"a gradient of shape"):
+            trainer.set_grads({"a": np.ones(1, np.float16), "b": bad})
+
+
+def test_an_array_that_held_a_sum_is_given_as_a_gradient(comm):
+    kv, trainer, params = start(comm, False, {"w": np.zeros(1)})
+    with kv:
+        gradient = np.ones(1)
+        trainer.params["w"].grad = gradient
+        trainer.allreduce_grads()
+        gradient[:] = kv.rank + 10
+        trainer.params["w"].grad = gradient
+        with pytest.raises(ConfigError, match="is not the sum over ranks"):
+            trainer.update(1)
+        np.testing.assert_array_equal(params["w"], [0])
+
+
+@BOTH
+def test_an_added_gradient_is_used_once(comm, on_store):
+    kv, trainer, _ = start(comm, on_store, {"w": Parameter(np.zeros(1), grad_req="add")})
+    with kv:
+        trainer.params["w"].grad = np.ones(1)
+        trainer.step(1)
+        with pytest.raises(ConfigError, match=r"call zero_grad\(\)"):
+            trainer.params["w"].grad = np.ones(1)
+        trainer.zero_grad()
+        trainer.params["w"].grad = np.ones(1)
+
+
+@pytest.mark.ranks(1)
+def test_mistakes_that_the_constructor_finds():
+    with pytest.raises(ConfigError, match="unknown store 'typo'"):
+        mpikv.Trainer({"w": np.zeros(1)}, "sgd", kvstore="typo")
+    for wrong in (0, 1, np.True_):
+        with pytest.raises(ConfigError, match="neither True, False nor None"):
+            mpikv.Trainer({"w": np.zeros(1)}, "sgd", update_on_kvstore=wrong)
 
 
 # --- A real training
