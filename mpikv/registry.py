@@ -27,7 +27,7 @@ from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
 from .transports import open_transport
-from .world import Group, connect, end_job, last_seen
+from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
 
@@ -238,6 +238,7 @@ def _close_all() -> None:
     if absent:
         logging.getLogger("mpikv").error("ending the job: ranks %s do not come to their end", absent)
         end_job()
+    free_leftovers()
 
 
 def _end_in_child() -> None:
@@ -245,6 +246,7 @@ def _end_in_child() -> None:
     for store in OPEN.copy():
         store.abandon("the store was made before a fork, which MPI does not survive")
     LOST.clear()  # the parent's affair
+    forget_leftovers()
 
 
 @cache

@@ -31,7 +31,7 @@ from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, 
 from .typing import Array
 from .waiting import Waiting
 
-__all__ = ["Group", "connect", "end_job", "last_seen"]
+__all__ = ["Group", "connect", "end_job", "forget_leftovers", "free_leftovers", "last_seen"]
 
 _SHARED = "/dev/shm"
 # The tag of the message of a rank that has waited too long for others to come, and seconds to wait for such messages.
@@ -57,6 +57,8 @@ class _Window(NamedTuple):
 
 # Windows that their ranks could not free because one of them still looked at it.
 _kept: list[_Window] = []
+# All that are not freed, in the order of their making.
+_live: list[_Window] = []
 # What all windows of this process, those of stores that were abandoned too, have been promised.
 _promised = 0
 
@@ -143,6 +145,7 @@ class Group:
         memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
         promised = 0 if zeroed else nbytes
         self._windows.append(_Window(self._members, window, weakref.ref(memory), promised))
+        _live.append(self._windows[-1])
         _promise(promised)
         start = -memory.__array_interface__["data"][0] % _ALIGNMENT
         memory = memory[start : start + nbytes]
@@ -153,11 +156,8 @@ class Group:
 
     def take_back(self) -> None:
         """Free what the last :meth:`share` returned, over which no array may be used any more. As collective."""
-        window = self._windows.pop()
         with self.translated("freeing shared memory"):
-            window.handle.Unlock_all()
-            window.handle.Free()
-        _promise(-window.promised)
+            _free(self._windows.pop())
 
     def ordering(self) -> Callable[[], None] | None:
         """Return a function that orders memory accesses on processors that reorder them, else None.
@@ -235,9 +235,30 @@ class Group:
             if stays:
                 _kept.append(window)
             else:
-                window.handle.Unlock_all()
-                window.handle.Free()
-                _promise(-window.promised)
+                _free(window)
+
+
+def _free(window: _Window) -> None:
+    window.handle.Unlock_all()
+    window.handle.Free()
+    _live[:] = [other for other in _live if other is not window]
+    _promise(-window.promised)
+
+
+def free_leftovers() -> None:
+    """Free the shared memory that was not freed with its store. For the end of the program; collective.
+
+    Open MPI frees at its own end what it still has, in the order of its handles, and waits in each for the ranks that
+    share it. Where ranks had windows that others had not, as on several hosts, whose numbers are used again, that order
+    differs between ranks, and they would wait for each other for ever. The order of making is the same for all.
+    """
+    while _live:
+        _free(_live[0])
+
+
+def forget_leftovers() -> None:
+    """Leave shared memory to the process that this one was forked from."""
+    _live.clear()
 
 
 def _promise(nbytes: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.cli.launchers import clean
 from mpikv.config import Config
 from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, Unsupported
 from mpikv.transports import choose
@@ -302,3 +306,30 @@ def test_what_leaves_a_host(comm, per_host):
     transport.close()
     group.comm = counting._comm
     group.close()
+
+
+LEFT = """
+import numpy as np
+from mpi4py import MPI
+import mpikv
+from mpikv.world import Group
+comm = MPI.COMM_WORLD
+mpikv.create()
+everybody, half = Group(comm), Group(comm.Split(comm.rank % 2))
+if comm.rank % 2:
+    half.share(100)
+everybody.share(100)
+if comm.rank % 2:
+    half.close()
+# It has the number now that the half's had, on half of the ranks.
+everybody.share(100)
+print("the end", flush=True)
+"""
+
+
+def test_ranks_of_several_hosts_come_to_the_end_of_mpi(tmp_path):
+    """Windows that stores have left are freed in one order: Open MPI's own differs between ranks."""
+    (tmp_path / "left.py").write_text(LEFT)
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(tmp_path / "left.py")]
+    ended = subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout.count("the end")) == (0, 4), ended.stderr
