@@ -840,8 +840,8 @@ class KVStore(KVStoreBase):
         Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
         of times. A rank that has left contributes nothing to their sums, whatever its buffers hold, and is given
         nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller. Only one
-        store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` have to be
-        over when a rank leaves: with them the others' next call fails.
+        store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot
+        be made in it; those that were made before are waited for.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
@@ -858,10 +858,10 @@ class KVStore(KVStoreBase):
         self._check_open("join")
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
+        self._pending.drain()
         self._joining = True
         try:
             yield
-            self._pending.drain()
             self._check_open("join")
             with np.errstate(all="ignore"):
                 self._shadow()
@@ -988,6 +988,8 @@ class KVStore(KVStoreBase):
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+        if self._joining:
+            self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         self._board.step_aside()
         text = partial(_called, verb, arguments[:1])
         return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))

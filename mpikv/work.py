@@ -171,7 +171,7 @@ class Pending:
         error = unseen[0].error
         assert error is not None
         more = f", nor for {len(unseen) - 1} later ones that failed" if len(unseen) > 1 else ""
-        return noted(error, f"in {unseen[0]!r}, for which nobody has waited{more}")
+        return noted(error, f"in {unseen[0]._text()}, for which nobody has waited{more}")
 
     def saw(self, work: Work) -> None:
         """Take note that somebody has seen what a call raised."""
