@@ -98,7 +98,7 @@ def test_the_messages_are_those_shown(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mpikv", "run", "-n", "4", "train.py"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     printed = ran.stdout.replace(f"{tmp_path}/", "")
-    printed = re.sub(r"waited 1\.\d s", "waited 60.0 s", printed)
+    printed = re.sub(r"waited \d\.\d s", "waited 60.0 s", printed)
     assert printed.splitlines() == [line for block in blocks(README, "text") for line in block.splitlines()], ran.stderr
 
 
