@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -29,8 +29,8 @@ __all__ = ["Board"]
 
 _QUESTION = signal.SIGUSR2
 _PATIENCE = 0.5
-# Looks at an answer, 10 ms apart, in which it has not grown any more.
-_AT_REST = 3
+# Looks for an answer, 10 ms apart, and those at the end in which it has not grown any more.
+_LOOKS, _AT_REST = 20, 3
 _MOST_ASKED = 4
 _PACKAGE = str(Path(__file__).parent)
 _ASIDE = str(Path(__file__).with_name("work.py"))
@@ -205,29 +205,46 @@ def _ask(pid: int, answers: int) -> list[tuple[str, str, str]]:
         if "mpikv-answers" not in os.readlink(path):
             return []  # another process has that number now, and the signal could kill it
         with open(path, errors="replace") as file:
-            before = os.fstat(file.fileno()).st_size
-            os.kill(pid, _QUESTION)
             deadline = time.monotonic() + _PATIENCE
-            size, at_rest = before, 0
-            while at_rest < _AT_REST and time.monotonic() < deadline:
-                time.sleep(0.01)
-                # The answer is written in pieces, between which a busy machine may do something else.
-                now = os.fstat(file.fileno()).st_size
-                size, at_rest = now, at_rest + 1 if now == size > before else 0
-            file.seek(before)
-            return _telling(file.read())
+            # The fault handler passes over a question that comes while it answers one of another rank.
+            while time.monotonic() < deadline:
+                if frames := _telling(_answer(pid, file)):
+                    return frames
+            return []
     except OSError:
         return []
+
+
+def _answer(pid: int, file: TextIO) -> str:
+    """Ask once; return what a process has written then."""
+    before = size = os.fstat(file.fileno()).st_size
+    os.kill(pid, _QUESTION)
+    looks = at_rest = 0
+    # The answer is written in pieces, between which a busy machine may do something else.
+    while looks < _LOOKS and at_rest < _AT_REST:
+        time.sleep(0.01)
+        now = os.fstat(file.fileno()).st_size
+        looks, at_rest = looks + 1, at_rest + 1 if now == size > before else 0
+        size = now
+    file.seek(before)
+    return file.read()
 
 
 def _telling(answer: str) -> list[tuple[str, str, str]]:
     """Return the frames of the thread that makes the calls, of all that answer: the caller's, unless it is another that
     is busy with one.
+
+    Several ranks may ask at once. Then an answer begins in the middle of one that was given to another rank, and may
+    end in the middle of one, too; the innermost frames come first.
     """
-    threads = [re.findall(r'File "(.*)", line (\d+) in (.*)', text) for text in re.split(r"hread 0x", answer)]
+    threads = [
+        frames
+        for text in answer.split("(most recent call first):")[1:]
+        if (frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text))
+    ]
     for frames in threads:
         inside = {function for file, _, function in frames if file == _ASIDE}
         if inside and "_await" not in inside:
             return frames
-    # The last is the one that got the signal, the main one.
-    return next((frames for frames in reversed(threads) if frames), [])
+    # Python's own threads begin there; the main one does not.
+    return next((frames for frames in threads if frames[-1][2] != "_bootstrap"), [])
