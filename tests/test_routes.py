@@ -28,8 +28,8 @@ def test_every_element_goes_once_from_each_other_host_to_its_owner(layout):
     for home in hosts:
         arrived = np.zeros(int(starts[-1]), int)
         for rank in home:
-            for agent, owner, low, high in routes_of(rank, hosts, counts).as_agent:
-                assert agent == rank
+            for carrier, owner, low, high in routes_of(rank, hosts, counts).as_carrier:
+                assert carrier == rank
                 assert owner not in home
                 assert starts[owner] <= low < high <= starts[owner + 1]
                 arrived[low:high] += 1
@@ -42,21 +42,21 @@ def test_both_ends_know_of_each_message_and_no_pair_has_two(layout):
     """Messages of one pair are told apart by nothing."""
     hosts, counts = layout
     routes = [routes_of(rank, hosts, counts) for rank in range(len(counts))]
-    sent = [route for each in routes for route in each.as_agent]
+    sent = [route for each in routes for route in each.as_carrier]
     assert sorted(sent) == sorted(route for each in routes for route in each.as_owner)
-    assert len({(route.agent, route.owner) for route in sent}) == len(sent)
+    assert len({(route.carrier, route.owner) for route in sent}) == len(sent)
 
 
 @given(layouts())
-def test_agents_share_the_work(layout):
+def test_carriers_share_the_work(layout):
     hosts, counts = layout
     for home in hosts:
         for host in hosts:
             if host is home:
                 continue
             work = dict.fromkeys(home, 0)
-            for agent, _, low, high in between(home, host, counts):
-                work[agent] += high - low
+            for carrier, _, low, high in between(home, host, counts):
+                work[carrier] += high - low
             assert max(work.values()) <= sum(counts[rank] for rank in host) / len(home) + 64
 
 
@@ -67,7 +67,7 @@ def test_what_leaves_a_host(hosts, per_host, each):
     whole = each * hosts * per_host
     for home in ranks:
         routes = [routes_of(rank, ranks, [each] * (hosts * per_host)) for rank in home]
-        reduced = sum(route.high - route.low for own in routes for route in own.as_agent)
+        reduced = sum(route.high - route.low for own in routes for route in own.as_carrier)
         gathered = sum(route.high - route.low for own in routes for route in own.as_owner)
         assert reduced * hosts == (hosts - 1) * whole
         assert gathered * hosts == (hosts - 1) * whole

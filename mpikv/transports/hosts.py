@@ -1,8 +1,8 @@
 """Ranks of several hosts: sums through shared memory inside of each host, by messages between them.
 
 The ranks of a host share one copy of the values. In a sum each rank shows its contribution to those of its host; each
-of them, as an *agent*, adds up what its host has for some of the elements that other hosts are to receive, and sends it
-to the owners there, who receive one array from each other host. Values go the same ways back, straight from the shared
+of them, as a *carrier*, adds up what its host has for some of the elements that other hosts are to receive, and sends
+it to the owners there, who receive one array from each other host. Values go the same ways back, straight from the shared
 memory of one host into that of another. So each element crosses the network once for every host that needs it, however
 many ranks a host has; :mod:`mpikv.transports.routes` says who sends what.
 """
@@ -99,8 +99,8 @@ class HostsTransport:
         rows = self._inner.allreduce(send, recv)
         work = self._sums.get(key) or self._prepare(key, rows)
         with self._group.translated("reduce_scatter"), self._requests.completed() as started:
-            for memory, agent in work.receives:
-                started.append(self._comm.Irecv(memory, agent, _TAG))
+            for memory, carrier in work.receives:
+                started.append(self._comm.Irecv(memory, carrier, _TAG))
             for part in work.parts:
                 add(rows, part.low, part.high, part.total)
                 started.append(self._comm.Isend(part.total, part.owner, _TAG))
@@ -165,16 +165,16 @@ class HostsTransport:
         wide, routes = accumulator(dtype), self._routes_of(counts)
         begin, count = sum(counts[: self.rank]), counts[self.rank]
         outgoing, parts, used = self._outgoing.view(wide), [], 0
-        for route in routes.as_agent:
+        for route in routes.as_carrier:
             total = outgoing[used : used + route.high - route.low]
             parts.append(_Part(route.low, route.high, total, route.owner))
             used += total.size
-        # One array for each other host, which its agents fill together.
+        # One array for each other host, which its carriers fill together.
         incoming = [memory[: count * wide.itemsize].view(wide) for memory in self._incoming]
         others = [host for host in self._group.ranks_of_hosts if self.rank not in host]
         sources = {rank: array for host, array in zip(others, incoming, strict=True) for rank in host}
         receives = tuple(
-            (sources[route.agent][route.low - begin : route.high - begin], route.agent) for route in routes.as_owner
+            (sources[route.carrier][route.low - begin : route.high - begin], route.carrier) for route in routes.as_owner
         )
         own = tuple(row[begin : begin + count] for row in rows)
         work = self._sums[key] = _Sum(receives, tuple(parts), (*own, *incoming))
@@ -184,9 +184,9 @@ class HostsTransport:
         """Carry the owners' elements of shared memory, given as bytes, to the other hosts."""
         routes = self._routes_of(counts)
         with self._group.translated(name), self._requests.completed() as started:
-            for route in routes.as_agent:
+            for route in routes.as_carrier:
                 memory = whole[route.low * itemsize : route.high * itemsize]
                 started.append(self._comm.Irecv(memory, route.owner, _TAG))
             for route in routes.as_owner:
                 memory = whole[route.low * itemsize : route.high * itemsize]
-                started.append(self._comm.Isend(memory, route.agent, _TAG))
+                started.append(self._comm.Isend(memory, route.carrier, _TAG))
