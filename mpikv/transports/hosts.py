@@ -2,9 +2,9 @@
 
 The ranks of a host share one copy of the values. In a sum each rank shows its contribution to those of its host; each
 of them, as a *carrier*, adds up what its host has for some of the elements that other hosts are to receive, and sends
-it to the owners there, who receive one array from each other host. Values go the same ways back, straight from the shared
-memory of one host into that of another. So each element crosses the network once for every host that needs it, however
-many ranks a host has; :mod:`mpikv.transports.routes` says who sends what.
+it to the owners there, who receive one array from each other host. Values go the same ways back, straight from the
+shared memory of one host into that of another. So each element crosses the network once for every host that needs it,
+however many ranks a host has; :mod:`mpikv.transports.routes` says who sends what.
 """
 
 from __future__ import annotations
