@@ -77,8 +77,10 @@ class KVStoreBase:
         """The number of ranks."""
         return 1
 
-    # Whether the store is in a block of ``join``.
-    _joining = False
+    @property
+    def _joining(self) -> bool:
+        """Whether the store is in a block of ``join``. Local."""
+        return False
 
     @property
     def _assigns(self) -> bool:

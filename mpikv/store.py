@@ -91,7 +91,7 @@ class KVStore(KVStoreBase):
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
-        self._joining = False
+        self._in_join = False
         self._quiet = quiet()
         self._controllers: dict[int, Callable[[Any], Any] | None] = {}
 
@@ -164,6 +164,10 @@ class KVStore(KVStoreBase):
         """Whether a push replaces the value by the sum, as it does without an updater. Local."""
         self._pending.drain()
         return self._exchange.updater.assigns
+
+    @property
+    def _joining(self) -> bool:
+        return self._in_join
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
@@ -859,14 +863,14 @@ class KVStore(KVStoreBase):
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         self._pending.drain()
-        self._joining = True
+        self._in_join = True
         try:
             yield
             self._check_open("join")
             with np.errstate(all="ignore"):
                 self._shadow()
         finally:
-            self._joining = False
+            self._in_join = False
 
     def close(self) -> None:
         """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
@@ -988,7 +992,7 @@ class KVStore(KVStoreBase):
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
-        if self._joining:
+        if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         self._board.step_aside()
         text = partial(_called, verb, arguments[:1])

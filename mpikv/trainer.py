@@ -657,6 +657,7 @@ def _bounds(array: Array) -> tuple[int, int]:
 
 def _share(one: Array, other: Array) -> bool:
     try:
+        # numpy's own types know of no bound for the work, though its documentation does.
         return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except TooHard:
         return False  # a strange layout, of which it is not known

@@ -51,7 +51,8 @@ class Wrapped(KVStoreBase):
         return bool(self._store._assigns)
 
     @property
-    def _joining(self) -> bool:  # type: ignore[override]
+    def _joining(self) -> bool:
+        """Whether the store is in a block of ``join``. Local."""
         return bool(self._store._joining)
 
     def barrier(self) -> None:

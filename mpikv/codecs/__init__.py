@@ -130,6 +130,7 @@ def create(compression: Any) -> Codec | Auto | None:
     return _named(**compression)
 
 
+# In both, ``type`` is MXNet's name in the dict that is unpacked here.
 def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
     for option in unknown:
         raise ConfigError(known_names("option of compression 'auto'", option, ["codec"]))

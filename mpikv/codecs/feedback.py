@@ -14,6 +14,7 @@ from .options import Scratch, checked
 __all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
 
 
+# Written like the codecs, which are classes, as it stands where one of them may stand.
 def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     """Return the codec with error feedback: ``residual += gradient``, encode the residual, ``residual -= decoded``.
 

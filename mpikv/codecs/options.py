@@ -47,6 +47,7 @@ def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
     if isinstance(codec, type) or methods is None or missing or not isinstance(getattr(codec, "feedback", None), bool):
         lack = f" without {', '.join(missing)}" if missing else ""
         raise TypeError(f"{wanted}, not {codec!r}{lack}{advice}")
+    # What was looked at above is all that the type promises.
     return codec  # type: ignore[no-any-return]
 
 
