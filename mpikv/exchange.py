@@ -172,7 +172,7 @@ class Exchange:
         anywhere.
         """
         self._push(plan, sources, steps, confirm)
-        if self.transport.lends and plan.direct:
+        if self.transport.lends and plan.direct and self.compression is None:
             self.transport.fence()
 
     def _push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:

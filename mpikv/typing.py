@@ -53,8 +53,8 @@ class Transport(Protocol):
     returns where the terms lie, in rank order; they may be read until the next sum, and ``recv`` was not used. So
     whoever adds them can do it in pieces that stay in the cache. A rank that receives nothing gets anything.
 
-    ``send`` must stay as it is until the call returns, or where the transport :attr:`lends`, until the next fence,
-    agreement or exchange.
+    A rank's own term may be a view of its ``send``, which it must not change before it has added the terms, and where
+    the transport :attr:`lends`, not before the next fence, agreement or exchange either.
 
     Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of
     booleans is their logical or; integers wrap.

@@ -19,7 +19,7 @@ from ..errors import TransportError
 from ..typing import Array
 from ..world import Group
 
-__all__ = ["Attached", "attach"]
+__all__ = ["Attached", "address_of", "attach"]
 
 
 class _Range(ctypes.Structure):
@@ -44,8 +44,15 @@ class Attached:
         self._call.restype = ctypes.c_ssize_t
         self._call.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
         self._pids, self._ranks = tuple(pids), tuple(ranks)
-        self._into, self._from = _Range(), _Range()
+        self._into, self._from, self._ends = _Range(), _Range(), ctypes.create_string_buffer(2)
         self._arguments = ctypes.addressof(self._into), 1, ctypes.addressof(self._from), 1, 0
+
+    def can_lend(self, array: Array) -> bool:
+        """Return whether others can read an array: not memory of a device, or what the system keeps secret."""
+        first = address_of(array)
+        ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
+        into = _Range(ctypes.addressof(self._ends), 2)
+        return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
 
     def read(self, place: int, address: int, into: Array) -> None:
         """Fill a contiguous array with what a rank has at an address of its own.
@@ -53,12 +60,15 @@ class Attached:
         Raises:
             TransportError: the process is gone, or has no such memory.
         """
-        self._into.base, self._from.base = into.__array_interface__["data"][0], address
+        self._into.base, self._from.base = address_of(into), address
         self._into.length = self._from.length = into.nbytes
         count = self._call(self._pids[place], *self._arguments)
         if count != into.nbytes:
             why = os.strerror(ctypes.get_errno()) if count < 0 else f"{count} of {into.nbytes} bytes could be read"
-            raise TransportError(f"the arrays of rank {self._ranks[place]} cannot be read: {why}")
+            raise TransportError(
+                f"the arrays of rank {self._ranks[place]} cannot be read: {why}; with "
+                "MPIKV_SINGLE_COPY=0 ranks copy them instead"
+            )
 
 
 def attach(group: Group) -> Attached | None:
@@ -68,7 +78,7 @@ def attach(group: Group) -> Attached | None:
     """
     # A process of this number may be another one in this process's namespace, so that reading alone proves nothing.
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
-    told = group.host_comm.allgather((os.getpid(), secret.__array_interface__["data"][0], secret.tobytes()))
+    told = group.host_comm.allgather((os.getpid(), address_of(secret), secret.tobytes()))
     found = None
     try:
         attached = Attached([pid for pid, _, _ in told], group.host_ranks)
@@ -82,3 +92,9 @@ def attach(group: Group) -> Attached | None:
     except (OSError, TransportError):
         pass  # forbidden, or not Linux: the other way is there
     return found if all(group.host_comm.allgather(found is not None)) else None
+
+
+def address_of(array: Array) -> int:
+    """Return where the first element of an array lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address

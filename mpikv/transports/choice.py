@@ -31,9 +31,9 @@ class Choice:
         self._pace = [0.0, 0.0]
 
     def next(self) -> int:
-        """Return the way to take this time."""
+        """Return the way to take this time: 0 until both have been taken here."""
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
-        return turn if turn < 2 else int(self._pace[1] < self._pace[0])
+        return turn if turn < 2 else int(0 < self._pace[1] < self._pace[0])
 
     def took(self, way: int, seconds: float, amount: int) -> None:
         """Tell how long a way took for some amount."""

@@ -27,7 +27,7 @@ from ..errors import Stalled
 from ..typing import Array
 from ..waiting import Waits
 from ..world import Group
-from .attach import attach
+from .attach import address_of, attach
 from .choice import Choice
 
 __all__ = ["ShmTransport"]
@@ -38,13 +38,15 @@ _SLOT = 16
 _ADDRESS = 3
 # What a rank does with a large message that is not in its outbox.
 _COPYING, _LENDING = 0, 1
-# In place of a token.
-_GONE = -1
+# In place of a number of arrivals: the rank has given up waiting.
+_GONE = 1 << 62
 # The same messages come again and again, and making an array over memory takes longer than looking it up.
 _MOST_VIEWS = 4096
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
 _SPINS = 500
 
+# From here on it pays to look for a way without a copy.
+LARGE = 64 << 10
 _Key: TypeAlias = "tuple[int, tuple[int, ...] | int, np.dtype[Any]]"
 
 
@@ -56,11 +58,13 @@ class ShmTransport:
 
     name = "shm"
     shared = True
-    large = 64 << 10
-    """From how many bytes on a message that is not in the outbox may be left where it lies."""
 
-    def __init__(self, group: Group, limit: int, waiting: Waits, single_copy: bool = True) -> None:
-        """Collective. ``limit`` is in bytes. With ``single_copy`` sums read arrays where they lie, where they may."""
+    def __init__(self, group: Group, limit: int, waiting: Waits, single_copy: bool = True, large: int = LARGE) -> None:
+        """Collective. ``limit`` is in bytes.
+
+        From ``large`` bytes on, sums leave what is not in the outbox where it lies, as far as its own rank reads it;
+        with ``single_copy`` other ranks may read it there, too.
+        """
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
         self.neighbours, self.place = self.size, self.rank
         self._group, self._waiting = group, waiting
@@ -71,6 +75,7 @@ class ShmTransport:
         self._arrivals = 0
         self._spins = _SPINS if self.size <= group.host_cores else 0
         staging = group.share(2 * self.size * limit, zeroed=False)
+        self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
         self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.turn = 0
@@ -97,7 +102,7 @@ class ShmTransport:
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         # The terms of a sum are what every rank sent.
-        return self._terms(send, None if counts is None else tuple(counts))
+        return self._shown_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         starts = np.concatenate(([0], np.cumsum(counts))) * buffer.itemsize
@@ -127,16 +132,9 @@ class ShmTransport:
         word = 1 + (self._arrivals & 1)
         flags = self._flags
         flags[self._mine + word] = token
-        try:
-            self._arrive()
-        except Stalled:
-            # A rank that comes later must not believe that this one goes on with it.
-            flags[self._mine + word] = _GONE
-            raise
+        self._arrive()
         for peer in self._peers:
             if flags[peer + word] != token:
-                if _GONE in [flags[other + word] for other in self._peers]:
-                    raise Stalled("the other ranks have given up waiting for this one")
                 return False
         self._shown = showing
         return True
@@ -153,8 +151,12 @@ class ShmTransport:
 
     def _terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
         """Exchange; return every rank's elements for this one: all of them, or as many as ``counts`` says."""
-        if send.nbytes >= self.large:
+        if send.nbytes >= self._large:
             return self._large_terms(send, counts)
+        return self._shown_terms(send, counts)
+
+    def _shown_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
+        """Do that in the halves alone."""
         key = self._exchange(send), counts or send.size, send.dtype
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 
@@ -162,13 +164,14 @@ class ShmTransport:
         """Do the same where each rank decides by itself whether it copies its message or lends it."""
         low, high = _part(self.rank, counts, send.size)
         apart = send.base is not self._halves.base
-        way = self._choice.next() if self._attached else _COPYING
-        if apart and way == _LENDING:
-            self._flags[self._mine + _ADDRESS + self.turn] = _address(send)
+        way, attached = self._choice.next(), self._attached
+        lending = apart and way == _LENDING and attached is not None and attached.can_lend(send)
+        if lending:
+            self._flags[self._mine + _ADDRESS + self.turn] = address_of(send)
         elif apart:
             self._copy(send, *((low, high) if counts else (0, 0)))
         half = self._show()
-        self._lent = send if apart and way == _LENDING else None
+        self._lent = send if lending else None
         key = half, counts or send.size, send.dtype
         terms = list(self._views.get(key) or self._view(key, low, high))
         if apart:
@@ -218,15 +221,25 @@ class ShmTransport:
         return terms
 
     def _arrive(self) -> None:
-        """Wait until every rank has arrived as often as this one."""
+        """Wait until every rank has arrived as often as this one.
+
+        Raises:
+            Stalled: one did not come, or has given up: it does not go on with this rank, and may change what it lends.
+        """
         if self._order:
             self._order()
         flags = self._flags
         self._arrivals = arrivals = self._arrivals + 1
         flags[self._mine] = arrivals
-        for peer in self._peers:
-            if flags[peer] < arrivals:
-                self._wait(peer, arrivals)
+        try:
+            for peer in self._peers:
+                if flags[peer] < arrivals:
+                    self._wait(peer, arrivals)
+                if flags[peer] >= _GONE:
+                    raise Stalled("the other ranks have given up waiting for this one")
+        except Stalled:
+            flags[self._mine] = _GONE
+            raise
         if self._lent is not None:
             # All have left the exchange that it was lent for.
             flags[self._mine + _ADDRESS + 1 - self.turn] = 0
@@ -251,8 +264,3 @@ def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, in
         return 0, size
     low = sum(counts[:rank])
     return low, low + counts[rank]
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.errors import TransportError
+from mpikv.errors import PeerFailed, Stalled, TransportError
 from mpikv.transports.attach import Attached, attach
 from mpikv.transports.choice import Choice
+from mpikv.typing import Sum
 from mpikv.world import Group
 
 SIZE = 100_003
@@ -82,6 +83,66 @@ def test_only_some_ranks_bring_arrays_that_can_be_read_so(kv):
         kv.push("w", array)
         array[...] = np.nan
         np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
+
+
+def test_a_root_that_owns_everything(kv, comm):
+    with mpikv.create("dist_sync", comm=comm, placement="root", root=comm.size - 1) as other:
+        other.init("w", np.zeros(SIZE))
+        for number in range(3):
+            array = given(kv.rank, number)
+            other.push("w", array)
+            array.fill(np.nan)
+            np.testing.assert_array_equal(other.pull("w"), total(kv, number))
+
+
+class Twice:
+    """Has an array summed, and changes it as soon as it has the sum."""
+
+    elementwise = False
+    feedback = False
+
+    def settings(self):
+        return "twice"
+
+    def state(self, shape):
+        return {}
+
+    def exchange(self, gradient, shape, state, residual=None):
+        own = gradient.copy()
+        total = yield Sum(gradient)
+        gradient.fill(np.nan)
+        return total, own
+
+
+def test_a_codec_that_uses_its_array_again(kv):
+    kv.init("w", np.zeros(SIZE, np.float32))
+    kv.set_gradient_compression(Twice())
+    for number in range(3):
+        kv.push("w", given(kv.rank, number).astype(np.float32))
+        np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
+
+
+def test_ranks_that_have_left(kv):
+    """They bring no arrays."""
+    kv.init("w", np.zeros(SIZE))
+    with kv.join():
+        for number in range(1 + kv.rank):
+            array = given(kv.rank, number)
+            kv.push("w", array)
+            array.fill(np.nan)
+    last = kv.num_workers - 1
+    np.testing.assert_array_equal(kv.pull("w"), given(last, last))
+
+
+def test_an_updater_that_raises(kv):
+    kv.init("w", np.zeros(SIZE))
+    kv.set_updater(lambda key, pushed, stored: 1 // 0)
+    for number in range(2):
+        array = given(kv.rank, number)
+        with pytest.raises((ZeroDivisionError, PeerFailed)):
+            kv.push("w", array)
+        array.fill(np.nan)
+    np.testing.assert_array_equal(kv.pull("w"), np.zeros(SIZE))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -156,6 +217,45 @@ def test_turned_off(comm, monkeypatch):
         assert not kv._exchange.transport.lends
 
 
+def test_an_array_that_cannot_be_lent(kv, comm, monkeypatch):
+    """As memory of a device."""
+    kv.init("w", np.zeros(SIZE))
+    secret = [given(kv.rank), given(kv.rank, 1)]
+    call = Attached.can_lend
+
+    def can_lend(attached, array):
+        return not any(np.may_share_memory(array, other) for other in secret) and call(attached, array)
+
+    monkeypatch.setattr(Attached, "can_lend", can_lend)
+    for number, array in enumerate(secret):
+        kv.push("w", array)
+        np.testing.assert_array_equal(kv.pull("w"), total(kv, number))
+
+
+@pytest.mark.deadline(60)
+def test_ranks_that_give_up_while_another_reads(comm, monkeypatch):
+    """What they then do to their arrays must not get into a sum unseen."""
+    read = Attached.read
+
+    def read_too_late(attached, place, address, into):
+        if comm.rank == 1 and into.nbytes > 16:
+            time.sleep(2)
+        read(attached, place, address, into)
+
+    monkeypatch.setattr(Attached, "read", read_too_late)
+    monkeypatch.setattr(Choice, "next", lambda choice: 1)
+    kv = mpikv.create("dist_sync", comm=comm, timeout=0.5)
+    if not kv._exchange.transport.lends:
+        kv.close()
+        pytest.skip("the system does not let ranks read each other's memory")
+    kv.init("w", np.zeros(SIZE))
+    array = given(comm.rank)
+    with pytest.raises(Stalled):
+        kv.push("w", array)
+    array.fill(np.nan)
+    comm.Barrier()
+
+
 @pytest.mark.ranks(1)
 def test_memory_that_cannot_be_read(comm):
     array, copy = np.arange(1000.0), np.empty(1000)
@@ -163,6 +263,7 @@ def test_memory_that_cannot_be_read(comm):
         own = Attached([os.getpid()], [0])
     except OSError as error:
         pytest.skip(str(error))
+    assert own.can_lend(array)
     own.read(0, array.ctypes.data, copy)
     np.testing.assert_array_equal(copy, array)
     with pytest.raises(TransportError, match="rank 0 cannot be read: Bad address"):
