@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -998,14 +998,20 @@ class KVStore(KVStoreBase):
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        prepared = partial(self._collective, verb, prepare, *arguments)
+        return self._issue_parts(verb, arguments[0], urgency(arguments[-1]), [prepared])
+
+    def _issue_parts(
+        self, verb: str, key: Any, urgent: int, parts: Sequence[Callable[[], Any]], keys: Set[Key] = frozenset()
+    ) -> Work:
+        """Have the thread of pending calls make a call of several parts, each of which is collective. Local."""
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         self._board.step_aside()
-        text = partial(_called, verb, arguments[:1])
-        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+        return self._pending.add(urgent, partial(_called, verb, (key,)), parts, keys)
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
