@@ -21,12 +21,16 @@ TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "ranks_per_host")
+VARIABLES_ONLY = ("abort", "ranks_per_host", "trace")
+# Fields in which ranks may differ.
+OWN_AFFAIRS = ("abort", "trace")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a store. All but ``abort`` must be the same on every rank, which :func:`mpikv.create` checks."""
+    """Settings of a store. All but ``abort`` and ``trace`` must be the same on every rank, as :func:`mpikv.create`
+    checks.
+    """
 
     transport: str = "auto"
     """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hosts`` (several hosts, with ``shm`` inside
@@ -52,6 +56,9 @@ class Config:
     ranks_per_host: int = 0
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
+    trace: str = ""
+    """A directory in which this rank writes down when each call begins and ends, for ``mpikv trace``; empty for none. A
+    variable only."""
 
     def __post_init__(self) -> None:
         _choose("transport", self.transport, TRANSPORTS)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import Config, slice_elements, wants_slices
+from .config import OWN_AFFAIRS, Config, slice_elements, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -27,6 +27,7 @@ from .plugins import KVStoreBase, plugin
 from .slices import Sliced
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
+from .tracing import find_tracer
 from .transports import open_transport
 from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
@@ -119,7 +120,7 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec, compressing, elements = Config(), None, "None", 0
+    settings, codec, compressing, elements, tracer = Config(), None, "None", 0, None
     problem: Exception | None = None
     try:
         kind = _known(name)
@@ -135,6 +136,7 @@ def create(
             deterministic=deterministic,
             kernels=kernels,
         )
+        tracer = find_tracer(settings.trace) if settings.trace else None
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise
@@ -144,7 +146,8 @@ def create(
     try:
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
-        del wanted["abort"]  # each rank's own affair
+        for own in OWN_AFFAIRS:
+            del wanted[own]
         wanted["compression"] = compressing
         wanted["slices"] = f"{elements} elements" if elements else "None"
         _compare(group, wanted, problem)
@@ -159,6 +162,8 @@ def create(
         raise
     _prepare_endings()
     store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
+    if tracer is not None:
+        tracer.watch(store)
     if codec is not None:
         try:
             store.set_gradient_compression(codec)

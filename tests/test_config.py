@@ -18,6 +18,7 @@ ENVIRON = {
     "MPIKV_KERNELS": "numba",
     "MPIKV_ABORT": "No",
     "MPIKV_RANKS_PER_HOST": "2",
+    "MPIKV_TRACE": "traces",
     "PATH": "/bin",
 }
 
@@ -33,7 +34,7 @@ def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
     assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
-    assert config.ranks_per_host == 2
+    assert (config.ranks_per_host, config.trace) == (2, "traces")
 
 
 def test_arguments_come_first():
