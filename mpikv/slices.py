@@ -156,6 +156,12 @@ class Sliced(Wrapped):
         for name in keys:
             del self._known[name]
 
+    def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> None:
+        """Not in this store. Collective; raises Unsupported."""
+        self._cannot("set_updater")
+
+    _set_updater = set_updater
+
     def close(self) -> None:
         """End the store. Collective, idempotent."""
         self._store.close()
@@ -174,7 +180,8 @@ class Sliced(Wrapped):
             moved, _, result = self._asked(verb, self._prepared, verb, form, key, value, out, priority)
             self._move(verb, moved)
             return result
-        result, keys = None, tuple[Key, ...]()
+        result = None
+        keys: tuple[Key, ...] = ()
         try:
             form = parse(key, value)
             keys = form.keys  # known even of a call that is bad on this rank only, so that its place is the others'

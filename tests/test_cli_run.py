@@ -264,6 +264,7 @@ def test_install_lines_where_there_is_no_library() -> None:
     assert "apt install openmpi-bin" in text
 
 
+@pytest.mark.feature("launcher")
 def test_script_runs_as_plain_python_would_run_it(tmp_path: Path, library: Library) -> None:
     text = """
 import atexit, json, pickle, sys

@@ -30,6 +30,7 @@ def test_defaults():
     assert (Config().kernels, Config().ranks_per_host) == ("numpy", 0)
 
 
+@pytest.mark.feature("variables-own")
 def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
@@ -101,6 +102,7 @@ def test_limits_of_buckets(bucket_bytes):
     assert Config(bucket_bytes=bucket_bytes).bucket_bytes == bucket_bytes
 
 
+@pytest.mark.feature("variables-own")
 def test_an_unknown_variable_warns_with_the_nearest_name():
     with pytest.warns(UserWarning, match="unknown variable MPIKV_TIMEOT; did you mean MPIKV_TIMEOUT"):
         assert Config.read({"MPIKV_TIMEOT": "5"}) == Config()

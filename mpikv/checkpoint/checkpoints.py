@@ -279,7 +279,8 @@ class Checkpoints:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, for a Trainer with update_on_kvstore=False, which has "
                 "the weights and the optimizer's state itself: save its parameters as arrays, and the state by "
-                "trainer.save_states(path); with update_on_kvstore=True the store has all of it"
+                "trainer.save_states(path); with update_on_kvstore=True the store has all of it. Without the Trainer, "
+                "delete its keys"
             )
 
     def _optimizer(self) -> Optimizer:

@@ -132,12 +132,12 @@ def test_a_late_urgent_push_passes_the_slices_that_wait(comm, monkeypatch, trans
     order, reached, released = [], threading.Event(), threading.Event()
     push = Exchange.push
 
-    def held(exchange, plan, arrays, steps, confirm=None):
+    def held(exchange, plan, *arguments):
         if len(order) == 1:
             reached.set()
             assert released.wait(20)
         order.append(plan.keys[0])
-        push(exchange, plan, arrays, steps, confirm)
+        push(exchange, plan, *arguments)
 
     with mpikv.create("p3", comm=comm, transport=transport, timeout=20) as kv:
         kv.init(["large", "late"], [np.zeros(40), np.zeros(15)])
@@ -228,7 +228,7 @@ def test_it_only_sums(comm):
     with make(comm) as kv:
         assert not kv.is_capable("optimizer")
         assert not kv.is_capable("compression")
-        for call in (kv.set_optimizer, kv.set_gradient_compression):
+        for call in (kv.set_optimizer, kv.set_gradient_compression, kv.set_updater, kv._set_updater):
             with pytest.raises(Unsupported, match="'p3' only sums"):
                 call("sgd")
         kv.barrier()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies
 
 import mpikv
 from mpikv import CheckpointError, ConfigError, Parameter, PeerFailed, RankMismatch, Unsupported, ValueMismatch
@@ -93,6 +95,42 @@ def test_training_goes_on_bit_for_bit(comm, folder, on_store, optimizer, options
         train(trainer, 3, 6)
         assert bits(trainer) == through
         assert trainer.learning_rate == rate
+
+
+@BOTH
+@hypothesis.given(data=strategies.data())
+@hypothesis.settings(max_examples=15)
+@pytest.mark.feature("trainer-states")
+def test_whatever_was_saved_is_loaded(comm, folder, on_store, data):
+    """Any parameters, some of them stale at times, and any optimizer: the steps after a load are those without one."""
+    shapes = strategies.sampled_from([(), (0,), (1,), (3,), (2, 5), (4, 1, 3)])
+    drawn = data.draw(strategies.dictionaries(strategies.text("abé/_", min_size=1, max_size=4), shapes, min_size=1))
+    dtypes = {name: data.draw(strategies.sampled_from(["float16", "float32", "float64"])) for name in drawn}
+    optimizer, options = data.draw(strategies.sampled_from(OPTIMIZERS))
+    options = {**options, "multi_precision": data.draw(strategies.booleans())}
+    plan = data.draw(strategies.lists(strategies.sets(strategies.sampled_from(sorted(drawn))), max_size=5))
+    at = data.draw(strategies.integers(0, len(plan)))
+
+    def go_on(trainer, first, last):
+        for step in range(first, last):
+            for name in plan[step]:
+                random = np.random.default_rng([trainer.kvstore.rank, step])
+                trainer.params[name].grad = np.asarray(random.integers(-4, 5, drawn[name]) / 2).astype(dtypes[name])
+            trainer.step(2, ignore_stale_grad=True)
+        return bits(trainer)
+
+    params = {name: Parameter(np.full(shape, 0.5, dtypes[name])) for name, shape in drawn.items()}
+    kv, trainer = trainer_on(comm, on_store, params, optimizer, options)
+    with kv:
+        trainer.start()
+        go_on(trainer, 0, at)
+        stopped = {name: Parameter(one.data.copy()) for name, one in params.items()}
+        trainer.save_states(folder / "states")
+        through = go_on(trainer, at, len(plan))
+    kv, trainer = trainer_on(comm, on_store, stopped, optimizer, options)
+    with kv:
+        trainer.load_states(folder / "states")
+        assert go_on(trainer, at, len(plan)) == through
 
 
 @pytest.mark.ranks(4)
