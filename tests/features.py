@@ -154,6 +154,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         ),
         _refused("priority-differs", "ranks with other priorities raise `RankMismatch`"),
         _row("placements", "values live at the root, divided, or on all ranks, as is asked or as the updater needs"),
+        _row("sums-reproducible", "a sum has the same bits every time; with `deterministic`, wherever it is made"),
+        _row("sums-by-dtype", "booleans add up by or, integers wrap around", "test_sums_by_dtype"),
+        _row("layouts", "arrays of any layout are pushed and filled", "test_any_layout"),
         _row("empty-values", "values of one and of no elements", "test_values_of_one_and_of_no_elements"),
     ),
     "Updaters and optimizers": (
@@ -244,6 +247,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "close", "`close`, `with` and the end of the program end a store, and wait for no dead peer", "test_close"
         ),
         _row("late-rank-named", "a rank that does not come is named, with its last call"),
+        _row("recovery", "a job that was killed goes on from a checkpoint, which it left whole"),
         _row("dead-rank-ends-job", "a rank that dies ends the job"),
         _row("unequal-batches", "`join` lets ranks have unequal numbers of batches"),
         _row("no-roles", "no servers and no roles: nothing runs at import, one rank needs no launcher"),
@@ -273,6 +277,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("trainer-step", "a step is `rescale_grad / batch_size` times the sum over ranks"),
         _row("trainer-batch-size-changes", "`batch_size` may change, wherever the weights are updated"),
         _row("trainer-frozen", "`grad_req='null'` is neither summed nor updated"),
+        _row("trainer-frozen-integers", "frozen integers are given to all ranks, and left alone"),
         _row("trainer-accumulation", "`grad_req='add'` adds up gradients until `zero_grad`"),
         _row("trainer-halves", "`allreduce_grads`, `clip_global_norm`, `update`"),
         _refused("trainer-halves-on-store", "the halves raise where the store updates, and say what to pass"),

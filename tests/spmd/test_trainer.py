@@ -746,6 +746,7 @@ def test_torch_parameters(comm, on_store):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.feature("recovery")
 def test_training_goes_on_from_a_checkpoint(comm, tmp_path_factory, by_hand):
     """Beside one that was not interrupted, bit for bit; optimizer, counts and multipliers included."""
     shared = [str(tmp_path_factory.mktemp("trainer"))]
@@ -1005,6 +1006,7 @@ def test_parameters_that_overlap():
 
 
 @BOTH
+@pytest.mark.feature("trainer-frozen-integers")
 def test_frozen_integers(comm, on_store):
     count = Parameter(np.array(comm.rank + 5 if comm else 5), grad_req="null")
     kv, trainer, params = start(comm, on_store, {"w": np.zeros(2), "count": count})
