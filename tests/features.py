@@ -1,7 +1,7 @@
 """What MXNet's KVStore and Trainer do, row by row, and which of it this package does, refuses, or has not built.
 
 A row that is done, or refused, is shown by tests: those with the marker ``feature("name")``, or those of
-``mpikv.testing.StoreContract``, which every combination of transport and placement passes, that the row names.
+``mpikv.testing.StoreContract`` that the row names.
 """
 
 from __future__ import annotations
