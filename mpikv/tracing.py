@@ -10,6 +10,7 @@ Source of the form: Trace Event Format, https://github.com/catapult-project/cata
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -54,8 +55,9 @@ class Tracer:
     def __init__(self, directory: Path, process: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._host = socket.gethostname()
-        # Lines are written one by one, each of which the system has when a killed process is gone.
-        self._file = (directory / f"{self._host}.{process}{SUFFIX}").open("w", buffering=1, encoding="utf-8")
+        # Without a buffer: each line is with the system when a killed process is gone.
+        self._file = (directory / f"{self._host}.{process}{SUFFIX}").open("wb", buffering=0)
+        self._works = True
         self._lock, self._stores, self._here = threading.Lock(), 0, threading.local()
         launch = launch_of()
         self._launched = None if launch is None else (launch.rank, launch.size)
@@ -112,6 +114,13 @@ class Tracer:
         self._write({"ph": phase, "name": name, "ts": time.monotonic_ns(), "tid": thread, "args": arguments})
 
     def _write(self, event: dict[str, Any]) -> None:
-        line = json.dumps(event)
+        line = f"{json.dumps(event)}\n".encode()
         with self._lock:
-            self._file.write(f"{line}\n")
+            if not self._works:
+                return
+            try:
+                self._file.write(line)
+            except OSError as error:
+                # Raised here, on one rank, it would leave the others waiting.
+                self._works = False
+                logging.getLogger("mpikv").warning("calls are not traced any more: %s", error)

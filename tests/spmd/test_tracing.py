@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import mpikv
 from mpikv import ConfigError, KeyNotInitialized, PeerFailed
 from mpikv.__main__ import main
-from mpikv.tracing import SUFFIX
+from mpikv.tracing import SUFFIX, find_tracer
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
@@ -159,6 +160,20 @@ def test_a_directory_that_cannot_be_made_on_one_rank(comm, folder, monkeypatch):
         mpikv.create(comm=comm)
     monkeypatch.delenv("MPIKV_TRACE")
     mpikv.create(comm=comm).close()
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_job(comm, folder, caplog):
+    with mpikv.create(comm=comm, timeout=10) as kv, Path("/dev/full").open("wb", buffering=0) as full:
+        kv.init("w", np.zeros(2))
+        tracer = find_tracer(str(folder))
+        if kv.rank == 0:
+            tracer._file.close()
+            tracer._file = full
+        for _ in range(3):
+            kv.push("w", np.ones(2))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
+        said = [one.getMessage() for one in caplog.records if "not traced any more" in one.getMessage()]
+        assert len(said) == (kv.rank == 0)
 
 
 @pytest.mark.ranks(1)
