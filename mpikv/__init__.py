@@ -31,7 +31,6 @@ from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import create
 from .scope import Scope
-from .slices import Sliced
 from .store import KVStore
 from .storeless import AllReduce
 from .trainer import Trainer
@@ -55,7 +54,6 @@ __all__ = [
     "PeerFailed",
     "RankMismatch",
     "Scope",
-    "Sliced",
     "StaleGradient",
     "Stalled",
     "Trainer",

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of", "slice_elements", "updates_on_kvstore", "wants_slices"]
+__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore", "wants_slices"]
 
 TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
@@ -130,24 +130,12 @@ def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def wants_slices(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether MXNet's programs ask for the store ``p3`` where they name one of the others, by DMLC_PS_VAN_TYPE.
+    """Return whether MXNet's programs ask by DMLC_PS_VAN_TYPE for the store ``p3`` where they name another one.
 
     >>> wants_slices({"DMLC_PS_VAN_TYPE": "p3"}), wants_slices({"DMLC_PS_VAN_TYPE": "zmq"}), wants_slices({})
     (True, False, False)
     """
     return (os.environ if environ is None else environ).get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
-
-
-def slice_elements(environ: Mapping[str, str] | None = None) -> int:
-    """Return into slices of how many elements the store ``p3`` cuts what is pushed: MXNET_KVSTORE_SLICE_THRESHOLD.
-
-    >>> slice_elements({"MXNET_KVSTORE_SLICE_THRESHOLD": "1000"}), slice_elements({})
-    (1000, 40000)
-    """
-    text = (os.environ if environ is None else environ).get("MXNET_KVSTORE_SLICE_THRESHOLD", "40000")
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1 << 30:
-        raise ConfigError(f"MXNET_KVSTORE_SLICE_THRESHOLD={text!r} is not a number of elements from 1 to 2**30")
-    return int(text)
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

@@ -87,7 +87,7 @@ class KVStoreBase:
         """Whether a push replaces the value by the sum, as without an updater. Local."""
         return True
 
-    def _updates(self, key: Key) -> int:
+    def _update_count(self, key: Key) -> int:
         """Return how many updates the present updater has made to a value, as far as is known. Local."""
         return 0
 
@@ -141,7 +141,7 @@ class KVStoreBase:
         """Raise an error of this rank, in place of the next call of the others, where they can be told. Collective."""
         raise error
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, verb: str = "agree") -> None:
         """Compare a text with the other ranks', where the store can. Collective."""
 
     def vote(self, flag: bool) -> bool:

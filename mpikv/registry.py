@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import OWN_AFFAIRS, Config, slice_elements, wants_slices
+from .config import OWN_AFFAIRS, Config, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -24,7 +24,6 @@ from .errors import (
 )
 from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
-from .slices import Sliced
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
 from .tracing import find_tracer
@@ -38,11 +37,17 @@ _DIST = ("dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
-_SLICED = "p3"
-_LATER = dict.fromkeys(
-    ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
+_NO_SLICES = (
+    "slices by priority; 'dist_sync' has the same results, and its calls with wait=False go by their priorities, "
+    "each as a whole"
 )
-_NAMES = (_SLICED, *_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
+_LATER = {
+    **dict.fromkeys(
+        ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
+    ),
+    "p3": _NO_SLICES,
+}
+_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -68,8 +73,6 @@ def create(
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
-            ``p3`` for a :class:`Sliced`, which is ``dist_sync`` in slices by priority, and which the variable
-            ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
             ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
@@ -120,12 +123,12 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec, compressing, elements, tracer = Config(), None, "None", 0, None
+    settings, codec, compressing, tracer = Config(), None, "None", None
     problem: Exception | None = None
     try:
         kind = _known(name)
-        if kind == _SLICED or (kind in _DIST and wants_slices()):
-            elements = _elements(compression)
+        if kind in _DIST and wants_slices():
+            raise Unsupported(f"DMLC_PS_VAN_TYPE=p3 is not in this version ({_NO_SLICES}); unset the variable")
         settings = Config.read(
             placement=placement,
             timeout=timeout,
@@ -149,7 +152,6 @@ def create(
         for own in OWN_AFFAIRS:
             del wanted[own]
         wanted["compression"] = compressing
-        wanted["slices"] = f"{elements} elements" if elements else "None"
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -170,20 +172,9 @@ def create(
         except Exception:
             store.close()  # nobody else could
             raise
-    if elements:
-        return cast(KVStore, Sliced(store, elements))
     if kind in _STORELESS:
         return cast(KVStore, AllReduce(store))
     return store
-
-
-def _elements(compression: Any) -> int:
-    """Return of how many elements the slices of a store with them are."""
-    if compression is not None:
-        raise Unsupported(
-            f"store {_SLICED!r} only sums, and compression={compression!r} was asked for; 'dist_sync' has it"
-        )
-    return slice_elements()
 
 
 def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None) -> None:

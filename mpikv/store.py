@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -169,7 +169,7 @@ class KVStore(KVStoreBase):
     def _joining(self) -> bool:
         return self._in_join
 
-    def _updates(self, key: Key) -> int:
+    def _update_count(self, key: Key) -> int:
         self._pending.drain()
         return int(self._exchange.table.counts[self._exchange.table[key].index])
 
@@ -514,8 +514,12 @@ class KVStore(KVStoreBase):
         """
         self._collective("barrier", lambda: (_BARRIER, (self._meet,)))
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, verb: str = "agree") -> None:
         """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
+
+        Args:
+            text: the same on every rank, as is ``verb``.
+            verb: what it is compared for, for messages.
 
         Raises:
             RankMismatch: they differ. Both are shown.
@@ -524,8 +528,8 @@ class KVStore(KVStoreBase):
             >>> import mpikv
             >>> mpikv.create().agree("dropout 0.1")
         """
-        call = Call("agree", digest(f"agree {text}"), text, describe=lambda: [text])
-        self._collective("agree", lambda: (call, (_nothing,)))
+        call = Call(verb, digest(f"{verb} {text}"), text, describe=lambda: [text])
+        self._collective(verb, lambda: (call, (_nothing,)))
 
     def vote(self, flag: bool) -> bool:
         """Return whether any rank passed True. Collective.
@@ -998,20 +1002,14 @@ class KVStore(KVStoreBase):
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
-        prepared = partial(self._collective, verb, prepare, *arguments)
-        return self._issue_parts(verb, arguments[0], urgency(arguments[-1]), [prepared])
-
-    def _issue_parts(
-        self, verb: str, key: Any, urgent: int, parts: Sequence[Callable[[], Any]], keys: Set[Key] = frozenset()
-    ) -> Work:
-        """Have the thread of pending calls make a call of several parts, each of which is collective. Local."""
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         self._board.step_aside()
-        return self._pending.add(urgent, partial(_called, verb, (key,)), parts, keys)
+        text = partial(_called, verb, arguments[:1])
+        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""

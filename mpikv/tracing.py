@@ -55,8 +55,10 @@ class Tracer:
     def __init__(self, directory: Path, process: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._host = socket.gethostname()
+        # Two containers may have one name of a host and one number of a process.
+        name = f"{self._host}.{process}.{os.urandom(4).hex()}{SUFFIX}"
         # Without a buffer: each line is with the system when a killed process is gone.
-        self._file = (directory / f"{self._host}.{process}{SUFFIX}").open("wb", buffering=0)
+        self._file = (directory / name).open("xb", buffering=0)
         self._works = True
         self._lock, self._stores, self._here = threading.Lock(), 0, threading.local()
         launch = launch_of()
@@ -77,7 +79,8 @@ class Tracer:
 
     def _call(self, door: Callable[..., Any], name: str) -> Callable[..., Any]:
         def collective(verb: str, *arguments: Any) -> Any:
-            self._here.said = {}
+            # An updater may call another store meanwhile.
+            outer, self._here.said = getattr(self._here, "said", {}), {}
             self._event("B", verb, {"store": name})
             error = ""
             try:
@@ -87,6 +90,7 @@ class Tracer:
                 raise
             finally:
                 self._event("E", verb, {**self._here.said, **({"error": error} if error else {})})
+                self._here.said = outer
 
         return collective
 
@@ -119,7 +123,8 @@ class Tracer:
             if not self._works:
                 return
             try:
-                self._file.write(line)
+                if self._file.write(line) < len(line):
+                    raise OSError("only a part of a line could be written")
             except OSError as error:
                 # Raised here, on one rank, it would leave the others waiting.
                 self._works = False

@@ -259,7 +259,7 @@ class Trainer:
         kept = self._kept()
         if self._resumed:
             store.pull(list(kept), out=[parameter.data for parameter in kept.values()])
-            self._updates = max(map(store._updates, kept), default=0)
+            self._updates = max(map(store._update_count, kept), default=0)
         else:
             if self._on_store:
                 store.set_optimizer(self._optimizer)
@@ -376,7 +376,8 @@ class Trainer:
         given, weights = self._asked("set_data", self._overwritten, values)
         self._kvstore.broadcast(list(given), list(given.values()), out=weights)
         for name in given:
-            self._restart_master(name)
+            if name in self._held:
+                _restart_master(self._held[name], self._own[name].data)
 
     def save_states(self, fname: Any) -> None:
         """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
@@ -414,7 +415,7 @@ class Trainer:
         """
         self.start()
         if self._on_store:
-            self._kvstore.save_optimizer_states(fname, self._asked("save_states", is_dumpable, self.optimizer))
+            self._kvstore.save_optimizer_states(fname, self._asked("save_states", lambda: is_dumpable(self.optimizer)))
         else:
             self._together("save_states", self._saving(fname))
 
@@ -437,7 +438,7 @@ class Trainer:
         self.start()
         if self._on_store:
             self._kvstore.load_optimizer_states(fname)
-            self._updates = max(map(self._kvstore._updates, self._kept()), default=0)
+            self._updates = max(map(self._kvstore._update_count, self._kept()), default=0)
         else:
             self._together("load_states", self._loading(fname))
 
@@ -625,21 +626,23 @@ class Trainer:
     def _steps(self, taken: _Taken) -> list[Any]:
         """Return the optimizer's step for each parameter; make or check its state."""
         for name in taken.names:
-            self._hold(name)
+            self._held[name] = self._state(name)
         return [self.optimizer.step(name, self._held[name].count + 1) for name in taken.names]
 
-    def _hold(self, name: str) -> None:
-        """Make or check the state of one parameter."""
+    def _state(self, name: str) -> KeptState:
+        """Return the state of one parameter, or what its first update would begin with."""
         data = self._own[name].data
         slots = self.optimizer.slots(data.dtype)
-        if name not in self._held:
-            self._held[name] = KeptState({slot: np.zeros(data.shape, dtype) for slot, dtype in slots.items()})
-            self._restart_master(name)
-        elif slots.keys() != self._held[name].state.keys():
+        held = self._held.get(name)
+        if held is None:
+            held = KeptState({slot: np.zeros(data.shape, dtype) for slot, dtype in slots.items()})
+            _restart_master(held, data)
+        elif slots.keys() != held.state.keys():
             raise ConfigError(
                 f"the optimizer was changed to keep {sorted(slots)} per element and there is "
-                f"{sorted(self._held[name].state)}; make a new Trainer, whose state starts anew"
+                f"{sorted(held.state)}; make a new Trainer, whose state starts anew"
             )
+        return held
 
     def _agree(self, steps: Sequence[Any]) -> None:
         """Compare the optimizers of the ranks, which would part for ever, whenever one has been changed."""
@@ -671,14 +674,14 @@ class Trainer:
         """Do something in parts, after each of which every rank learns whether one has failed."""
         with closing(parts):
             while (text := self._asked(verb, next, parts, "")) != "":
-                self._kvstore.agree(f"{verb} {text}")
+                self._kvstore.agree(text, verb)
 
     def _saving(self, fname: Any) -> Generator[str]:
         self._check_usable()
-        for name, parameter in self._own.items():
-            if _updatable(self.optimizer, parameter):
-                self._hold(name)
-        yield from save_states(fname, self.optimizer, self._trainable(), self._held, writes=self._kvstore.rank == 0)
+        trainable = self._trainable()
+        # What has no state yet is given none here: its weight may be set until its first update.
+        kept: dict[Key, KeptState] = {name: self._state(name) for name in self._own if name in trainable}
+        yield from save_states(fname, self.optimizer, trainable, kept, writes=self._kvstore.rank == 0)
 
     def _loading(self, fname: Any) -> Generator[str]:
         self._check_usable()
@@ -694,10 +697,11 @@ class Trainer:
         """Return the weights of which an optimizer can keep state."""
         return {name: one.data for name, one in self._own.items() if _updatable(self.optimizer, one)}
 
-    def _restart_master(self, name: str) -> None:
-        """Copy a weight into the float32 master that the optimizer keeps of it here, if it does."""
-        if name in self._held and "master" in self._held[name].state:
-            np.copyto(self._held[name].state["master"], self._own[name].data, casting="unsafe")
+
+def _restart_master(held: KeptState, weight: Array) -> None:
+    """Copy a weight into the float32 master that the optimizer keeps of it here, if it does."""
+    if "master" in held.state:
+        np.copyto(held.state["master"], weight, casting="unsafe")
 
 
 def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:

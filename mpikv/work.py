@@ -2,8 +2,7 @@
 
 Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
 before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
-several, the one that was issued first. A call may have parts, which are made one at a time: between two of them a more
-urgent call may come, but none of the same keys.
+several, the one that was issued first.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import logging
 import os
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Set
-from operator import attrgetter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -37,16 +34,9 @@ class Work:
         True
     """
 
-    def __init__(
-        self,
-        pending: Pending,
-        urgent: int,
-        text: Callable[[], str],
-        parts: Iterable[Callable[[], Any]],
-        keys: Set[Any],
-    ) -> None:
-        self._pending, self._urgency, self._text, self._keys = pending, urgent, text, keys
-        self._parts = deque(parts)
+    def __init__(self, pending: Pending, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> None:
+        self._pending, self._urgency, self._text = pending, urgent, text
+        self._run: Callable[[], Any] | None = run
         self._completed = threading.Event()
         self._result: Any = None
         self.answer: Any = None
@@ -93,15 +83,16 @@ class Work:
         return self._result if self.answer is None else self.answer
 
     def _perform(self) -> None:
-        """Make the next part of the call; the last has its result."""
+        assert self._run is not None
         try:
-            self._result = self._parts.popleft()()  # which nothing names, as it holds the caller's arrays
+            self._result = self._run()
         except BaseException as error:  # sys.exit in an updater, too: wait() raises it where the program can end
             self._fail(error)
+        self._run = None  # it holds the caller's arrays
 
     def _fail(self, error: BaseException) -> None:
         self._error, self._trace = error, error.__traceback__
-        self._parts.clear()
+        self._run = None
         # They hold the caller's arrays.
         traceback.clear_frames(self._trace)
 
@@ -115,7 +106,7 @@ class Pending:
         self._changed = threading.Condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
-        self._made = 0
+        self._completed = 0
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._ending = self._some_are_urgent = False
@@ -124,19 +115,13 @@ class Pending:
         self.waiting = False
         """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
 
-    def add(
-        self,
-        urgent: int,
-        text: Callable[[], str],
-        parts: Iterable[Callable[[], Any]],
-        keys: Set[Any] = frozenset(),
-    ) -> Work:
-        """Queue a call of one or more parts, which does not pass an earlier one of any of these keys.
+    def add(self, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
+        """Queue a call.
 
         Raises:
             Closed: the store has ended.
         """
-        work = Work(self, urgent, text, parts, keys)
+        work = Work(self, urgent, text, run)
         with self._changed:
             if self._ending:
                 raise Closed(f"{text()}: the store has ended; create a new store")
@@ -168,10 +153,10 @@ class Pending:
         """
         if not self.active or self.runs_here() or os.getpid() != self._process:
             return True
-        made = -1
+        completed = -1
         with self._changed:
-            while made < self._made:
-                made = self._made
+            while completed < self._completed:
+                completed = self._completed
                 if self._changed.wait_for(lambda: not self.active, patience):
                     return True
         return False
@@ -220,13 +205,13 @@ class Pending:
     def _serve(self) -> None:
         while queued := self._await():
             try:
-                work = self._next(self._least(queued))
+                work = self._take(self._least(queued))
             except BaseException as error:
-                work = self._next(1)
+                work = self._take(1)
                 work._fail(error)
             else:
                 work._perform()
-            self._account(work)
+            self._complete(work)
             del work  # its result may be shared memory, which could not be freed
 
     def _await(self) -> int:
@@ -235,28 +220,17 @@ class Pending:
             self._changed.wait_for(lambda: self._queue or self._ending)
             return len(self._queue)
 
-    def _next(self, common: int) -> Work:
-        """Return the most urgent call of the first ``common``, or what it must not pass."""
+    def _take(self, common: int) -> Work:
+        """Take the most urgent call out of the queue, of the first ``common``."""
         with self._changed:
-            candidates = self._queue[: common if self._some_are_urgent else 1]
-        work = max(candidates, key=attrgetter("_urgency"))  # of several, the first
-        while work._keys and (before := next(one for one in candidates if one._keys & work._keys)) is not work:
-            work = before
-        return work
-
-    def _account(self, work: Work) -> None:
-        """Take note that a part was made, of which the last completes the call."""
-        with self._changed:
-            self._made += 1
-            self._changed.notify_all()
-        if not work._parts:
-            self._complete(work)
+            candidates = range(common if self._some_are_urgent else 1)
+            return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
 
     def _complete(self, work: Work) -> None:
         if work._error is not None:
             logging.getLogger("mpikv").warning("a call with wait=False has failed, as its wait() tells: %s", repr(work))
         with self._changed:
-            self._queue.remove(work)
+            self._completed += 1
             if work._error is not None:
                 self._unseen.append(work)
             self.active = bool(self._queue)

@@ -21,8 +21,9 @@ What MXNet's KVStore and Gluon's Trainer do, row by row, and what becomes of it 
 `tests/features.py` and from the marker `feature` of tests; a test fails where this page is not what it would write.
 
 **done**: tests show it. **refused**: it raises, as the row says, and tests show that. **not built**: not in this
-version. `StoreContract` stands for `mpikv/testing/store.py`, which is run for the combinations of transport and
-placement that `tests/spmd/test_store.py` has.
+version. A test that needs a package which is not installed (ml_dtypes for bfloat16, numba, scikit-learn, torch) is
+skipped there, and counts here. `StoreContract` stands for `mpikv/testing/store.py`, which is run for the combinations
+of transport and placement that `tests/spmd/test_store.py` has.
 """
 _MOST_SHOWN = 3
 

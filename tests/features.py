@@ -227,7 +227,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("compression-set", "`set_gradient_compression` takes MXNet's dict, or None, which ends it"),
         _refused("compression-bad-options", "unknown types and options, and thresholds that are none, raise"),
         _row("compression-residual-per-array", "each array of a list has a residual of its own"),
-        _row("compression-everywhere", "every name and placement, buffers and `pushpull` included"),
+        _row("compression-everywhere", "every transport and placement, buffers and `pushpull` included"),
         _row("compression-init-pull-exact", "`init`, `set`, `broadcast` and `pull` are never compressed"),
         _row("compression-half", "float16 and bfloat16 are compressed in float32"),
         _refused("compression-other-dtypes", "other dtypes raise `Unsupported`"),
@@ -237,7 +237,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     ),
     "Facts, control and faults": (
         _row(
-            "capabilities", "`is_capable` of `optimizer`, `sparse`, `compression`, `async`, `gpu`; unknown ones raise"
+            "capabilities",
+            "`is_capable` of `optimizer`, `sparse`, `compression`, `async`, `gpu`; unknown ones raise, where the store "
+            "keeps values",
         ),
         _row("barrier", "`barrier` and `_barrier`, with a deadline", "test_barrier"),
         _row("dead-nodes", "`num_dead_node` counts the ranks of the host that have ended"),
@@ -289,7 +291,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("trainer-both-ways-equal", "both ways of updating have the bits of push and pull"),
         _row("trainer-states", "`save_states` and `load_states`: training goes on as if it had never stopped"),
         _row("trainer-states-any-size", "saved on 4 ranks, loaded on 1, 2, 3 or 4, in either way of updating"),
-        _row("trainer-states-one-form", "both ways of updating write the same file"),
+        _row(
+            "trainer-states-one-form", "both ways of updating write the same file, once each parameter has been updated"
+        ),
         _row("trainer-states-masters", "masters of half precision are state"),
         _refused("trainer-sums-are-no-checkpoint", "`kv.save` of a store that only sums for a Trainer raises"),
         _row("trainer-set-data", "weights that are set by hand reach every rank and the store"),
@@ -305,11 +309,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _later("async-trainer", "a Trainer on it always updates on the store"),
     ),
     "P3": (
-        _row("p3-sums", "`p3` has the sums of `dist_sync`, bit for bit"),
-        _row("p3-order", "a late urgent push passes the slices of an earlier one that wait, but none of its own keys"),
-        _row("p3-variables", "`DMLC_PS_VAN_TYPE=p3` and `MXNET_KVSTORE_SLICE_THRESHOLD` are honoured"),
-        _refused("p3-only-sums", "an optimizer, an updater and compression raise"),
-        _row("p3-trainer", "a Trainer on it updates on each rank"),
+        _refused("p3-name", "`p3` raises `Unsupported` and names `dist_sync` with `wait=False` and priorities"),
+        _refused("p3-variable", "`DMLC_PS_VAN_TYPE=p3` with `dist` and `dist_sync` raises the same"),
     ),
     "Tutorials": (
         _row("tutorial-python", "the tutorials' numbers, with and without updater"),

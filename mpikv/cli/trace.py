@@ -54,7 +54,10 @@ def merged(directory: Path) -> list[Event]:
     events: list[Event] = []
     titles: dict[int, str] = {}
     for file in files:
-        head, *rest = _lines(file)
+        lines = list(_lines(file))
+        if not lines:  # of a process that never came to have a store
+            continue
+        head, *rest = lines
         rank, host = head["rank"], head["host"]
         if rank in titles:
             raise ConfigError(
@@ -62,6 +65,8 @@ def merged(directory: Path) -> list[Event]:
             )
         titles[rank] = f"rank {rank} of {head['size']} on {host}"
         events += [{**event, "pid": rank, "ts": event["ts"] + ahead.setdefault(host, head["ahead"])} for event in rest]
+    if not titles:
+        raise ConfigError(f"{str(directory)!r} has no calls: the processes that wrote there have made no store")
     first = min((event["ts"] for event in events), default=0)
     for event in events:
         event["ts"] = (event["ts"] - first) / 1000  # from nanoseconds
@@ -73,7 +78,9 @@ def merged(directory: Path) -> list[Event]:
 
 
 def _lines(file: Path) -> Iterator[Event]:
-    """Yield the events of a file, of which the last may be half written."""
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
+    """Yield the events of a file up to the first that is not whole, as the last of a process that was killed."""
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
             yield json.loads(line)
+        except ValueError:
+            return

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError
+from mpikv import ConfigError, PeerFailed, Unsupported
 from mpikv.cli.launchers import clean
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -46,6 +46,11 @@ IGNORED = {
     "PS_HEARTBEAT_TIMEOUT": "1",
 }
 
+NAMES = [
+    *("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync", "device", "local_allreduce_device"),
+    *("horovod", "byteps", "allreduce"),
+]
+
 
 def facts_and_sums(comm):
     """Return what a store says of itself, and what some calls give."""
@@ -76,6 +81,25 @@ def test_a_server_of_mxnet_is_an_ordinary_process():
     )
     assert done.stdout == "0 1\n"
     assert done.stderr == ""
+
+
+@pytest.mark.feature("p3-name")
+def test_slices_by_priority_are_refused(comm):
+    with pytest.raises(Unsupported, match=r"^create: store 'P3' is not in this version .*'dist_sync' .*wait=False"):
+        mpikv.create("P3", comm=comm)
+
+
+@pytest.mark.feature("p3-variable")
+@pytest.mark.parametrize("name", ["dist", "DIST_SYNC"])
+def test_the_variable_for_slices_is_refused(comm, monkeypatch, name):
+    """On the ranks that have it, of which the others are told."""
+    alone = comm is None or comm.rank == comm.size - 1
+    if alone:
+        monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
+    pattern = r"DMLC_PS_VAN_TYPE=p3 is not in this version .*'dist_sync' .*wait=False.*; unset the variable"
+    with pytest.raises(Unsupported if alone else PeerFailed, match=pattern):
+        mpikv.create(name, comm=comm)
+    mpikv.create("local", comm=comm).close()
 
 
 @pytest.mark.feature("legacy-names")
@@ -148,6 +172,13 @@ def test_lists_and_ranks_count_once(comm):
             after = kv.pull(["w", "b"])
             assert before[0] - after[0] == step * 4 * kv.size
             assert before[1] - after[1] == {1: 1, 2: 0, 3: 2}[step] * 4 * kv.size
+
+
+@pytest.mark.feature("rank-and-size")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_has_the_ranks_of_the_communicator(comm, name):
+    with mpikv.create(name, comm=comm) as kv:
+        assert (kv.rank, kv.num_workers) == ((0, 1) if comm is None else (comm.rank, comm.size))
 
 
 @pytest.mark.feature("capabilities")

@@ -201,6 +201,48 @@ def test_masters_of_half_precision_are_state(comm, folder, on_store):
 
 
 @BOTH
+@pytest.mark.parametrize("saves", [True, False])
+def test_saving_changes_nothing_that_follows(comm, folder, on_store, saves):
+    """A weight that is written by hand before its first update is what its master begins with, where it is made then.
+
+    A store makes the master when it is given the weight.
+    """
+    params = {"w": np.zeros(2, np.float16)}
+    options = {"learning_rate": 1.0, "multi_precision": True}
+    kv, trainer = trainer_on(comm, on_store, params, "sgd", options)
+    with kv:
+        trainer.start()
+        if saves:
+            trainer.save_states(folder / "states")
+        params["w"][:] = 100
+        trainer.set_grads({"w": np.ones(2, np.float16)})
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(params["w"], np.full(2, -1.0 if on_store else 99.0))
+
+
+@BOTH
+def test_a_closed_store_is_named_with_the_call(comm, folder, on_store):
+    kv, trainer = trainer_on(comm, on_store, weights())
+    trainer.start()
+    kv.close()
+    for verb in ("save", "load"):
+        with pytest.raises(
+            mpikv.Closed, match=rf"^{verb}_{'optimizer_' if on_store else ''}states: the store was closed"
+        ):
+            getattr(trainer, f"{verb}_states")(folder / "states")
+
+
+def test_a_store_that_one_rank_gave_another_updater(comm, folder):
+    kv, trainer = trainer_on(comm, True, weights())
+    with kv:
+        trainer.start()
+        kv.set_updater(lambda key, received, stored: None)
+        with pytest.raises(ConfigError, match="save_states: the store was given an updater"):
+            trainer.save_states(folder / "states")
+        kv.barrier()
+
+
+@BOTH
 def test_settings_of_the_optimizer_are_the_files(comm, folder, on_store):
     kv, trainer = trainer_on(comm, on_store, weights())
     with kv:
@@ -287,12 +329,18 @@ def test_a_scope_that_only_sums(comm, folder):
         trainer.load_states(folder / "states")
 
 
-@pytest.mark.parametrize("name", ["horovod", "teststore"])
-def test_stores_without_values(comm, folder, name):
+def test_a_store_without_values(folder):
+    check_states_on("horovod", folder)
+
+
+@pytest.mark.ranks(1)
+def test_a_store_of_one_process(folder):
+    check_states_on("teststore", folder)
+
+
+def check_states_on(name, folder):
     params = {"w": np.ones(2)}
     options = {"learning_rate": 1.0, "momentum": 0.5}
-    if name == "teststore" and comm is not None:
-        return  # a store of one process
     with mpikv.Trainer(params, "sgd", options, kvstore=name) as trainer:
         trainer.start()
         trainer.set_grads({"w": np.ones(2)})
