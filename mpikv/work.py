@@ -272,16 +272,16 @@ class Pending:
         """
         if len(self._begun) == _MOST_BEGUN:
             return None
-        keys: set[Any] = set().union(*(work._keys or () for work in self._begun))
         with self._changed:
             queue = self._queue[:common]
-        for place in sorted(range(len(queue)), key=lambda place: (-queue[place]._urgency, place)):
-            work = queue[place]
-            if work._urgency <= self._begun[-1]._urgency or work._keys is None:
+        urgent = [place for place, work in enumerate(queue) if work._urgency > self._begun[-1]._urgency]
+        taken: set[Any] = set().union(*(work._keys or () for work in self._begun if urgent))
+        for place in sorted(urgent, key=lambda place: (-queue[place]._urgency, place)):
+            if (keys := queue[place]._keys) is None:
                 return None
-            if keys.isdisjoint(work._keys):
+            if taken.isdisjoint(keys):
                 return place
-            keys |= work._keys
+            taken |= keys
         return None
 
     def _await(self) -> int:

@@ -235,9 +235,13 @@ UPDATERS = {
     "none": (None, True),
     "sgd": (("sgd", {"momentum": 0.5}), True),
     "adam": (("adam", {"wd": 0.1}), True),
-    "ftrl": (("ftrl", {}), True),
+    **{
+        name: ((name, {}), True)
+        for name in ("adadelta", "adagrad", "adamax", "adamw", "ftrl", "nadam", "rmsprop", "signum", "test")
+    },
     "half": (("adam", {"multi_precision": True}), True),
     "lamb": (("lamb", {}), False),
+    "lars": (("lars", {"momentum": 0.5}), False),
     "function": (lambda key, total, stored: stored - 0.25 * total, False),
     "2bit": (("sgd", {}), False),
 }
