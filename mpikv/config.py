@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore", "wants_slices"]
+__all__ = ["Config", "Launch", "launch_of", "slice_bytes", "updates_on_kvstore", "wants_slices"]
 
 TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
@@ -136,6 +136,18 @@ def wants_slices(environ: Mapping[str, str] | None = None) -> bool:
     (True, False, False)
     """
     return (os.environ if environ is None else environ).get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
+
+
+def slice_bytes(environ: Mapping[str, str] | None = None) -> int:
+    """Return the bytes of a message of the store ``p3``: MXNET_KVSTORE_SLICE_THRESHOLD elements of float32.
+
+    >>> slice_bytes({"MXNET_KVSTORE_SLICE_THRESHOLD": "2000"}), slice_bytes({})
+    (8000, 160000)
+    """
+    text = (os.environ if environ is None else environ).get("MXNET_KVSTORE_SLICE_THRESHOLD", "40000")
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1 << 28:
+        raise ConfigError(f"MXNET_KVSTORE_SLICE_THRESHOLD={text!r} is not a number of elements from 1 to 2**28")
+    return max(4096, -(-int(text) * 4 // 64) * 64)
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import OWN_AFFAIRS, Config, wants_slices
+from .config import OWN_AFFAIRS, Config, slice_bytes, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -37,17 +37,11 @@ _DIST = ("dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
-_NO_SLICES = (
-    "slices by priority; 'dist_sync' has the same results, and its calls with wait=False go by their priorities, "
-    "each as a whole"
+_PASSABLE = "p3"
+_LATER = dict.fromkeys(
+    ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
 )
-_LATER = {
-    **dict.fromkeys(
-        ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
-    ),
-    "p3": _NO_SLICES,
-}
-_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
+_NAMES = (_PASSABLE, *_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -73,6 +67,8 @@ def create(
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
+            ``p3`` for a ``dist_sync`` of which calls with ``wait=False`` may be passed between two messages by more
+            urgent ones on other keys, which the variable ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
             ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
@@ -83,7 +79,8 @@ def create(
         warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
         check: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
-        bucket_bytes: bytes of the largest message. Default 1 MiB.
+        bucket_bytes: bytes of the largest message. Default 1 MiB; of ``p3``, four for each of the elements that
+            ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
@@ -123,19 +120,18 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec, compressing, tracer = Config(), None, "None", None
+    settings, codec, compressing, tracer, passable = Config(), None, "None", None, False
     problem: Exception | None = None
     try:
         kind = _known(name)
-        if kind in _DIST and wants_slices():
-            raise Unsupported(f"DMLC_PS_VAN_TYPE=p3 is not in this version ({_NO_SLICES}); unset the variable")
+        passable = kind == _PASSABLE or (kind in _DIST and wants_slices())
         settings = Config.read(
             placement=placement,
             timeout=timeout,
             warn_after=warn_after,
             check=check,
             transport=transport,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=slice_bytes() if passable and bucket_bytes is None else bucket_bytes,
             deterministic=deterministic,
             kernels=kernels,
         )
@@ -152,6 +148,7 @@ def create(
         for own in OWN_AFFAIRS:
             del wanted[own]
         wanted["compression"] = compressing
+        wanted["passable"] = repr(passable)
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -163,7 +160,7 @@ def create(
         group.close()
         raise
     _prepare_endings()
-    store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
+    store = KVStore(group, board, mover, settings, name=kind, root=root, found=create, passable=passable)
     if tracer is not None:
         tracer.watch(store)
     if codec is not None:

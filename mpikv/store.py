@@ -22,6 +22,7 @@ from .config import VARIABLES_ONLY, Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
 from .kernels import find_kernels
+from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
 from .scope import Scope
@@ -79,8 +80,11 @@ class KVStore(KVStoreBase):
         name: str = "local",
         root: int = 0,
         found: Callable[..., KVStore] | None = None,
+        passable: bool = False,
     ) -> None:
-        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``."""
+        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``passable``: calls with
+        ``wait=False`` may be passed between two messages by more urgent ones.
+        """
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
         self._ended: str | None = None
@@ -92,7 +96,10 @@ class KVStore(KVStoreBase):
         OPEN.append(self)
         self._running = ""
         self._in_join = False
-        self._quiet = quiet()
+        # Calls that are made within others cannot share a context.
+        self._quiet = run_quietly if passable else quiet()
+        if passable:
+            self._exchange.pause = self._pause
         self._controllers: dict[int, Callable[[Any], Any] | None] = {}
 
     # --- Facts
@@ -1009,7 +1016,19 @@ class KVStore(KVStoreBase):
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         self._board.step_aside()
         text = partial(_called, verb, arguments[:1])
-        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+        keys = None if self._exchange.pause is None else _keys_of(arguments[0])
+        work = partial(self._collective, verb, prepare, *arguments)
+        return self._pending.add(urgency(arguments[-1]), text, work, keys)
+
+    def _pause(self) -> None:
+        """Make what is more urgent than the call that runs, between two of its messages. Collective."""
+        if not self._pending.runs_here():
+            return  # whoever waits has let all others pass
+        running, self._running = self._running, ""
+        text = self._pending.give_way(self._agreement.least, self._transport.agree)
+        self._running = running
+        if text is not None:
+            self._board.write(self._agreement.calls, text.encode())
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
@@ -1110,6 +1129,14 @@ def _fail(error: Exception) -> NoReturn:
 
 def _called(verb: str, arguments: Sequence[Any]) -> str:
     return f"{verb}({_shown(arguments)})"
+
+
+def _keys_of(key: Any) -> frozenset[Key] | None:
+    """Return the keys that a call names, or None where it will be refused."""
+    try:
+        return frozenset(parse(key, None).keys)
+    except Exception:
+        return None
 
 
 def _shown(arguments: Sequence[Any]) -> str:

@@ -2,7 +2,8 @@
 
 Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
 before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
-several, the one that was issued first.
+several, the one that was issued first. Where a store lets calls be passed, they do the same between two messages of a
+call: one that is more urgent, and has none of its keys, is made there and then.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import TracebackType
 from typing import Any
 
 from .errors import Closed, Unsupported, noted
 
 __all__ = ["Pending", "Work", "urgency"]
+
+# How many calls may be on the stack of the thread, each passed by the next: Python's has an end.
+_MOST_BEGUN = 16
 
 
 class Work:
@@ -34,8 +38,15 @@ class Work:
         True
     """
 
-    def __init__(self, pending: Pending, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> None:
-        self._pending, self._urgency, self._text = pending, urgent, text
+    def __init__(
+        self,
+        pending: Pending,
+        urgent: int,
+        text: Callable[[], str],
+        run: Callable[[], Any],
+        keys: Set[Any] | None = None,
+    ) -> None:
+        self._pending, self._urgency, self._text, self._keys = pending, urgent, text, keys
         self._run: Callable[[], Any] | None = run
         self._completed = threading.Event()
         self._result: Any = None
@@ -106,6 +117,7 @@ class Pending:
         self._changed = threading.Condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
+        self._begun: list[Work] = []
         self._completed = 0
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -115,13 +127,13 @@ class Pending:
         self.waiting = False
         """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
 
-    def add(self, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
-        """Queue a call.
+    def add(self, urgent: int, text: Callable[[], str], run: Callable[[], Any], keys: Set[Any] | None = None) -> Work:
+        """Queue a call; one whose keys are not known passes none that has begun.
 
         Raises:
             Closed: the store has ended.
         """
-        work = Work(self, urgent, text, run)
+        work = Work(self, urgent, text, run, keys)
         with self._changed:
             if self._ending:
                 raise Closed(f"{text()}: the store has ended; create a new store")
@@ -209,10 +221,68 @@ class Pending:
             except BaseException as error:
                 work = self._take(1)
                 work._fail(error)
+                self._complete(work)
             else:
-                work._perform()
-            self._complete(work)
+                self._make(work)
             del work  # its result may be shared memory, which could not be freed
+
+    def _make(self, work: Work) -> None:
+        self._begun.append(work)
+        work._perform()
+        self._begun.pop()
+        self._complete(work)
+
+    def give_way(self, least: Callable[[int], int], agree: Callable[[int], bool]) -> str | None:
+        """Make calls that may pass the one that runs, as long as all ranks have some. Collective, in this thread.
+
+        Args:
+            least: returns the smallest of the numbers that all ranks pass, collectively.
+            agree: returns whether all ranks have passed the same number, collectively.
+
+        Returns:
+            The text of the call that goes on, if another was made; None if not.
+
+        Raises:
+            Closed: one of them has ended the store.
+        """
+        running = self._begun[-1]
+        passed = None
+        while common := least(self._passable()):
+            place = self._passing(common)
+            # Ranks that have issued other calls find it out when they make them.
+            if not agree(0 if place is None else place + 1) or place is None:
+                break
+            with self._changed:
+                work = self._queue.pop(place)
+            self._make(work)
+            if work._error is not None and not getattr(work._error, "settled", False):
+                raise Closed(f"{running._text()}: {work._text()}, which has passed it, has ended the store")
+            passed = running._text()
+        return passed
+
+    def _passable(self) -> int:
+        """Return how many calls are queued, or 0 if none of them may pass."""
+        queued = len(self._queue)
+        return 0 if self._passing(queued) is None else queued
+
+    def _passing(self, common: int) -> int | None:
+        """Return the place of the call, of the first ``common``, that may pass those that have begun; None for none.
+
+        It passes no call of the same keys, begun or queued, that would be made before it otherwise.
+        """
+        if len(self._begun) == _MOST_BEGUN:
+            return None
+        with self._changed:
+            queue = self._queue[:common]
+        urgent = [place for place, work in enumerate(queue) if work._urgency > self._begun[-1]._urgency]
+        taken: set[Any] = set().union(*(work._keys or () for work in self._begun if urgent))
+        for place in sorted(urgent, key=lambda place: (-queue[place]._urgency, place)):
+            if (keys := queue[place]._keys) is None:
+                return None
+            if taken.isdisjoint(keys):
+                return place
+            taken |= keys
+        return None
 
     def _await(self) -> int:
         """Wait for a call to make; return how many there are, or 0 at the end."""
@@ -233,7 +303,7 @@ class Pending:
             self._completed += 1
             if work._error is not None:
                 self._unseen.append(work)
-            self.active = bool(self._queue)
+            self.active = bool(self._queue or self._begun)
             self._look()
             work._completed.set()
             self._changed.notify_all()

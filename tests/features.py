@@ -309,8 +309,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _later("async-trainer", "a Trainer on it always updates on the store"),
     ),
     "P3": (
-        _refused("p3-name", "`p3` raises `Unsupported` and names `dist_sync` with `wait=False` and priorities"),
-        _refused("p3-variable", "`DMLC_PS_VAN_TYPE=p3` with `dist` and `dist_sync` raises the same"),
+        _row("p3-name", "`p3` is `dist_sync` with messages of as many elements as a slice has"),
+        _row("p3-variable", "`DMLC_PS_VAN_TYPE=p3` and `MXNET_KVSTORE_SLICE_THRESHOLD` are honoured"),
+        _row("p3-order", "an urgent call passes the messages of an earlier one that wait, but none of its own keys"),
+        _row("p3-values", "values are those of `dist_sync` with messages of that size, whatever has passed"),
+        _row("p3-trainer", "a Trainer on it gives the same weights; it waits for each call, and gains nothing"),
     ),
     "Tutorials": (
         _row("tutorial-python", "the tutorials' numbers, with and without updater"),

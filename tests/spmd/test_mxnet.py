@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, PeerFailed, Unsupported
+from mpikv import ConfigError
 from mpikv.cli.launchers import clean
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
@@ -81,25 +81,6 @@ def test_a_server_of_mxnet_is_an_ordinary_process():
     )
     assert done.stdout == "0 1\n"
     assert done.stderr == ""
-
-
-@pytest.mark.feature("p3-name")
-def test_slices_by_priority_are_refused(comm):
-    with pytest.raises(Unsupported, match=r"^create: store 'P3' is not in this version .*'dist_sync' .*wait=False"):
-        mpikv.create("P3", comm=comm)
-
-
-@pytest.mark.feature("p3-variable")
-@pytest.mark.parametrize("name", ["dist", "DIST_SYNC"])
-def test_the_variable_for_slices_is_refused(comm, monkeypatch, name):
-    """On the ranks that have it, of which the others are told."""
-    alone = comm is None or comm.rank == comm.size - 1
-    if alone:
-        monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
-    pattern = r"DMLC_PS_VAN_TYPE=p3 is not in this version .*'dist_sync' .*wait=False.*; unset the variable"
-    with pytest.raises(Unsupported if alone else PeerFailed, match=pattern):
-        mpikv.create(name, comm=comm)
-    mpikv.create("local", comm=comm).close()
 
 
 @pytest.mark.feature("legacy-names")
