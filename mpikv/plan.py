@@ -18,6 +18,7 @@ from .arena import Block
 from .arrays import accumulator
 from .keys import Entry
 from .optimizers.optimizer import BLOCK
+from .rowsparse import Presence
 from .typing import Array, Kernels, Key, Placement, Share, Transport, Updater
 
 __all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label", "merged"]
@@ -145,6 +146,11 @@ class Plan:
     @cached_property
     def dtypes(self) -> list[np.dtype[Any]]:
         return [entry.dtype for entry in self.entries]
+
+    @cached_property
+    def present(self) -> tuple[Presence, ...]:
+        """What is known of the row-sparse ones among the values."""
+        return tuple(entry.present for entry in self.entries if entry.present is not None)
 
     @cached_property
     def values(self) -> list[Array]:

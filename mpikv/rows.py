@@ -1,0 +1,395 @@
+"""Pushes and pulls of some rows of a value: what the ranks bring goes to the rows' owners, who sum and update it.
+
+An element has the same owner as in a push of whole arrays, since its optimizer state lives there. Owners' ranges are
+not made of whole rows: a row in which one ends goes to all of its owners, each of which updates its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .arrays import accumulator
+from .errors import Unsupported, noted
+from .exchange import Confirm, Exchange, Steps
+from .keys import Entry
+from .passing import Passing
+from .plan import Plan
+from .rowsparse import RowSparse, merged_rows
+from .typing import Array, Key, Placement
+from .updaters import CallableUpdater
+
+__all__ = ["Rows", "check_updater"]
+
+Selected: TypeAlias = "tuple[Array, Array]"
+"""The rising numbers of some rows of a value, and these rows, flat: an array of shape (rows, elements of a row)."""
+
+_OWNERS = "owners of rows"
+
+
+def check_updater(exchange: Exchange) -> None:
+    """Raise Unsupported if rows cannot be pushed to a store as it is. Local."""
+    updater = exchange.updater
+    if exchange.compression is not None:
+        raise Unsupported(
+            f"rows cannot be compressed by {exchange.compression.codec.settings()}; push to_dense(), or end the "
+            "compression by set_gradient_compression(None)"
+        )
+    if not isinstance(updater, CallableUpdater) and (updater.fallible or not updater.elementwise):
+        raise Unsupported(
+            f"{type(updater).__name__} updates whole values and cannot update some rows; push to_dense(), or use an "
+            "element-wise optimizer"
+        )
+
+
+class _Kind(NamedTuple):
+    """How the rows of a value look as bytes."""
+
+    width: int
+    dtype: np.dtype[Any]
+
+
+class Rows:
+    """Moves rows of the values of a store. All but :attr:`sent` is collective."""
+
+    def __init__(self, exchange: Exchange, root: int, dense_from: float) -> None:
+        """Local. From the share ``dense_from`` of a value's rows on, a sum that replaces the value is made of whole
+        arrays.
+        """
+        self._exchange, self._root, self._dense_from = exchange, root, dense_from
+        self._transport = exchange.transport
+        self._passing = Passing(exchange.transport)
+
+    @property
+    def sent(self) -> int:
+        """How many bytes this rank has sent to others for rows."""
+        return self._passing.sent
+
+    def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
+        """Give keys their memory, and the root's rows."""
+        table = self._exchange.table
+        dirty = [self._exchange.leaves_old(rows.dtype, prod(rows.shape)) for rows in given]
+        likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
+        self._exchange.enter(keys, likes, sparse=keys)
+        entries = [table[key] for key in keys]
+        kinds = [_kind(entry) for entry in entries]
+        packed = _pack([(rows.indices, _flat(rows)) for rows in given])
+        for entry, old, (ids, rows) in zip(
+            entries, dirty, _unpack(self._passing.from_one(packed, self._root), kinds), strict=True
+        ):
+            if self._transport.place == 0:
+                if old:
+                    entry.value.fill(0)
+                _table(entry, entry.value)[ids] = rows
+            assert entry.present is not None
+            entry.present.rows = ids
+        self._transport.fence()
+        self._exchange.start_masters(keys)
+
+    def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
+        """Sum the rows over ranks, and update those that are in the sum."""
+        crowded = self._crowded(plan, given)
+        for item in np.flatnonzero(crowded).tolist():
+            one = self._exchange.plan(plan.keys[item : item + 1])
+            self._exchange.push(one, [given[item].to_dense()], Steps(steps.each[item : item + 1], True), None)
+        sparse = np.flatnonzero(~crowded).tolist()
+        if not sparse:
+            return
+        entries = [plan.entries[item] for item in sparse]
+        sums = self._sums(entries, [(given[item].indices, _flat(given[item])) for item in sparse])
+        each = [steps.each[item] for item in sparse]
+        if confirm is None:
+            for entry, step, (ids, total) in zip(entries, each, sums, strict=True):
+                self._update(entry, ids, total, step)
+        else:
+            self._call(entries, each, sums, confirm)
+        indices = [entry.index for entry in entries]
+        self._exchange.table.counts[indices] += 1
+        if not self._exchange.current:
+            self._exchange.table.stale[indices] = True
+
+    def pull(self, plan: Plan, wanted: Sequence[Array]) -> list[Selected]:
+        """Return the rows of these numbers, which rise, of each value."""
+        stale = self._exchange.table.stale
+        # Every rank knows alike which these are.
+        asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
+        pulled = [(ids, _table(entry, entry.value)[ids]) for entry, ids in zip(plan.entries, wanted, strict=True)]
+        if asked:
+            entries = [plan.entries[item] for item in asked]
+            self._ask(entries, [pulled[item] for item in asked])
+        return pulled
+
+    def _crowded(self, plan: Plan, given: Sequence[RowSparse]) -> Array:
+        """Return for each key whether so many rows of it are brought that passing whole arrays is faster."""
+        # What an optimizer does to a row depends on whether it is there.
+        if not self._exchange.updater.assigns:
+            return np.zeros(len(given), np.bool_)
+        most = self._passing.counts([len(rows) for rows in given]).max(axis=0)
+        lengths = np.array([max(rows.shape[0], 1) for rows in given])
+        crowded: Array = most >= self._dense_from * lengths
+        return crowded
+
+    # --- Sums
+
+    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected]) -> list[Selected]:
+        """Return the sum of what all ranks bring, of the rows of which this rank owns something."""
+        kinds = [_kind(entry) for entry in entries]
+        if self._exchange.placement.everywhere:
+            received = self._passing.to_all(_pack(given))
+        else:
+            owners = [self._owners(entry) for entry in entries]
+            received = self._passing.to_each(
+                [
+                    _pack([owner.part(rank, rows) for owner, rows in zip(owners, given, strict=True)])
+                    for rank in range(self._transport.size)
+                ]
+            )
+        terms = zip(*(_unpack(part, kinds) for part in received), strict=True)
+        return [
+            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs)
+            for entry, each in zip(entries, terms, strict=True)
+        ]
+
+    def _owners(self, entry: Entry) -> _Owners:
+        memo = self._exchange.plan((entry.key,)).memo
+        if _OWNERS not in memo:
+            memo[_OWNERS] = _Owners(entry, self._exchange.placement, self._transport.size)
+        owners: _Owners = memo[_OWNERS]
+        return owners
+
+    # --- Updates
+
+    def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
+        """Update what this rank owns of some rows."""
+        updater, rank = self._exchange.updater, self._transport.rank
+        if updater.assigns:
+            self._clear(entry)
+            if entry.present is not None:
+                entry.present.rows = ids
+        elif entry.present is not None:
+            entry.present.fill()
+        value = _table(entry, entry.value)
+        states = {name: _table(entry, array) for name, array in entry.state.items()}
+        whole, parts = (slice(None), ()) if self._exchange.placement.everywhere else self._owners(entry).own(rank, ids)
+        if updater.assigns:
+            value[ids[whole]] = total[whole]
+            for at, low, high in parts:
+                value[ids[at], low:high] = total[at, low:high]
+            return
+        rows = ids[whole]
+        picked, picked_states = value[rows], {name: state[rows] for name, state in states.items()}
+        flat = {name: state.reshape(-1) for name, state in picked_states.items()}
+        updater.update(step, total[whole].reshape(-1), picked.reshape(-1), flat)
+        value[rows] = picked
+        for name, state in picked_states.items():
+            states[name][rows] = state
+        for at, low, high in parts:
+            part = {name: state[ids[at], low:high] for name, state in states.items()}
+            updater.update(step, total[at, low:high], value[ids[at], low:high], part)
+
+    def _clear(self, entry: Entry) -> None:
+        """Write zeros to what this rank owns of a value, where something else may be."""
+        value, rank = _table(entry, entry.value), self._transport.rank
+        everywhere = self._exchange.placement.everywhere
+        if entry.present is None or entry.present.rows is None:
+            flat = value.reshape(-1)
+            for low, high in ((0, flat.size),) if everywhere else self._owners(entry).ranges(rank):
+                flat[low:high] = 0
+            return
+        ids = entry.present.rows
+        whole, parts = (slice(None), ()) if everywhere else self._owners(entry).own(rank, ids)
+        value[ids[whole]] = 0
+        for at, low, high in parts:
+            value[ids[at], low:high] = 0
+
+    def _call(self, entries: Sequence[Entry], steps: Sequence[Any], sums: Sequence[Selected], confirm: Confirm) -> None:
+        """Have the root's function update the values, of which it is given copies, since it may fail."""
+        updater, changed, failure = self._exchange.updater, list[tuple[Entry, Array]](), None
+        assert isinstance(updater, CallableUpdater)
+        try:
+            for entry, step, (ids, total) in zip(entries, steps, sums, strict=True):
+                if self._transport.rank == self._root:
+                    rows = total.astype(entry.dtype, copy=False).reshape(ids.size, *entry.shape[1:])
+                    value = entry.value.copy()
+                    changed.append((entry, value))
+                    _updated(updater, step, RowSparse(ids, rows, entry.shape), value)
+        except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
+            failure = error
+        confirm(failure)
+        for entry, value in changed:
+            np.copyto(entry.value, value)
+        for entry in entries:
+            if entry.present is not None:
+                entry.present.fill()
+
+    # --- Pulls
+
+    def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected]) -> None:
+        """Replace rows of values that only their owners have by the owners'."""
+        kinds = [_kind(entry) for entry in entries]
+        owners = [self._owners(entry) for entry in entries]
+        ranks = range(self._transport.size)
+        wanted = [
+            [ids[owner.needed(rank, ids)] for owner, (ids, _) in zip(owners, pulled, strict=True)] for rank in ranks
+        ]
+        numbers = [_Kind(0, kind.dtype) for kind in kinds]
+        asked = self._passing.to_each([_pack([(ids, _nothing(ids)) for ids in each]) for each in wanted])
+        answers = [
+            _pack([(ids, _table(e, e.value)[ids]) for e, (ids, _) in zip(entries, _unpack(part, numbers), strict=True)])
+            for part in asked
+        ]
+        for rank, part in enumerate(self._passing.to_each(answers)):
+            for owner, (ids, rows), (found, values) in zip(owners, pulled, _unpack(part, kinds), strict=True):
+                at = np.searchsorted(ids, found)
+                whole, pieces = owner.own(rank, found)
+                rows[at[whole]] = values[whole]
+                for row, low, high in pieces:
+                    rows[at[row], low:high] = values[row, low:high]
+
+
+class _Owners:
+    """Who owns which elements of one value, which is not replicated."""
+
+    def __init__(self, entry: Entry, placement: Placement, size: int) -> None:
+        edges, owners = [0], list[int]()
+        for count, owner in _shares(entry, placement):
+            if owners and owners[-1] == owner:
+                edges[-1] += count
+            elif count:
+                owners.append(owner)
+                edges.append(edges[-1] + count)
+        self._width = max(prod(entry.shape[1:]), 1)
+        self._edges, self._owners = np.array(edges), np.array(owners or [0])
+        self._size = size
+        # Whether a row may have more than two owners.
+        self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
+
+    @cached_property
+    def _alone(self) -> bool:
+        return len(self._owners) == 1
+
+    def _ends(self, ids: Array) -> tuple[Array, Array]:
+        """Return in which ranges the first and the last element of each row are."""
+        first = np.searchsorted(self._edges, ids * self._width, "right") - 1
+        last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
+        return first, last
+
+    def needed(self, rank: int, ids: Array) -> Array | slice:
+        """Return which rows a rank has to be sent, those of which it owns something among them."""
+        if self._alone:
+            return slice(None) if self._owners[0] == rank else slice(0)
+        first, last = self._ends(ids)
+        needed: Array = (self._owners[first] == rank) | (self._owners[last] == rank)
+        if self._short:
+            needed |= last > first + 1
+        return needed
+
+    def part(self, rank: int, rows: Selected) -> Selected:
+        """Return the rows that a rank has to be sent."""
+        needed = self.needed(rank, rows[0])
+        return rows[0][needed], rows[1][needed]
+
+    def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
+        """Return which of the rows are all a rank's, and its parts of others: a position among them, and elements."""
+        if self._alone:
+            return (slice(None) if self._owners[0] == rank else slice(0)), ()
+        first, last = self._ends(ids)
+        parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]
+        return (first == last) & (self._owners[first] == rank), parts
+
+    def _parts(self, rank: int, at: int, ids: Array) -> Iterator[tuple[int, int, int]]:
+        begin = int(ids[at]) * self._width
+        first, last = (int(end[0]) for end in self._ends(ids[at : at + 1]))
+        for number in range(first, last + 1):
+            if self._owners[number] == rank:
+                low, high = (int(edge) - begin for edge in self._edges[number : number + 2])
+                yield at, max(low, 0), min(high, self._width)
+
+    def ranges(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield a rank's ranges of elements."""
+        for (low, high), owner in zip(pairwise(self._edges.tolist()), self._owners.tolist(), strict=False):
+            if owner == rank:
+                yield low, high
+
+
+def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
+    """Yield how many elements belong to whom, one range after the other."""
+    block, at, end = entry.place.block, entry.place.start, entry.place.start + entry.place.size
+    while at < end:
+        grid = block.grid(at)
+        stop = min(end, grid[1])
+        for rank, count in enumerate(placement.share(at, stop, grid, block.owner).counts):
+            yield count, rank
+        at = stop
+
+
+def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:
+    try:
+        updater.call(step, rows, value)
+    except BaseException as error:
+        noted(error, f"updating key {step!r}")
+        raise
+
+
+# --- Rows as bytes
+
+
+def _kind(entry: Entry) -> _Kind:
+    return _Kind(prod(entry.shape[1:]), entry.dtype)
+
+
+def _table(entry: Entry, array: Array) -> Array:
+    """Return a view of an array of a value's shape with one row of elements for each of its rows."""
+    return array.reshape(entry.shape[0], prod(entry.shape[1:]))
+
+
+def _flat(rows: RowSparse) -> Array:
+    return rows.values.reshape(len(rows), prod(rows.shape[1:]))
+
+
+def _nothing(ids: Array) -> Array:
+    return np.empty((ids.size, 0))
+
+
+def _pack(selected: Sequence[Selected]) -> Array:
+    """Return as bytes: how many rows there are of each value, and the numbers and the rows of each."""
+    lengths = np.array([ids.size for ids, _ in selected], np.int64)
+    pieces = [lengths.view(np.uint8)]
+    for ids, rows in selected:
+        pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (ids, rows)]
+    return np.concatenate(pieces) if lengths.any() else _NO_BYTES
+
+
+_NO_BYTES = np.empty(0, np.uint8)
+
+
+def _unpack(packed: Array, kinds: Sequence[_Kind]) -> list[Selected]:
+    """Return what :func:`_pack` was given; no bytes are no rows of any."""
+    if not packed.size:
+        return [(np.empty(0, np.int64), np.empty((0, kind.width), kind.dtype)) for kind in kinds]
+    take = _taker(packed)
+    lengths = take(8 * len(kinds)).view(np.int64).tolist()
+    return [
+        (
+            take(8 * count).view(np.int64),
+            take(count * kind.width * kind.dtype.itemsize).view(kind.dtype).reshape(count, kind.width),
+        )
+        for count, kind in zip(lengths, kinds, strict=True)
+    ]
+
+
+def _taker(packed: Array) -> Callable[[int], Array]:
+    """Return a function that takes so many more bytes."""
+    at = 0
+
+    def take(count: int) -> Array:
+        nonlocal at
+        at += count
+        return packed[at - count : at]
+
+    return take
