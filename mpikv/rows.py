@@ -64,6 +64,8 @@ class Rows:
         self._exchange, self._root, self._dense_from = exchange, root, dense_from
         self._transport = exchange.transport
         self._passing = Passing(exchange.transport)
+        # Of which keys a rank brought many rows to the last push, as far as the ranks know alike.
+        self._many: set[Key] = set()
 
     @property
     def sent(self) -> int:
@@ -77,11 +79,7 @@ class Rows:
         likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
         self._exchange.enter(keys, likes, sparse=keys)
         entries = [table[key] for key in keys]
-        kinds = [_kind(entry) for entry in entries]
-        packed = _pack([(rows.indices, _flat(rows)) for rows in given])
-        for entry, old, (ids, rows) in zip(
-            entries, dirty, _unpack(self._passing.from_one(packed, self._root), kinds), strict=True
-        ):
+        for entry, old, (ids, rows) in zip(entries, dirty, self._from_root(entries, given), strict=True):
             if self._transport.place == 0:
                 if old:
                     entry.value.fill(0)
@@ -125,40 +123,67 @@ class Rows:
         return pulled
 
     def _crowded(self, plan: Plan, given: Sequence[RowSparse]) -> Array:
-        """Return for each key whether so many rows of it are brought that passing whole arrays is faster."""
+        """Return for each key whether so many rows of it are brought that passing whole arrays is faster.
+
+        How many they are is asked where they were many the last time; otherwise they are passed on, and noted.
+        """
+        crowded = np.zeros(len(given), np.bool_)
         # What an optimizer does to a row depends on whether it is there.
-        if not self._exchange.updater.assigns:
-            return np.zeros(len(given), np.bool_)
-        most = self._passing.counts([len(rows) for rows in given]).max(axis=0)
-        lengths = np.array([max(rows.shape[0], 1) for rows in given])
-        crowded: Array = most >= self._dense_from * lengths
+        if self._exchange.updater.assigns and any(entry.key in self._many for entry in plan.entries):
+            most = self._passing.counts([len(rows) for rows in given]).max(axis=0)
+            for item, (entry, count) in enumerate(zip(plan.entries, most.tolist(), strict=True)):
+                crowded[item] = self._note(entry, count)
         return crowded
+
+    def _note(self, entry: Entry, count: int) -> bool:
+        """Note whether the rank that brings the most rows of a value brings many; return it."""
+        many = count >= self._dense_from * max(entry.shape[0], 1)
+        (self._many.add if many else self._many.discard)(entry.key)
+        return many
 
     # --- Sums
 
     def _sums(self, entries: Sequence[Entry], given: Sequence[Selected]) -> list[Selected]:
         """Return the sum of what all ranks bring, of the rows of which this rank owns something."""
-        kinds = [_kind(entry) for entry in entries]
-        if self._exchange.placement.everywhere:
-            received = self._passing.to_all(_pack(given))
+        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", *_keys(entries))
+        lengths = [ids.size for ids, _ in given]
+        if self._transport.size == 1:
+            terms = [given]
+        elif self._exchange.placement.everywhere:
+            received, table = self._passing.to_all(_pack(given), label, lengths)
+            terms = [_unpack(part, kinds) for part in received]
+            terms[rank] = given
         else:
             owners = [self._owners(entry) for entry in entries]
-            received = self._passing.to_each(
-                [
-                    _pack([owner.part(rank, rows) for owner, rows in zip(owners, given, strict=True)])
-                    for rank in range(self._transport.size)
-                ]
-            )
-        terms = zip(*(_unpack(part, kinds) for part in received), strict=True)
+            split = [owner.split(rows, self._transport.size) for owner, rows in zip(owners, given, strict=True)]
+            parts = list(zip(*split, strict=True))
+            packed = [_NO_BYTES if to == rank else _pack(part) for to, part in enumerate(parts)]
+            received, table = self._passing.to_each(packed, label, lengths)
+            terms = [_unpack(part, kinds) for part in received]
+            terms[rank] = parts[rank]
+        if self._transport.size > 1 and self._exchange.updater.assigns:
+            for entry, count in zip(entries, table.max(axis=0).tolist(), strict=True):
+                self._note(entry, count)
         return [
             merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs)
-            for entry, each in zip(entries, terms, strict=True)
+            for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
         ]
+
+    def _from_root(self, entries: Sequence[Entry], given: Sequence[RowSparse]) -> Sequence[Selected]:
+        """Return the root's rows."""
+        mine = [(rows.indices, _flat(rows)) for rows in given]
+        if self._transport.size == 1:
+            return mine
+        packed = _pack(mine) if self._transport.rank == self._root else _NO_BYTES
+        received, _ = self._passing.to_all(packed, ("init", *_keys(entries)))
+        if self._transport.rank == self._root:
+            return mine
+        return _unpack(received[self._root], [_kind(entry) for entry in entries])
 
     def _owners(self, entry: Entry) -> _Owners:
         memo = self._exchange.plan((entry.key,)).memo
         if _OWNERS not in memo:
-            memo[_OWNERS] = _Owners(entry, self._exchange.placement, self._transport.size)
+            memo[_OWNERS] = _Owners(entry, self._exchange.placement)
         owners: _Owners = memo[_OWNERS]
         return owners
 
@@ -231,19 +256,25 @@ class Rows:
 
     def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected]) -> None:
         """Replace rows of values that only their owners have by the owners'."""
-        kinds = [_kind(entry) for entry in entries]
+        kinds, keys = [_kind(entry) for entry in entries], _keys(entries)
         owners = [self._owners(entry) for entry in entries]
-        ranks = range(self._transport.size)
-        wanted = [
-            [ids[owner.needed(rank, ids)] for owner, (ids, _) in zip(owners, pulled, strict=True)] for rank in ranks
+        numbers = [
+            owner.split((ids, _nothing(ids)), self._transport.size)
+            for owner, (ids, _) in zip(owners, pulled, strict=True)
         ]
-        numbers = [_Kind(0, kind.dtype) for kind in kinds]
-        asked = self._passing.to_each([_pack([(ids, _nothing(ids)) for ids in each]) for each in wanted])
+        asked, _ = self._passing.to_each([_pack(part) for part in zip(*numbers, strict=True)], ("ask", *keys))
+        only_ids = [_Kind(0, np.dtype(np.float64)) for _ in kinds]
         answers = [
-            _pack([(ids, _table(e, e.value)[ids]) for e, (ids, _) in zip(entries, _unpack(part, numbers), strict=True)])
+            _pack(
+                [
+                    (ids, _table(entry, entry.value)[ids])
+                    for entry, (ids, _) in zip(entries, _unpack(part, only_ids), strict=True)
+                ]
+            )
             for part in asked
         ]
-        for rank, part in enumerate(self._passing.to_each(answers)):
+        received, _ = self._passing.to_each(answers, ("answer", *keys))
+        for rank, part in enumerate(received):
             for owner, (ids, rows), (found, values) in zip(owners, pulled, _unpack(part, kinds), strict=True):
                 at = np.searchsorted(ids, found)
                 whole, pieces = owner.own(rank, found)
@@ -255,7 +286,7 @@ class Rows:
 class _Owners:
     """Who owns which elements of one value, which is not replicated."""
 
-    def __init__(self, entry: Entry, placement: Placement, size: int) -> None:
+    def __init__(self, entry: Entry, placement: Placement) -> None:
         edges, owners = [0], list[int]()
         for count, owner in _shares(entry, placement):
             if owners and owners[-1] == owner:
@@ -265,7 +296,6 @@ class _Owners:
                 edges.append(edges[-1] + count)
         self._width = max(prod(entry.shape[1:]), 1)
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
-        self._size = size
         # Whether a row may have more than two owners.
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
 
@@ -279,20 +309,20 @@ class _Owners:
         last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
         return first, last
 
-    def needed(self, rank: int, ids: Array) -> Array | slice:
-        """Return which rows a rank has to be sent, those of which it owns something among them."""
+    def split(self, rows: Selected, size: int) -> list[Selected]:
+        """Return for each rank the rows of which it owns something."""
+        ids, values = rows
         if self._alone:
-            return slice(None) if self._owners[0] == rank else slice(0)
+            return [rows if rank == self._owners[0] else (ids[:0], values[:0]) for rank in range(size)]
         first, last = self._ends(ids)
-        needed: Array = (self._owners[first] == rank) | (self._owners[last] == rank)
-        if self._short:
-            needed |= last > first + 1
-        return needed
-
-    def part(self, rank: int, rows: Selected) -> Selected:
-        """Return the rows that a rank has to be sent."""
-        needed = self.needed(rank, rows[0])
-        return rows[0][needed], rows[1][needed]
+        owner, last_owner, parts = self._owners[first], self._owners[last], []
+        for rank in range(size):
+            needed = (owner == rank) | (last_owner == rank)
+            if self._short:
+                needed |= last > first + 1
+            at = np.flatnonzero(needed)
+            parts.append((ids[at], values[at]))
+        return parts
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
         """Return which of the rows are all a rank's, and its parts of others: a position among them, and elements."""
@@ -300,7 +330,8 @@ class _Owners:
             return (slice(None) if self._owners[0] == rank else slice(0)), ()
         first, last = self._ends(ids)
         parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]
-        return (first == last) & (self._owners[first] == rank), parts
+        whole = (first == last) & (self._owners[first] == rank)
+        return slice(None) if whole.all() else np.flatnonzero(whole), parts
 
     def _parts(self, rank: int, at: int, ids: Array) -> Iterator[tuple[int, int, int]]:
         begin = int(ids[at]) * self._width
@@ -341,6 +372,10 @@ def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array)
 
 def _kind(entry: Entry) -> _Kind:
     return _Kind(prod(entry.shape[1:]), entry.dtype)
+
+
+def _keys(entries: Sequence[Entry]) -> tuple[Key, ...]:
+    return tuple(entry.key for entry in entries)
 
 
 def _table(entry: Entry, array: Array) -> Array:

@@ -199,7 +199,9 @@ def merged_rows(
     (ids, rows), *others = terms
     if not others:
         return ids, rows.astype(dtype)
-    every = np.unique(np.concatenate([ids for ids, _ in terms]))
+    every = np.concatenate([ids for ids, _ in terms])
+    every.sort(kind="stable")
+    every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
     total = np.zeros((every.size, *rows.shape[1:]), dtype)
     total[np.searchsorted(every, ids)] = rows
     for ids, rows in others:
