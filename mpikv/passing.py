@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 
 from .typing import Array, Transport
 
-__all__ = ["Passing"]
+__all__ = ["Part", "Passing"]
 
 _MOST_LABELS = 4096
+
+Part: TypeAlias = "Sequence[Array]"
+"""Flat arrays of any dtype, whose bytes are passed on one after the other."""
 
 
 class Passing:
@@ -35,72 +40,92 @@ class Passing:
         self._transport.all_gather(table.reshape(-1), (len(mine),) * size)
         return table
 
-    def to_each(self, parts: Sequence[Array], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Pass ``parts[r]`` (uint8) on to rank r. Collective.
+    def to_each(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
+        """Pass ``parts[r]`` on to rank r. Collective.
 
         ``label`` says which call this is, the same on every rank.
 
         Returns:
-            What each other rank had for this one, in rank order, with nothing in this one's place; and every rank's
-            ``notes``, of which each has as many, in a row for each rank.
+            What each other rank had for this one, as uint8, in rank order, with anything in this one's place, to be
+            read before the next exchange; and every rank's ``notes``, of which each has as many, in a row for each
+            rank.
         """
-        sizes = [0 if to == self._transport.rank else part.size for to, part in enumerate(parts)]
+        sizes = [sum(map(_nbytes, part)) for part in parts]
+        sizes[self._transport.rank] = 0
         return self._pass(parts, sizes, label, notes)
 
-    def to_all(self, part: Array, label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
-        """Pass ``part`` (uint8) on to every rank; otherwise as :meth:`to_each`. Collective."""
-        return self._pass([part], [part.size], label, notes)
+    def to_all(self, part: Part, label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
+        """Pass ``part`` on to every rank; otherwise as :meth:`to_each`. Collective."""
+        return self._pass([part], [sum(map(_nbytes, part))], label, notes)
 
     def _pass(
-        self, parts: Sequence[Array], sizes: Sequence[int], label: Hashable, notes: Sequence[int]
+        self, parts: Sequence[Part], sizes: Sequence[int], label: Hashable, notes: Sequence[int]
     ) -> tuple[list[Array], Array]:
         """Pass on one part for each rank, or one for all."""
-        each, rank, limit = len(parts) > 1, self._transport.rank, self._transport.limit
+        each, limit = len(parts) > 1, self._transport.limit
         row = np.array([*sizes, *notes], np.int64)
         label = label, each
         done = self._rooms.get(label, np.zeros(len(parts), np.int64))
+        first: Sequence[Array] = ()
         if row.nbytes * len(parts) > limit // 2:
             done, table = done * 0, self.counts(row.tolist())
-            first: Sequence[Array] = ()
         else:
             if int(done.sum()) + row.nbytes * len(parts) > limit:
                 done = np.minimum(done, (limit // len(parts) - row.nbytes) // 8 * 8)
-            head = row.view(np.uint8)
-            first = self._exchange([(head, part) for part in parts], (done + row.nbytes).tolist(), each)
+            heads = [(row, *part) for part in parts]
+            first = self._exchange(heads, [0] * len(parts), (done + row.nbytes).tolist(), each)
             table = np.stack([part[: row.nbytes].view(np.int64) for part in first])
         longest = table[:, : len(parts)].max(axis=0)
-        mine = rank if each else 0
-        received = [np.empty(int(size) * (origin != rank), np.uint8) for origin, size in enumerate(table[:, mine])]
-        for target, part in zip(received, first, strict=False):
-            _put(target, part[row.nbytes :])
-        chunk = max(limit // max(int((longest > done).sum()), 1), 1)
-        while (longest > done).any():
-            counts = np.clip(longest - done, 0, chunk)
-            rest = [(part[at:],) for part, at in zip(parts, done.tolist(), strict=True)]
-            for target, part in zip(received, self._exchange(rest, counts.tolist(), each), strict=True):
-                _put(target[done[mine] :], part)
-            done = done + counts
         if len(self._rooms) >= _MOST_LABELS:
             self._rooms.clear()
         self._rooms[label] = -(-longest * 9 // 512) * 64
+        mine = table[:, self._transport.rank if each else 0].tolist()
+        if (longest <= done).all():
+            received = [part[row.nbytes : row.nbytes + size] for part, size in zip(first, mine, strict=True)]
+        else:
+            received = self._rest(parts, [part[row.nbytes :] for part in first], mine, longest, done)
         return received, table[:, len(parts) :]
 
-    def _exchange(self, parts: Sequence[Sequence[Array]], counts: Sequence[int], each: bool) -> Sequence[Array]:
-        """Send so many bytes to each rank, or to all: one array after the other, and where they end, anything."""
+    def _rest(
+        self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
+    ) -> list[Array]:
+        """Pass on what the first message had no room for; return all."""
+        each = len(parts) > 1
+        received = [np.empty(size, np.uint8) for size in mine]
+        for target, part in zip(received, first, strict=False):
+            _put(target, 0, part)
+        chunk = self._transport.limit // int((longest > done).sum()) // 8 * 8
+        while (longest > done).any():
+            counts = np.clip(longest - done, 0, chunk)
+            begin = int(done[self._transport.rank if each else 0])
+            got = self._exchange(parts, done.tolist(), counts.tolist(), each)
+            for target, part in zip(received, got, strict=True):
+                _put(target, begin, part)
+            done = done + counts
+        return received
+
+    def _exchange(
+        self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int], each: bool
+    ) -> Sequence[Array]:
+        """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
+        rank, at = self._transport.rank, 0
         send = self._transport.outboxes[self._transport.turn][: sum(counts)]
-        at = 0
-        for part, count in zip(parts, counts, strict=True):
-            begin = at
-            for piece in part:
-                _put(send[begin : at + count], piece)
-                begin += piece.size
+        for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
+            message, start = send[at : at + count], -begin
+            # Nobody but this rank reads what it sends itself, but for the numbers at the beginning.
+            for piece in part[:1] if each and to == rank else part:
+                _put(message, start, piece.view(np.uint8))
+                start += piece.nbytes
             at += count
-        own = counts[self._transport.rank] if each else 0
-        self.sent += (at - own) * (1 if each else self._transport.size - 1)
+        self.sent += at - counts[rank] if each else at * (self._transport.size - 1)
         return self._transport.all_to_all(send, counts if each else None)
 
 
-def _put(target: Array, part: Array) -> None:
-    """Copy the beginning of a part, as far as there is a target for it, and a part."""
-    count = min(target.size, part.size)
-    target[:count] = part[:count]
+_nbytes = attrgetter("nbytes")
+
+
+def _put(target: Array, at: int, part: Array) -> None:
+    """Copy a part to a place in the target, which may be before its beginning, as far as both go."""
+    begin, end = max(at, 0), min(at + part.size, target.size)
+    if begin < end:
+        target[begin:end] = part[begin - at : end - at]

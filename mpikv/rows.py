@@ -18,7 +18,7 @@ from .arrays import accumulator
 from .errors import Unsupported, noted
 from .exchange import Confirm, Exchange, Steps
 from .keys import Entry
-from .passing import Passing
+from .passing import Part, Passing
 from .plan import Plan
 from .rowsparse import RowSparse, merged_rows
 from .typing import Array, Key, Placement
@@ -29,7 +29,12 @@ __all__ = ["Rows", "check_updater"]
 Selected: TypeAlias = "tuple[Array, Array]"
 """The rising numbers of some rows of a value, and these rows, flat: an array of shape (rows, elements of a row)."""
 
+Empty: TypeAlias = "Callable[[Any, Any], Array]"
+"""Returns new memory of a shape and a dtype, as numpy's."""
+
 _OWNERS = "owners of rows"
+# Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
+_MOST_KEPT = 16 << 20
 
 
 def check_updater(exchange: Exchange) -> None:
@@ -63,7 +68,7 @@ class Rows:
         """
         self._exchange, self._root, self._dense_from = exchange, root, dense_from
         self._transport = exchange.transport
-        self._passing = Passing(exchange.transport)
+        self._passing, self._kept = Passing(exchange.transport), _Kept()
         # Of which keys a rank brought many rows to the last push, as far as the ranks know alike.
         self._many: set[Key] = set()
 
@@ -85,7 +90,7 @@ class Rows:
                     entry.value.fill(0)
                 _table(entry, entry.value)[ids] = rows
             assert entry.present is not None
-            entry.present.rows = ids
+            entry.present.rows = ids.copy()
         self._transport.fence()
         self._exchange.start_masters(keys)
 
@@ -145,6 +150,7 @@ class Rows:
 
     def _sums(self, entries: Sequence[Entry], given: Sequence[Selected]) -> list[Selected]:
         """Return the sum of what all ranks bring, of the rows of which this rank owns something."""
+        self._kept.start()
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", *_keys(entries))
         lengths = [ids.size for ids, _ in given]
         if self._transport.size == 1:
@@ -155,9 +161,11 @@ class Rows:
             terms[rank] = given
         else:
             owners = [self._owners(entry) for entry in entries]
-            split = [owner.split(rows, self._transport.size) for owner, rows in zip(owners, given, strict=True)]
+            split = [
+                owner.split(rows, self._transport.size, self._kept) for owner, rows in zip(owners, given, strict=True)
+            ]
             parts = list(zip(*split, strict=True))
-            packed = [_NO_BYTES if to == rank else _pack(part) for to, part in enumerate(parts)]
+            packed = [() if to == rank else _pack(part) for to, part in enumerate(parts)]
             received, table = self._passing.to_each(packed, label, lengths)
             terms = [_unpack(part, kinds) for part in received]
             terms[rank] = parts[rank]
@@ -165,7 +173,7 @@ class Rows:
             for entry, count in zip(entries, table.max(axis=0).tolist(), strict=True):
                 self._note(entry, count)
         return [
-            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs)
+            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept)
             for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
         ]
 
@@ -174,7 +182,7 @@ class Rows:
         mine = [(rows.indices, _flat(rows)) for rows in given]
         if self._transport.size == 1:
             return mine
-        packed = _pack(mine) if self._transport.rank == self._root else _NO_BYTES
+        packed = _pack(mine) if self._transport.rank == self._root else ()
         received, _ = self._passing.to_all(packed, ("init", *_keys(entries)))
         if self._transport.rank == self._root:
             return mine
@@ -207,7 +215,8 @@ class Rows:
                 value[ids[at], low:high] = total[at, low:high]
             return
         rows = ids[whole]
-        picked, picked_states = value[rows], {name: state[rows] for name, state in states.items()}
+        picked = _taken(value, rows, self._kept)
+        picked_states = {name: _taken(state, rows, self._kept) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
         updater.update(step, total[whole].reshape(-1), picked.reshape(-1), flat)
         value[rows] = picked
@@ -283,6 +292,38 @@ class Rows:
                     rows[at[row], low:high] = values[row, low:high]
 
 
+class _Kept:
+    """Memory that is handed out again from the start of each push on."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._used = 0
+
+    def start(self) -> None:
+        """Take back what was handed out; make room for as much."""
+        if self._memory.size < self._used <= _MOST_KEPT:
+            self._memory = np.empty(self._used, np.uint8)
+        self._used = 0
+
+    def __call__(self, shape: Any, dtype: Any) -> Array:
+        """Return memory of undefined content."""
+        dtype, begin = np.dtype(dtype), self._used
+        nbytes = prod(shape) * dtype.itemsize
+        self._used += -(-nbytes // 64) * 64
+        if self._used > self._memory.size:
+            return np.empty(shape, dtype)
+        memory: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
+        return memory
+
+
+def _taken(table: Array, ids: Array, empty: Empty) -> Array:
+    """Return some rows of a table, in memory of their own."""
+    taken = empty((ids.size, table.shape[1]), table.dtype)
+    # They are known to be in range; to find that out, take would copy first.
+    np.take(table, ids, axis=0, out=taken, mode="clip")
+    return taken
+
+
 class _Owners:
     """Who owns which elements of one value, which is not replicated."""
 
@@ -296,7 +337,8 @@ class _Owners:
                 edges.append(edges[-1] + count)
         self._width = max(prod(entry.shape[1:]), 1)
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
-        # Whether a row may have more than two owners.
+        # Whether a row may have several owners, and whether it may have more than two.
+        self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
 
     @cached_property
@@ -306,10 +348,12 @@ class _Owners:
     def _ends(self, ids: Array) -> tuple[Array, Array]:
         """Return in which ranges the first and the last element of each row are."""
         first = np.searchsorted(self._edges, ids * self._width, "right") - 1
+        if not self._cut:
+            return first, first
         last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
         return first, last
 
-    def split(self, rows: Selected, size: int) -> list[Selected]:
+    def split(self, rows: Selected, size: int, empty: Empty = np.empty) -> list[Selected]:
         """Return for each rank the rows of which it owns something."""
         ids, values = rows
         if self._alone:
@@ -317,11 +361,13 @@ class _Owners:
         first, last = self._ends(ids)
         owner, last_owner, parts = self._owners[first], self._owners[last], []
         for rank in range(size):
-            needed = (owner == rank) | (last_owner == rank)
+            needed = owner == rank
+            if self._cut:
+                needed |= last_owner == rank
             if self._short:
                 needed |= last > first + 1
             at = np.flatnonzero(needed)
-            parts.append((ids[at], values[at]))
+            parts.append((ids[at], _taken(values, at, empty)))
         return parts
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
@@ -329,6 +375,9 @@ class _Owners:
         if self._alone:
             return (slice(None) if self._owners[0] == rank else slice(0)), ()
         first, last = self._ends(ids)
+        if not self._cut:
+            mine = self._owners[first] == rank
+            return (slice(None) if mine.all() else np.flatnonzero(mine)), ()
         parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]
         whole = (first == last) & (self._owners[first] == rank)
         return slice(None) if whole.all() else np.flatnonzero(whole), parts
@@ -391,16 +440,12 @@ def _nothing(ids: Array) -> Array:
     return np.empty((ids.size, 0))
 
 
-def _pack(selected: Sequence[Selected]) -> Array:
-    """Return as bytes: how many rows there are of each value, and the numbers and the rows of each."""
+def _pack(selected: Sequence[Selected]) -> Part:
+    """Return as flat arrays: how many rows there are of each value, and the numbers and the rows of each."""
     lengths = np.array([ids.size for ids, _ in selected], np.int64)
-    pieces = [lengths.view(np.uint8)]
-    for ids, rows in selected:
-        pieces += [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (ids, rows)]
-    return np.concatenate(pieces) if lengths.any() else _NO_BYTES
-
-
-_NO_BYTES = np.empty(0, np.uint8)
+    if not lengths.any():
+        return ()
+    return [lengths, *(np.ascontiguousarray(array).reshape(-1) for pair in selected for array in pair)]
 
 
 def _unpack(packed: Array, kinds: Sequence[_Kind]) -> list[Selected]:

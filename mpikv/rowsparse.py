@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -182,10 +182,13 @@ def _summed(ids: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def merged_rows(
-    terms: Sequence[tuple[Array, Array]], dtype: np.dtype[Any], in_pairs: bool = False
+    terms: Sequence[tuple[Array, Array]],
+    dtype: np.dtype[Any],
+    in_pairs: bool = False,
+    empty: Callable[[Any, Any], Array] = np.empty,
 ) -> tuple[Array, Array]:
     """Return the sum of several arrays' rows, each given by the rising numbers of the rows and the rows: its numbers,
-    and the rows, which are new memory of ``dtype``.
+    and the rows, in memory of ``dtype`` that ``empty`` has given.
 
     It is made from the first to the last; ``in_pairs``, of the sums of both halves.
 
@@ -195,14 +198,17 @@ def merged_rows(
     """
     if in_pairs and len(terms) > 2:
         middle = len(terms) // 2
-        terms = [merged_rows(half, dtype, True) for half in (terms[:middle], terms[middle:])]
+        terms = [merged_rows(half, dtype, True, empty) for half in (terms[:middle], terms[middle:])]
     (ids, rows), *others = terms
     if not others:
-        return ids, rows.astype(dtype)
+        total = empty(rows.shape, dtype)
+        np.copyto(total, rows, casting="unsafe")
+        return ids, total
     every = np.concatenate([ids for ids, _ in terms])
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
-    total = np.zeros((every.size, *rows.shape[1:]), dtype)
+    total = empty((every.size, *rows.shape[1:]), dtype)
+    total.fill(0)
     total[np.searchsorted(every, ids)] = rows
     for ids, rows in others:
         total[np.searchsorted(every, ids)] += rows

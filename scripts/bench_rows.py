@@ -5,8 +5,9 @@
     mpikv run -n 2 scripts/bench_rows.py --shares 0.01,0.1,0.25,0.5,1 --rows 100000 --assign
 
 The time of a push of rows begins with the numbers and the gradients of the rows, in no order, and has the making of the
-RowSparse in it; that of the other begins with the whole array, so that filling it is left out. A figure is the median
-of the ratios of neighbouring pushes, each as long as its slowest rank took.
+RowSparse in it; that of the other begins with the whole array, so that filling it is left out. A turn is some pushes of
+the one kind, each of other rows, and some of the other; the ratio is the median of those of the turns. A push takes as
+long as on its slowest rank.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import resource
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import mpikv
 
-# Pushes before those that count.
-_WARM = 3
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+# Pushes of a kind in a turn, of whose times the median counts. The first finds nothing in the cache.
+_IN_TURN = 5
 
 
 def seconds(kv: mpikv.KVStore, push: Callable[[], object]) -> float:
@@ -50,19 +54,25 @@ def measure(options: argparse.Namespace, share: float) -> str:
         count = max(1, int(share * options.rows))
         whole = np.zeros(shape, np.float32)
         ratios, quick, slow = [], [], []
+
+        def push_rows(ids: Array, values: Array) -> float:
+            return seconds(timer, lambda: kv.push("rows", mpikv.RowSparse(ids, values, shape)))
+
         before = kv.statistics()["rows"]["bytes_sent"]
-        for number in range(-_WARM, options.pushes):
-            ids = rng.choice(options.rows, count, replace=False) if share < 1 else rng.permutation(options.rows)
-            values = rng.standard_normal((count, options.width), dtype=np.float32)
+        for number in range(-1, options.turns):
+            rows_took = []
+            for _ in range(_IN_TURN):
+                ids = rng.choice(options.rows, count, replace=False) if share < 1 else rng.permutation(options.rows)
+                values = rng.standard_normal((count, options.width), dtype=np.float32)
+                rows_took.append(push_rows(ids, values))
             whole.fill(0)
             whole[ids] = values
-            rows_took = seconds(timer, lambda: kv.push("rows", mpikv.RowSparse(ids, values, shape)))  # noqa: B023
-            whole_took = seconds(timer, lambda: kv.push("whole", whole))
+            whole_took = [seconds(timer, lambda: kv.push("whole", whole)) for _ in range(_IN_TURN)]
             if number >= 0:
-                quick.append(rows_took)
-                slow.append(whole_took)
-                ratios.append(whole_took / rows_took)
-        sent = (kv.statistics()["rows"]["bytes_sent"] - before) / (options.pushes + _WARM)
+                quick.append(statistics.median(rows_took))
+                slow.append(statistics.median(whole_took))
+                ratios.append(slow[-1] / quick[-1])
+        sent = (kv.statistics()["rows"]["bytes_sent"] - before) / (_IN_TURN * (options.turns + 1))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         return (
             f"{share:8.3%} of {options.rows} x {options.width}, {kv.size} ranks, {kv.transport}, {kv.placement}: "
@@ -79,7 +89,7 @@ def main() -> None:
     add("--rows", type=int, default=1_000_000, help="default: 1000000")
     add("--width", type=int, default=64, help="elements of a row; default: 64")
     add("--share", "--shares", default="0.001", help="shares of the rows that a push brings; default: 0.001")
-    add("--pushes", type=int, default=15, help="default: 15")
+    add("--turns", type=int, default=7, help="default: 7")
     add("--assign", action="store_true", help="without an optimizer: the sum replaces the value")
     add("--transport", help="default: the store's")
     add("--placement", help="default: the store's")
