@@ -49,7 +49,7 @@ class Config:
     memory once and gives the same bits."""
     abort: bool = True
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
-    dense_rows: float = 0.25
+    dense_rows: float = 0.1
     """From which share of a value's rows, of which one rank brings the most, a push of rows that replaces the value
     sends whole arrays instead: above 0; above 1 is never. A variable only, no argument of :func:`mpikv.create`."""
     ranks_per_host: int = 0

@@ -56,9 +56,7 @@ class RowSparse:
         self.shape = tuple(int(length) for length in shape)
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
-        ids = row_ids(indices, self.shape[0])
-        if ids is indices:  # the caller may go on to write there
-            ids = ids.copy()
+        ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
         rows = source(values)
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ValueMismatch(
@@ -156,8 +154,9 @@ def row_ids(given: Any, count: int) -> Array:
     array = np.asarray(given) if isinstance(given, (list, tuple)) else source(given)
     ids: Array = array.reshape(-1)
     if ids.dtype != np.int64:
-        # MXNet's numbers of rows are often floats.
-        ids = ids.astype(np.int64) if ids.size and ids.dtype.kind in "iuf" else ids[:0].astype(np.int64)
+        known = ids.dtype.kind in "iuf" or not ids.size  # MXNet's numbers of rows are often floats
+        with np.errstate(invalid="ignore"):  # a cast of NaN, which equals nothing
+            ids = ids.astype(np.int64) if known else ids[:0].astype(np.int64)
         if not np.array_equal(ids, array.reshape(-1)):
             raise ValueMismatch(f"numbers of rows are integers, and these are {array.dtype.name}: {array}")
     if ids.size and not 0 <= ids.min() <= ids.max() < count:

@@ -213,3 +213,335 @@ def test_random_programs_do_what_whole_arrays_do(store, request):
             Program(store, seed, functions).run(12)
         except AssertionError as error:
             raise AssertionError(f"in sequence {seed}: {error}") from error
+
+
+# --- The forms of row_sparse_pull
+
+VALUE = np.arange(12.0).reshape(6, 2)
+
+
+def filled(comm, **options):
+    kv = mpikv.create(comm=comm, **options)
+    kv.init(["s", "d"], [RowSparse(np.arange(6), VALUE, (6, 2))] * 2)
+    kv.delete("d")
+    kv.init("d", VALUE)
+    return kv
+
+
+def empty():
+    return RowSparse([], np.zeros((0, 2)), (6, 2))
+
+
+@pytest.mark.parametrize("key", ["s", "d"])
+@pytest.mark.parametrize(
+    "ids",
+    [np.array([4, 1, 4]), [4, 1, 4], np.array([[4.0, 1.0]], np.float32), np.array([1, 4], np.uint8), (1, 4)],
+    ids=["array", "list", "floats", "bytes", "tuple"],
+)
+def test_one_key(comm, key, ids):
+    with filled(comm) as kv:
+        rows = kv.row_sparse_pull(key, row_ids=ids)
+        assert (rows.indices.tolist(), rows.values.tolist(), rows.shape) == ([1, 4], [[2, 3], [8, 9]], (6, 2))
+        out = RowSparse([0, 5], np.ones((2, 2), np.float32), (6, 2))
+        assert kv.row_sparse_pull(key, out=out, row_ids=ids) is out
+        assert (out.indices.tolist(), out.values.tolist(), out.dtype) == ([1, 4], [[2, 3], [8, 9]], np.float32)
+        dense = np.full((6, 2), 7.0)
+        assert kv.row_sparse_pull(key, dense, 0, ids) is dense
+        np.testing.assert_array_equal(dense, np.where(np.isin(np.arange(6), [1, 4])[:, None], VALUE, 0))
+
+
+def test_lists(comm):
+    with filled(comm) as kv:
+        outs = [empty(), empty()]
+        kv.row_sparse_pull("s", out=outs, row_ids=np.array([3, 0]))
+        assert [out.indices.tolist() for out in outs] == [[0, 3], [0, 3]]
+        assert not np.shares_memory(outs[0].values, outs[1].values)
+        kv.row_sparse_pull("s", out=outs, row_ids=[np.array([3]), np.array([5, 2])])
+        assert [out.values.tolist() for out in outs] == [[[6, 7]], [[4, 5], [10, 11]]]
+        mixed = [empty(), np.ones((6, 2))]
+        kv.row_sparse_pull(["s", "d"], out=mixed, row_ids=[np.array([1]), np.array([], np.int64)])
+        assert (mixed[0].values.tolist(), mixed[1].any()) == ([[2, 3]], False)
+        one, (two, three) = kv.row_sparse_pull(["d", "s"], row_ids=[[1], [np.array([2]), np.array([0, 2])]])
+        assert [rows.indices.tolist() for rows in (one, two, three)] == [[1], [2], [0, 2]]
+        again = kv.row_sparse_pull(["s", "s"], row_ids=[[1], [2]])
+        assert [rows.values.tolist() for rows in again] == [[[2, 3]], [[4, 5]]]
+        assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
+
+
+def test_rows_that_are_not_there_are_zeros(comm):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("s", RowSparse([2], np.ones((1, 2)), (6, 2)))
+        assert kv.row_sparse_pull("s", row_ids=[2, 5]).values.tolist() == [[1, 1], [0, 0]]
+        kv.push("s", RowSparse([5], np.ones((1, 2)), (6, 2)))
+        assert kv.row_sparse_pull("s", row_ids=[2, 5]).values.tolist() == [[0, 0], [kv.size, kv.size]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"row_ids": [0, 6]}, IndexError, "row 6 is not in an array of 6 rows"),
+        ({"row_ids": np.array([-1])}, IndexError, "row -1 is not"),
+        ({"row_ids": None}, TypeError, "row_ids says which rows are wanted"),
+        ({"row_ids": [0.5]}, TypeError, "expected an array, got float"),
+        ({"row_ids": [[0], [1]], "out": [empty()] * 3}, mpikv.ValueMismatch, "3 outs and 2 row_ids for key 's'"),
+        ({"row_ids": [0], "out": RowSparse([], np.zeros((0, 3)), (6, 3))}, mpikv.ValueMismatch, "shape"),
+        ({"row_ids": [0], "out": RowSparse([], np.zeros((0, 2), int), (6, 2))}, mpikv.ValueMismatch, "int64"),
+        ({"row_ids": [0], "out": np.zeros((2, 2))}, mpikv.ValueMismatch, "shape"),
+        ({"key": "z", "row_ids": [0]}, mpikv.KeyNotInitialized, "key 'z' was never initialized"),
+        ({"key": ["s", "d"], "row_ids": [0]}, mpikv.ValueMismatch, "2 keys need a list of as many row_ids"),
+        ({"key": "n", "row_ids": [0]}, (mpikv.ValueMismatch, IndexError), "n"),
+    ],
+)
+def test_bad_pulls(comm, arguments, error, text):
+    with filled(comm) as kv:
+        kv.init("n", np.array(1.0))
+        bad = {"key": "s", **arguments}
+        if kv.rank != kv.size - 1:
+            bad = {"key": "s", "row_ids": [0]}
+            error, text = mpikv.PeerFailed, "raised"
+        with pytest.raises(error, match=text):
+            kv.row_sparse_pull(**bad)
+        assert kv.row_sparse_pull("s", row_ids=[5]).values.tolist() == [[10, 11]]
+
+
+# --- What does not go
+
+
+@pytest.mark.parametrize("which", ["kind", "shape", "mixture", "dtype", "init", "out"])
+def test_ranks_that_differ(comm, which):
+    with filled(comm) as kv:
+        last = kv.rank == kv.size - 1
+        rows = RowSparse([1], np.ones((1, 2)), (6, 2))
+        calls = {
+            "kind": lambda: kv.push("s", VALUE if last else rows),
+            "shape": lambda: kv.push("s", RowSparse([1], np.ones((1, 3)), (6, 3)) if last else rows),
+            "mixture": lambda: kv.push(["s", "d"], [rows, VALUE if last else rows]),
+            "dtype": lambda: kv.push("s", RowSparse([1], np.ones((1, 2), int), (6, 2)) if last else rows),
+            "init": lambda: kv.init("new", VALUE if last else rows),
+            "out": lambda: kv.pushpull("s", rows, out=np.zeros((6, 2)) if last else empty()),
+        }
+        errors = {"kind": mpikv.RankMismatch, "init": mpikv.RankMismatch, "out": mpikv.RankMismatch}
+        if kv.size > 1 or which not in errors:
+            wanted = errors.get(which, mpikv.ValueMismatch if last else mpikv.PeerFailed)
+            with pytest.raises(wanted):
+                calls[which]()
+        np.testing.assert_array_equal(kv.pull("s"), VALUE)
+        kv.push("s", rows)
+        assert kv.pull("s").sum() == 2 * kv.size
+
+
+def test_what_excludes_rows(comm):
+    rows = RowSparse([1], np.ones((1, 2), np.float32), (6, 2))
+    with mpikv.create(comm=comm, compression="fp16") as kv:
+        kv.init("s", rows)
+        with pytest.raises(mpikv.Unsupported, match="rows cannot be compressed"):
+            kv.push("s", rows)
+        kv.set_gradient_compression(None)
+        kv.set_optimizer("lamb")
+        with pytest.raises(mpikv.Unsupported, match="LAMB updates whole values"):
+            kv.push("s", rows)
+        for verb in (kv.set, kv.broadcast):
+            with pytest.raises(TypeError, match="expected an array, got RowSparse"):
+                verb("s", rows)
+        assert kv.is_capable("sparse")
+
+
+# --- Updates
+
+RULES = {
+    "sgd": {"learning_rate": 0.1, "wd": 0.01, "rescale_grad": 0.5},
+    "momentum": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01, "clip_gradient": 1.5},
+    "adam": {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "wd": 0.01},
+    "adagrad": {"learning_rate": 0.1, "epsilon": 1e-4},
+}
+
+
+def lazily(name, options, value, state, ids, total, count):
+    """MXNet's lazy updates, by the papers' formulas, row by row."""
+    for row in ids:
+        g = total[row] * options.get("rescale_grad", 1.0)
+        if "clip_gradient" in options:
+            g = np.clip(g, -options["clip_gradient"], options["clip_gradient"])
+        g = g + options.get("wd", 0.0) * value[row]
+        first, second = state.setdefault(row, (np.zeros_like(g), np.zeros_like(g)))
+        rate = options["learning_rate"]
+        if name in ("sgd", "momentum"):
+            first = options.get("momentum", 0.0) * first - rate * g
+            value[row] += first
+        elif name == "adagrad":
+            first = first + g * g
+            value[row] -= rate * g / (np.sqrt(first) + options["epsilon"])
+        else:
+            beta1, beta2 = options["beta1"], options["beta2"]
+            first, second = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
+            # The number of updates is the key's, as in MXNet, not the row's.
+            mean, variance = first / (1 - beta1**count), second / (1 - beta2**count)
+            value[row] -= rate * mean / (np.sqrt(variance) + 1e-8)
+        state[row] = first, second
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("rule", RULES)
+def test_optimizers_change_the_rows_in_the_sum(comm, rule, transport):
+    options, shape = RULES[rule], (500, 5)
+    rng = np.random.default_rng(3)
+    expected, state = rng.standard_normal(shape), {}
+    with mpikv.create(comm=comm, transport="local" if comm is None else transport, bucket_bytes=4096) as kv:
+        kv.init("w", expected.copy())
+        kv.set_optimizer("sgd" if rule == "momentum" else rule, **options)
+        for count in range(1, 6):
+            brought = [[(rng.integers(0, 500, 9), rng.standard_normal((9, 5)))] for _ in range(kv.size)]
+            ids, total = sum_of(Cell(expected), brought)
+            kv.push("w", RowSparse(*brought[kv.rank][0], shape))
+            lazily(rule, options, expected, state, ids, total, count)
+            np.testing.assert_allclose(kv.pull("w"), expected, rtol=1e-12, atol=1e-14)
+        assert kv.version("w") == 5
+
+
+@pytest.mark.parametrize("name", ["Signum", "RMSProp", "AdaDelta", "AdamW", "Nadam", "Adamax", "FTRL", "Test"])
+def test_every_elementwise_optimizer_does_to_these_rows_what_it_does_to_all(comm, name):
+    optimizer = mpikv.optimizers.create(name)
+    rng = np.random.default_rng(4)
+    value = rng.standard_normal((50, 3))
+    state = {slot: np.zeros((50, 3), dtype) for slot, dtype in optimizer.slots(value.dtype).items()}
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", value)
+        kv.set_optimizer(name)
+        for count in (1, 2, 3):
+            ids, rows = np.unique(rng.integers(0, 50, 12)), rng.integers(-3, 4, (12, 3)) / 4
+            mine = RowSparse(ids, rows[: ids.size], value.shape)
+            kv.push("w", mine)
+            some, some_state = value[ids], {slot: array[ids] for slot, array in state.items()}
+            optimizer.update(optimizer.step("w", count), kv.size * rows[: ids.size], some, some_state)
+            value[ids] = some
+            for slot, array in some_state.items():
+                state[slot][ids] = array
+        np.testing.assert_array_equal(kv.pull("w"), value)
+
+
+def test_a_function_receives_rows(comm):
+    seen = []
+
+    def update(key, received, stored):
+        seen.append((key, received))
+        stored[received.indices] -= received.values
+
+    with filled(comm) as kv:
+        kv.set_updater(update)
+        kv.push(["d", "s"], [RowSparse([kv.rank, 5], np.ones((2, 2)), (6, 2))] * 2)
+        assert [key for key, _ in seen] == (["d", "s"] if kv.is_root else [])
+        assert all(type(rows) is RowSparse and rows.shape == (6, 2) for _, rows in seen)
+        expected = VALUE.copy()
+        expected[: kv.size] -= 1
+        expected[5] -= kv.size
+        np.testing.assert_array_equal(kv.pull("s"), expected)
+        np.testing.assert_array_equal(kv.pull("d"), expected)
+
+
+def test_a_function_that_raises_changes_nothing(comm):
+    def update(key, received, stored):
+        stored += 1
+        if key == "s":
+            raise ZeroDivisionError("on purpose")
+
+    with filled(comm) as kv:
+        kv.set_updater(update)
+        with pytest.raises(ZeroDivisionError if kv.is_root else mpikv.PeerFailed, match="on purpose"):
+            kv.push(["d", "s"], [RowSparse([1], np.ones((1, 2)), (6, 2))] * 2)
+        np.testing.assert_array_equal(kv.pull("d"), VALUE)
+        assert (kv.version("d"), kv.version("s")) == (0, 0)
+
+
+# --- With the rest of the store
+
+
+def test_join(comm):
+    with filled(comm) as kv:
+        kv.set_optimizer("test", learning_rate=1.0)
+        with kv.join():
+            for _ in range(kv.rank + 1):
+                rows = RowSparse([1], np.ones((1, 2)), (6, 2))
+                kv.push("s", rows)
+                kv.pushpull("s", rows, out=np.zeros((6, 2)))
+                kv.pushpull("s", rows)  # which then has the new values
+                kv.row_sparse_pull("s", row_ids=[1])
+        pushes = 3 * kv.size * (kv.size + 1) / 2
+        assert kv.pull("s")[1].tolist() == [2 - pushes, 3 - pushes]
+
+
+def test_calls_that_nobody_waits_for(comm):
+    with filled(comm) as kv:
+        kv.set_optimizer("test", learning_rate=1.0)
+        rows = [RowSparse([number], np.ones((1, 2)), (6, 2)) for number in range(4)]
+        works = [kv.push("s", each, wait=False) for each in rows[:3]]
+        last = kv.pushpull("s", rows[3], wait=False)
+        for work in works:
+            work.wait()
+        assert last.wait().values.tolist() == [[6 - kv.size, 7 - kv.size]]
+        assert kv.pull("s").sum() == VALUE.sum() - 8 * kv.size
+
+
+def test_scopes_and_dicts(comm):
+    with mpikv.create(comm=comm) as kv:
+        scope = kv.scope("net")
+        scope.init({"words": RowSparse([1], np.ones((1, 2)), (6, 2))})
+        scope.push({"words": RowSparse([1, 2], np.ones((2, 2)), (6, 2))})
+        assert scope.row_sparse_pull("words", row_ids=[2]).values.tolist() == [[kv.size] * 2]
+        rows = {"words": RowSparse([4], np.ones((1, 2)), (6, 2))}
+        assert scope.pushpull(rows)["words"].values.tolist() == [[kv.size] * 2]
+
+
+def test_many_rows_are_summed_as_whole_arrays(comm, monkeypatch):
+    monkeypatch.setenv("MPIKV_DENSE_ROWS", "0.5")
+    with filled(comm) as kv:
+        many, few = RowSparse([0, 1, 2, 3], np.ones((4, 2)), (6, 2)), RowSparse([3], np.ones((1, 2)), (6, 2))
+        sent = []
+        for rows in (many, many, many, few, few):
+            before = kv.statistics()["rows"]["bytes_sent"]
+            kv.push("s", rows)
+            np.testing.assert_array_equal(kv.pull("s"), kv.size * rows.to_dense())
+            sent.append(kv.statistics()["rows"]["bytes_sent"] - before)
+        # The first is passed on as rows, by which the ranks learn that they are many.
+        assert [bool(each) for each in sent] == [kv.size > 1, False, False, kv.size > 1, kv.size > 1]
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_ranks_that_bring_much_and_nothing(comm, bucket_bytes):
+    with mpikv.create(comm=comm, bucket_bytes=bucket_bytes) as kv:
+        kv.init("s", RowSparse([], np.zeros((0, 7)), (5000, 7)))
+        kv.set_optimizer("test", learning_rate=1.0)
+        expected = np.zeros((5000, 7))
+        for turn, count in enumerate((0, 3000, 1, 4000, 0, 5000)):
+            busy = turn % kv.size
+            ids = np.arange(count) if kv.rank == busy else np.arange(0)
+            kv.push("s", RowSparse(ids, np.ones((ids.size, 7)), (5000, 7)))
+            expected[:count] -= 1
+            rows = kv.row_sparse_pull("s", row_ids=np.arange(0, 5000, kv.rank + 1))
+            np.testing.assert_array_equal(rows.values, expected[:: kv.rank + 1])
+
+
+def test_memory_that_another_value_has_left_is_cleared(comm):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("d", np.ones((100000, 3)))
+        kv.delete("d")
+        kv.init("s", RowSparse([7], np.ones((1, 3)), (100000, 3)))
+        assert kv.pull("s").sum() == 3
+
+
+def test_checkpoints(comm, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    name = str(folder if comm is None else comm.bcast(str(folder))) + "/rows.mpikv"
+    rows = RowSparse([1, 2], np.ones((2, 2)), (6, 2))
+    with filled(comm) as kv:
+        kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+        kv.push("s", rows)
+        kv.save(name)
+        kv.push("s", rows)
+        expected = kv.pull("s")
+    with mpikv.create(comm=comm) as kv:
+        kv.load(name)
+        kv.push("s", rows)
+        np.testing.assert_array_equal(kv.pull("s"), expected)
+        kv.set_updater(None)
+        kv.push("s", rows)
+        np.testing.assert_array_equal(kv.pull("s"), kv.size * rows.to_dense())
