@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -545,3 +546,29 @@ def test_checkpoints(comm, tmp_path_factory):
         kv.set_updater(None)
         kv.push("s", rows)
         np.testing.assert_array_equal(kv.pull("s"), kv.size * rows.to_dense())
+
+
+def resident() -> int:
+    """Return how many bytes of memory this rank has for itself, in pages that it has written to."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_rows_that_are_never_touched_take_no_memory(comm, transport):
+    """A table of 800 MB, of whose two states every rank would have 1.6 GB more; nobody writes to all of it."""
+    shape = (400_000, 500)
+    with mpikv.create(comm=comm, transport="local" if comm is None else transport) as kv:
+        before = resident()
+        kv.init("s", RowSparse([5], np.ones((1, 500), np.float32), shape))
+        if kv.transport == "shm" and kv.is_root:
+            before = resident()  # one rank writes zeros to the memory that all share
+        kv.set_optimizer("adam")
+        rng = np.random.default_rng(0)
+        for place in (0, 200_000, 399_000):
+            ids = place + rng.integers(0, 1000, 50)
+            kv.push("s", RowSparse(ids, np.ones((50, 500), np.float32), shape))
+            kv.row_sparse_pull("s", row_ids=ids)
+        # 150 rows of three arrays, which are in three places each, in pages of 2 MB.
+        assert resident() - before < 64 << 20
