@@ -167,7 +167,11 @@ class Program:
     def dense(self, key):
         cell = self.cells[key]
         given = [self.rng.integers(-3, 4, cell.value.shape).astype(cell.value.dtype) for _ in range(self.kv.size)]
-        self.kv.push(key, given[self.kv.rank])
+        if self.rng.integers(3):
+            self.kv.push(key, given[self.kv.rank])
+        else:
+            self.kv.buffer(key)[...] = given[self.kv.rank]
+            self.kv.push(key)
         every = np.arange(len(cell.value))
         self.update({key: [[(every, array)] for array in given]})
 
