@@ -55,6 +55,8 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
     """Return what is asked of each value by a row_sparse_pull, and the result of that call."""
     if wanted is None:
         raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
+    if isinstance(wanted, Integral):
+        wanted = [wanted]
     if not isinstance(key, (list, tuple)):
         (entry,) = entries
         group = [wanted] if _is_one(wanted) else list(wanted)

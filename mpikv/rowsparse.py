@@ -202,7 +202,7 @@ def merged_rows(
     if not others:
         total = empty(rows.shape, dtype)
         np.copyto(total, rows, casting="unsafe")
-        return ids, total
+        return ids.copy(), total
     every = np.concatenate([ids for ids, _ in terms])
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every

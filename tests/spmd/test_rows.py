@@ -576,3 +576,16 @@ def test_rows_that_are_never_touched_take_no_memory(comm, transport):
             kv.row_sparse_pull("s", row_ids=ids)
         # 150 rows of three arrays, which are in three places each, in pages of 2 MB.
         assert resident() - before < 64 << 20
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_more_keys_than_a_message_can_tell_the_lengths_of(comm, transport):
+    keys = [f"k{number}" for number in range(300)]
+    with mpikv.create(comm=comm, transport="local" if comm is None else transport, bucket_bytes=4096) as kv:
+        kv.init(keys, [RowSparse([], np.zeros((0, 3)), (9, 3))] * 300)
+        for _ in range(2):
+            kv.push(keys, [RowSparse([number % 9], np.full((1, 3), 1.0 * number), (9, 3)) for number in range(300)])
+            rows = kv.row_sparse_pull(keys, row_ids=[[number % 9, 0] for number in range(300)])
+            for number, each in enumerate(rows):
+                assert each.values[-1].tolist() == [kv.size * number] * 3
+                assert len(each) == (1 if number % 9 == 0 else 2)
