@@ -204,8 +204,6 @@ class Rows:
             self._clear(entry)
             if entry.present is not None:
                 entry.present.rows = ids
-        elif entry.present is not None:
-            entry.present.fill()
         value = _table(entry, entry.value)
         states = {name: _table(entry, array) for name, array in entry.state.items()}
         whole, parts = (slice(None), ()) if self._exchange.placement.everywhere else self._owners(entry).own(rank, ids)
@@ -257,9 +255,6 @@ class Rows:
         confirm(failure)
         for entry, value in changed:
             np.copyto(entry.value, value)
-        for entry in entries:
-            if entry.present is not None:
-                entry.present.fill()
 
     # --- Pulls
 

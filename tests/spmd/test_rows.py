@@ -19,14 +19,15 @@ pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 # How many random sequences each store is given; 250 makes 1,000 of those on two ranks.
 SEQUENCES = int(os.environ.get("ROW_SEQUENCES", "6"))
+# Transport, placement, deterministic, and from which share of rows on whole arrays are sent.
 STORES = [
-    ("shm", "auto", False),
-    ("shm", "root", True),
-    ("mpi", "auto", True),
-    ("mpi", "sharded", False),
-    ("mpi", "replicated", False),
-    ("hosts", "auto", False),
-    ("hosts", "sharded", False),
+    ("shm", "auto", False, 9.0),
+    ("shm", "root", True, 0.1),
+    ("mpi", "auto", True, 0.1),
+    ("mpi", "sharded", False, 9.0),
+    ("mpi", "replicated", False, 9.0),
+    ("hosts", "auto", False, 0.1),
+    ("hosts", "sharded", False, 9.0),
 ]
 # With messages of 4 KiB owners' ranges end inside of rows, and some rows have more than two owners.
 SHAPES = ((700, 3), (40, 31), (5, 2100), (3000,), (129, 2, 3), (0, 3), (4, 0), (1, 1), (900, 64))
@@ -34,8 +35,9 @@ DTYPES = ("float64", "float32", "float16", "int32", "bool", "complex128")
 
 
 @pytest.fixture
-def store(request, comm):
-    transport, placement, deterministic = request.param
+def store(request, comm, monkeypatch):
+    transport, placement, deterministic, dense_rows = request.param
+    monkeypatch.setenv("MPIKV_DENSE_ROWS", str(dense_rows))
     if comm is None:
         transport = "local"
     with mpikv.create(
@@ -307,6 +309,33 @@ def test_bad_pulls(comm, arguments, error, text):
         with pytest.raises(error, match=text):
             kv.row_sparse_pull(**bad)
         assert kv.row_sparse_pull("s", row_ids=[5]).values.tolist() == [[10, 11]]
+
+
+WRITES = {
+    "push": lambda kv: kv.push("s", VALUE),
+    "buffer": lambda kv: (kv.buffer("s").fill(1.0), kv.push("s")),
+    "set": lambda kv: kv.set("s", VALUE),
+    "broadcast": lambda kv: kv.broadcast("s", VALUE),
+    "updater": lambda kv: (kv.set_updater(add_twice), kv.push("s", few()), kv.set_updater(None)),
+    "optimizer": lambda kv: (kv.set_optimizer("test"), kv.push("s", few()), kv.set_updater(None)),
+}
+
+
+def few():
+    return RowSparse([4], np.ones((1, 2)), (6, 2))
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+@pytest.mark.parametrize("write", WRITES)
+def test_what_others_have_written_is_cleared(comm, write, transport, monkeypatch):
+    monkeypatch.setenv("MPIKV_DENSE_ROWS", "9")
+    rows = RowSparse([1], np.ones((1, 2)), (6, 2))
+    with mpikv.create(comm=comm, transport="local" if comm is None else transport) as kv:
+        kv.init("s", rows)
+        kv.push("s", rows)
+        WRITES[write](kv)
+        kv.push("s", rows)
+        np.testing.assert_array_equal(kv.pull("s"), kv.size * rows.to_dense())
 
 
 # --- What does not go
