@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from mpikv import RowSparse
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
 # How many random sequences each store is given; 250 makes 1,000 of those on two ranks.
-SEQUENCES = int(os.environ.get("ROW_SEQUENCES", "6"))
+SEQUENCES = int(os.environ.get("ROW_SEQUENCES", "9"))
 # Transport, placement, deterministic, and from which share of rows on whole arrays are sent.
 STORES = [
     ("shm", "auto", False, 9.0),
@@ -101,6 +102,7 @@ class Program:
     def __init__(self, kv, seed, functions):
         self.kv, self.rng, self.functions = kv, np.random.default_rng(seed), functions
         self.cells, self.rule = {}, assign
+        self.shapes = cycle(SHAPES[seed % len(SHAPES) :] + SHAPES[: seed % len(SHAPES)])
 
     def run(self, steps):
         self.init("a")
@@ -115,7 +117,7 @@ class Program:
             self.kv.delete(key)
 
     def init(self, key):
-        shape, dtypes = SHAPES[self.rng.integers(len(SHAPES))], EXACT[self.rule]
+        shape, dtypes = next(self.shapes), EXACT[self.rule]
         dtype = dtypes[self.rng.integers(len(dtypes))]
         indices, values = drawn(self.rng, shape, dtype, 50)
         cell = self.cells[key] = Cell(np.zeros(shape, dtype))
@@ -552,6 +554,28 @@ def test_ranks_that_bring_much_and_nothing(comm, bucket_bytes):
             expected[:count] -= 1
             rows = kv.row_sparse_pull("s", row_ids=np.arange(0, 5000, kv.rank + 1))
             np.testing.assert_array_equal(rows.values, expected[:: kv.rank + 1])
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+@pytest.mark.parametrize("shape", [(40, 31), (5, 2100), (3, 200, 5), (2, 100000)])
+def test_rows_of_several_owners(comm, shape, transport):
+    rng = np.random.default_rng(5)
+    expected = rng.integers(-9, 10, shape).astype(float)
+    with mpikv.create(comm=comm, transport="local" if comm is None else transport, bucket_bytes=4096) as kv:
+        kv.init("w", expected)
+        kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+        for row in range(shape[0]):
+            total = np.zeros(shape[1:])
+            for rank in range(kv.size):
+                given = rng.integers(-9, 10, (1, *shape[1:])).astype(float)
+                total += given[0]
+                if rank == kv.rank:
+                    kv.push("w", RowSparse([row], given, shape))
+            expected[row] -= 0.5 * total
+            wanted = np.arange(kv.rank % shape[0], shape[0], 2)
+            rows = kv.row_sparse_pull("w", row_ids=wanted)
+            np.testing.assert_array_equal(rows.values, expected[wanted])
+        np.testing.assert_array_equal(kv.pull("w"), expected)
 
 
 def test_memory_that_another_value_has_left_is_cleared(comm):
