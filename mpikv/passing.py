@@ -80,7 +80,7 @@ class Passing:
             self._rooms.clear()
         self._rooms[label] = -(-longest * 9 // 512) * 64
         mine = table[:, self._transport.rank if each else 0].tolist()
-        if (longest <= done).all():
+        if first and (longest <= done).all():
             received = [part[row.nbytes : row.nbytes + size] for part, size in zip(first, mine, strict=True)]
         else:
             received = self._rest(parts, [part[row.nbytes :] for part in first], mine, longest, done)
@@ -94,7 +94,7 @@ class Passing:
         received = [np.empty(size, np.uint8) for size in mine]
         for target, part in zip(received, first, strict=False):
             _put(target, 0, part)
-        chunk = self._transport.limit // int((longest > done).sum()) // 8 * 8
+        chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
         while (longest > done).any():
             counts = np.clip(longest - done, 0, chunk)
             begin = int(done[self._transport.rank if each else 0])

@@ -642,3 +642,5 @@ def test_more_keys_than_a_message_can_tell_the_lengths_of(comm, transport):
             for number, each in enumerate(rows):
                 assert each.values[-1].tolist() == [kv.size * number] * 3
                 assert len(each) == (1 if number % 9 == 0 else 2)
+        kv.push(keys, [RowSparse([], np.zeros((0, 3)), (9, 3))] * 300)
+        assert not any(each.values.any() for each in kv.row_sparse_pull(keys, row_ids=[[0, 1, 2]] * 300))
