@@ -644,3 +644,22 @@ def test_more_keys_than_a_message_can_tell_the_lengths_of(comm, transport):
                 assert len(each) == (1 if number % 9 == 0 else 2)
         kv.push(keys, [RowSparse([], np.zeros((0, 3)), (9, 3))] * 300)
         assert not any(each.values.any() for each in kv.row_sparse_pull(keys, row_ids=[[0, 1, 2]] * 300))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("transport", "deterministic"), [("shm", False), ("shm", True), ("mpi", True)])
+def test_the_bits_are_those_of_whole_arrays(comm, transport, deterministic, dtype, monkeypatch):
+    monkeypatch.setenv("MPIKV_DENSE_ROWS", "9")
+    rng = np.random.default_rng([6, 0 if comm is None else comm.rank])
+    transport = "local" if comm is None else transport
+    with mpikv.create(comm=comm, transport=transport, deterministic=deterministic) as kv:
+        kv.init("s", RowSparse([], np.zeros((0, 5), dtype), (200, 5)))
+        kv.init("d", np.zeros((200, 5), dtype))
+        for length in (1, 2, 3):
+            rows = []
+            for _ in range(length):
+                ids = rng.choice(200, 90, replace=False)
+                rows.append(RowSparse(ids, rng.standard_normal((90, 5)).astype(dtype), (200, 5)))
+            kv.push("s", rows)
+            kv.push("d", [each.to_dense() for each in rows])
+            np.testing.assert_array_equal(kv.pull("s"), kv.pull("d"))
