@@ -30,7 +30,7 @@ from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
-from .rowarguments import Asked, Brought, asked_of, brings_rows, brought, deliver, single_rows, union
+from .rowarguments import Asked, Brought, asked_of, brings_rows, brought, deliver, paired, single_rows, union
 from .rows import Rows, check_updater
 from .rowsparse import RowSparse
 from .trial import asked_for, choose
@@ -132,7 +132,7 @@ class Calls:
             groups = outs_of(key, result, plan.keys).groups
         rows = [[each for each in group if type(each) is RowSparse] for group in groups]
         asked = [
-            asked_of([entry], entry.key, group, [each.indices for each in group])[0][0]
+            paired(entry, [each.indices for each in group], group)
             for entry, group in zip(plan.entries, rows, strict=True)
         ]
         arrays = [[each for each in group if type(each) is not RowSparse] for group in groups]
@@ -210,6 +210,8 @@ class Calls:
         if said.verb == "barrier":
             return None
         plan, nothing = self._exchange.plan(tuple(said.keys)), [()] * len(said.keys)
+        if said.verb != "row_sparse_pull" and _ROWS not in said.parts:
+            plan.prepare()
         if said.verb == "pull":
             self._check_same(said, self._described(plan))
             return lambda: self._exchange.pull(plan, nothing)
@@ -226,7 +228,8 @@ class Calls:
                 return lambda: self._exchange.push_buffers(plan, steps, confirm)
             return lambda: self._exchange.pushpull_buffers(plan, steps, nothing, confirm)
         if _ROWS in said.parts or _FOR_WHOLE in said.parts:
-            given = brought(plan.entries, nothing, self._exchange.in_pairs).rows
+            self._rows.prepare(plan)
+            given = brought(plan.entries, nothing, self._exchange.in_pairs, self._exchange.apart).rows
             if said.verb == "push":
                 return lambda: self._rows.push(plan, given, steps, confirm)
             whole = nothing if _FOR_WHOLE in said.parts else None
@@ -266,7 +269,8 @@ class Calls:
         plan = self._exchange.plan(form.keys)
         if brings_rows(form.groups):
             check_updater(self._exchange)
-            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs)
+            self._rows.prepare(plan)
+            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)
         arrays = sources(plan.entries, form.groups)
         if len(plan.buckets) > 1:
             arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
@@ -287,6 +291,8 @@ class Calls:
         """Return what to compare with the other ranks before a plan is run that updates nothing."""
         call = plan.memo.get(verb)
         if call is None:
+            if verb != "row_sparse_pull":
+                plan.prepare()
             call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, lambda: self._described(plan))
             plan.memo[verb] = call
         return _prioritized(call, plan, priority)
@@ -296,6 +302,8 @@ class Calls:
         updater = self._exchange.updater
         revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
         if revision != updater.revision:
+            if option != _ROWS:
+                plan.prepare()
             token = plan.digest ^ digest(verb + option) ^ digest("\n".join(self._settings()))
             call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
             confirm = self._confirmation(call) if updater.fallible else None

@@ -133,21 +133,25 @@ class Plan:
     label: str
     memo: dict[Any, Any]
     """What the store worked out for the plan and can use again."""
-    cutter: _Cutter
+    _cutter: _Cutter
 
     # Worked out when first asked for: who only passes on rows never does, and a large value has many buckets.
+
+    def prepare(self) -> None:
+        """Work out now what moving whole values needs: before ranks agree on it, as it may fail on one of them."""
+        _ = self.buckets, self.totals
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         buckets: list[Bucket] = []
         for block, members in _by_block(self.entries).items():
-            buckets += [self.cutter.bucket(block, ranges) for ranges in _cells(block, members, self.entries)]
+            buckets += [self._cutter.bucket(block, ranges) for ranges in _cells(block, members, self.entries)]
         return tuple(buckets)
 
     @cached_property
     def totals(self) -> tuple[Array | None, ...]:
         """For updaters of whole values: where the sum of each key that this rank owns is put together."""
-        return tuple(self.cutter.total_of(entry) for entry in self.entries)
+        return tuple(self._cutter.total_of(entry) for entry in self.entries)
 
     @cached_property
     def nbytes(self) -> int:
@@ -207,7 +211,7 @@ def build(
     scratch: Array,
     adding: bool = False,
 ) -> Plan:
-    """Cut the keys into buckets.
+    """Return the plan for some keys, which it cuts into buckets when they are first asked for.
 
     ``scratch`` is memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per
     key instead. ``adding`` lets kernels make the last addition of a sum.
@@ -221,7 +225,7 @@ def build(
         digest=digest("\n".join(texts)),
         label=label(keys),
         memo={},
-        cutter=_Cutter(entries, placement, transport, updater, kernels, scratch, adding),
+        _cutter=_Cutter(entries, placement, transport, updater, kernels, scratch, adding),
     )
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arguments import writable
-from .arrays import accumulator, castable, is_array
+from .arrays import accumulator, castable, is_array, run_quietly
 from .errors import ValueMismatch
 from .keys import Entry, parse
 from .rowsparse import RowSparse, merged_rows, row_ids
 from .typing import Array, Key
 
-__all__ = ["Asked", "Brought", "asked_of", "brings_rows", "brought", "deliver", "single_rows", "union"]
+__all__ = ["Asked", "Brought", "asked_of", "brings_rows", "brought", "deliver", "paired", "single_rows", "union"]
 
 
 class Brought(NamedTuple):
@@ -37,9 +38,11 @@ def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
     return any(type(given) is RowSparse for group in groups for given in group)
 
 
-def brought(entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool) -> Brought:
-    """Return the sums of this rank's rows for each key."""
-    return Brought([_sum_of(entry, group, in_pairs) for entry, group in zip(entries, groups, strict=True)])
+def brought(
+    entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool, apart: Callable[[Array], Array]
+) -> Brought:
+    """Return the sums of this rank's rows for each key. ``apart`` copies what may change before it is read."""
+    return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
 
 
 def single_rows(keys: Sequence[Key], groups: Sequence[Sequence[Any]]) -> list[RowSparse]:
@@ -60,10 +63,12 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
     if not isinstance(key, (list, tuple)):
         (entry,) = entries
         group = [wanted] if _is_one(wanted) else list(wanted)
-        asked = _paired(entry, group, out)
+        asked = paired(entry, group, out)
         if out is None:
             return [asked], asked[0].out if _is_one(wanted) else [each.out for each in asked]
         return [asked], out
+    if _is_one(wanted) and len(key) == 1:
+        wanted = [wanted]
     if _is_one(wanted) or len(wanted) != len(key):
         raise ValueMismatch(f"{len(key)} keys need a list of as many row_ids, each an array or a list of arrays")
     if out is not None and (not isinstance(out, (list, tuple)) or len(out) != len(key)):
@@ -82,7 +87,8 @@ def deliver(entry: Entry, asked: Sequence[Asked], ids: Array, rows: Array) -> No
     """Give the rows of a value, of these numbers, to those who asked for some of them."""
     rows = rows.reshape(ids.size, *entry.shape[1:])
     for each in asked:
-        some = rows.copy() if each.ids is ids else rows[np.searchsorted(ids, each.ids)]
+        # Rows that one asked for are nobody else's.
+        some = rows if each.ids is ids else rows[np.searchsorted(ids, each.ids)]
         if isinstance(each.out, RowSparse):
             each.out.replace(each.ids.copy(), some.astype(each.out.dtype, copy=False))
         else:
@@ -104,10 +110,11 @@ def _is_one(wanted: Any) -> bool:
     )
 
 
-def _paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    numbers = [np.unique(row_ids(each, entry.shape[0] if entry.shape else 0)) for each in wanted]
+def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
+    """Return what is asked of a value by some arrays of numbers for as many outs, or by one for all; out may be None."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
+    numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]
     if out is None:
         return [Asked(ids, _empty(entry)) for ids in numbers]
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
@@ -131,19 +138,20 @@ def _fillable(entry: Entry, out: Any) -> Any:
     return out
 
 
-def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool) -> RowSparse:
+def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
     if not group:
         return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
     for each in group:
         _check_fit(entry, "value", each, each.dtype, entry.dtype)
     (only, *others) = group
-    if not others and only.dtype == entry.dtype:
-        return only  # type: ignore[no-any-return]
-    summed = RowSparse((), np.empty((0, *entry.shape[1:]), entry.dtype), entry.shape)
-    wide = accumulator(entry.dtype)
-    ids, rows = merged_rows([(each.indices, each.values) for each in group], wide, in_pairs)
-    summed.replace(ids, rows.astype(entry.dtype, copy=False))
+    if others:
+        wide = accumulator(entry.dtype)
+        ids, rows = run_quietly(merged_rows, [(each.indices, each.values) for each in group], wide, in_pairs)
+    else:
+        ids, rows = only.indices, apart(only.values)
+    summed = _empty(entry)
+    summed.replace(ids, run_quietly(partial(rows.astype, copy=False), entry.dtype))
     return summed
 
 

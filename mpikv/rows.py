@@ -7,7 +7,6 @@ not made of whole rows: a row in which one ends goes to all of its owners, each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -71,11 +70,18 @@ class Rows:
         self._passing, self._kept = Passing(exchange.transport), _Kept()
         # Of which keys a rank brought many rows to the last push, as far as the ranks know alike.
         self._many: set[Key] = set()
+        self._sent_whole = 0
 
     @property
     def sent(self) -> int:
-        """How many bytes this rank has sent to others for rows."""
-        return self._passing.sent
+        """How many bytes this rank has sent to others for rows, with each whole array that was sent instead."""
+        return self._passing.sent + self._sent_whole
+
+    def prepare(self, plan: Plan) -> None:
+        """Cut the keys that :meth:`push` may send whole, before it runs. Local."""
+        if self._may_be_crowded(plan):
+            for key in plan.keys:
+                self._exchange.plan((key,)).prepare()
 
     def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
         """Give keys their memory, and the root's rows."""
@@ -99,7 +105,9 @@ class Rows:
         crowded = self._crowded(plan, given)
         for item in np.flatnonzero(crowded).tolist():
             one = self._exchange.plan(plan.keys[item : item + 1])
+            # Other ranks may read the array where it lies, but not after this push, which ends in a fence then.
             self._exchange.push(one, [given[item].to_dense()], Steps(steps.each[item : item + 1], True), None)
+            self._sent_whole += plan.entries[item].value.nbytes if self._transport.size > 1 else 0
         sparse = np.flatnonzero(~crowded).tolist()
         if not sparse:
             return
@@ -134,11 +142,14 @@ class Rows:
         """
         crowded = np.zeros(len(given), np.bool_)
         # What an optimizer does to a row depends on whether it is there.
-        if self._exchange.updater.assigns and any(entry.key in self._many for entry in plan.entries):
+        if self._may_be_crowded(plan):
             most = self._passing.counts([len(rows) for rows in given]).max(axis=0)
             for item, (entry, count) in enumerate(zip(plan.entries, most.tolist(), strict=True)):
                 crowded[item] = self._note(entry, count)
         return crowded
+
+    def _may_be_crowded(self, plan: Plan) -> bool:
+        return self._exchange.updater.assigns and any(key in self._many for key in plan.keys)
 
     def _note(self, entry: Entry, count: int) -> bool:
         """Note whether the rank that brings the most rows of a value brings many; return it."""
@@ -199,14 +210,14 @@ class Rows:
 
     def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
         """Update what this rank owns of some rows."""
-        updater, rank = self._exchange.updater, self._transport.rank
+        updater = self._exchange.updater
         if updater.assigns:
             self._clear(entry)
             if entry.present is not None:
                 entry.present.rows = ids
         value = _table(entry, entry.value)
         states = {name: _table(entry, array) for name, array in entry.state.items()}
-        whole, parts = (slice(None), ()) if self._exchange.placement.everywhere else self._owners(entry).own(rank, ids)
+        whole, parts = self._own(entry, ids)
         if updater.assigns:
             value[ids[whole]] = total[whole]
             for at, low, high in parts:
@@ -224,17 +235,22 @@ class Rows:
             part = {name: state[ids[at], low:high] for name, state in states.items()}
             updater.update(step, total[at, low:high], value[ids[at], low:high], part)
 
+    def _own(self, entry: Entry, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
+        """Return what this rank updates of some rows, as :meth:`_Owners.own`."""
+        if self._exchange.placement.everywhere:
+            return slice(None), ()
+        return self._owners(entry).own(self._transport.rank, ids)
+
     def _clear(self, entry: Entry) -> None:
         """Write zeros to what this rank owns of a value, where something else may be."""
-        value, rank = _table(entry, entry.value), self._transport.rank
-        everywhere = self._exchange.placement.everywhere
+        value = _table(entry, entry.value)
         if entry.present is None or entry.present.rows is None:
-            flat = value.reshape(-1)
-            for low, high in ((0, flat.size),) if everywhere else self._owners(entry).ranges(rank):
+            flat, everywhere = value.reshape(-1), self._exchange.placement.everywhere
+            for low, high in ((0, flat.size),) if everywhere else self._owners(entry).ranges(self._transport.rank):
                 flat[low:high] = 0
             return
         ids = entry.present.rows
-        whole, parts = (slice(None), ()) if everywhere else self._owners(entry).own(rank, ids)
+        whole, parts = self._own(entry, ids)
         value[ids[whole]] = 0
         for at, low, high in parts:
             value[ids[at], low:high] = 0
@@ -266,20 +282,25 @@ class Rows:
             owner.split((ids, _nothing(ids)), self._transport.size)
             for owner, (ids, _) in zip(owners, pulled, strict=True)
         ]
-        asked, _ = self._passing.to_each([_pack(part) for part in zip(*numbers, strict=True)], ("ask", *keys))
+        questions = list(zip(*numbers, strict=True))
+        asked, _ = self._passing.to_each([_pack(part) for part in questions], ("ask", *keys))
         only_ids = [_Kind(0, np.dtype(np.float64)) for _ in kinds]
+        # What was asked may be overwritten by the first message of the answers. They are rows alone, copied here: who
+        # asked knows in which order.
         answers = [
-            _pack(
-                [
-                    (ids, _table(entry, entry.value)[ids])
-                    for entry, (ids, _) in zip(entries, _unpack(part, only_ids), strict=True)
-                ]
-            )
+            [
+                _table(entry, entry.value)[ids].reshape(-1)
+                for entry, (ids, _) in zip(entries, _unpack(part, only_ids), strict=True)
+            ]
             for part in asked
         ]
         received, _ = self._passing.to_each(answers, ("answer", *keys))
         for rank, part in enumerate(received):
-            for owner, (ids, rows), (found, values) in zip(owners, pulled, _unpack(part, kinds), strict=True):
+            if rank == self._transport.rank:
+                continue
+            take = _taker(part)
+            for owner, kind, (ids, rows), (found, _) in zip(owners, kinds, pulled, questions[rank], strict=True):
+                values = _rows_of(take, found.size, kind)
                 at = np.searchsorted(ids, found)
                 whole, pieces = owner.own(rank, found)
                 rows[at[whole]] = values[whole]
@@ -335,10 +356,7 @@ class _Owners:
         # Whether a row may have several owners, and whether it may have more than two.
         self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
-
-    @cached_property
-    def _alone(self) -> bool:
-        return len(self._owners) == 1
+        self._alone = len(self._owners) == 1
 
     def _ends(self, ids: Array) -> tuple[Array, Array]:
         """Return in which ranges the first and the last element of each row are."""
@@ -450,12 +468,13 @@ def _unpack(packed: Array, kinds: Sequence[_Kind]) -> list[Selected]:
     take = _taker(packed)
     lengths = take(8 * len(kinds)).view(np.int64).tolist()
     return [
-        (
-            take(8 * count).view(np.int64),
-            take(count * kind.width * kind.dtype.itemsize).view(kind.dtype).reshape(count, kind.width),
-        )
+        (take(8 * count).view(np.int64), _rows_of(take, count, kind))
         for count, kind in zip(lengths, kinds, strict=True)
     ]
+
+
+def _rows_of(take: Callable[[int], Array], count: int, kind: _Kind) -> Array:
+    return take(count * kind.width * kind.dtype.itemsize).view(kind.dtype).reshape(count, kind.width)
 
 
 def _taker(packed: Array) -> Callable[[int], Array]:

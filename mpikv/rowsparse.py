@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,15 @@ class RowSparse:
 
     Args:
         indices: the numbers of the rows, from 0: one-dimensional, of any integer dtype, in any order. What is given for
-            a number twice is summed, from left to right, half precision in float32 and rounded once.
+            a number more than once is summed in the order of numpy's ``add.reduceat``, which is not from left to right
+            for many; half precision in float32 and rounded once.
         values: the rows, an array of shape ``(len(indices), *shape[1:])``. It is not copied where the numbers rise.
         shape: the shape of the whole, of one dimension at least.
 
     Raises:
         IndexError: a number is negative, or not below ``shape[0]``.
         ValueMismatch: a shape does not fit, or the numbers are no integers.
-        TypeError: the values, or the numbers, are no array; or the dtype has no sum.
+        TypeError: the values, or the numbers, are no array; the dtype has no sum; or a length is no integer.
 
     Example:
         >>> import numpy as np
@@ -53,10 +55,12 @@ class RowSparse:
     shape: tuple[int, ...]
 
     def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
-        self.shape = tuple(int(length) for length in shape)
+        self.shape = tuple(map(index, shape))
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
+        if (dimensions := np.ndim(indices)) != 1:
+            raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
         rows = source(values)
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ValueMismatch(

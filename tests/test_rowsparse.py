@@ -45,6 +45,14 @@ def test_sums_of_several(every, in_pairs):
     assert not any(np.shares_memory(total, rows) for _, rows in terms)
 
 
+def test_lengths_and_numbers_are_not_bent_into_shape():
+    with pytest.raises(TypeError, match="float"):
+        RowSparse([0], np.ones((1, 2)), (6.9, 2))
+    with pytest.raises(ValueMismatch, match="one-dimensional, and these have 2 dimensions"):
+        RowSparse(np.array([[0, 1]]), np.ones((2, 2)), (6, 2))
+    assert RowSparse([0], np.ones((1, 2)), np.array([6, 2])).shape == (6, 2)
+
+
 def test_half_precision_is_rounded_once():
     rows = RowSparse([0] * 3, np.array([[2048], [1], [1]], np.float16), (1, 1))
     assert rows.values.tolist() == [[2050]]
