@@ -111,7 +111,7 @@ def _is_one(wanted: Any) -> bool:
 
 
 def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
-    """Return what is asked of a value by some arrays of numbers for as many outs, or by one for all; out may be None."""
+    """Return what is asked of a value by some arrays of numbers: for as many outs, by one for all, or for None."""
     if not entry.shape:
         raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
     numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]

@@ -185,7 +185,8 @@ class KVStore(KVStoreBase):
         """Return what the store has found out about itself. Local.
 
         ``compression``: what was asked for, what was chosen, why, and by which measured seconds. ``rows``: how many
-        bytes this rank has sent to others in pushes and pulls of rows.
+        bytes this rank has sent to others in pushes and pulls of rows, where a whole array that was sent instead counts
+        with its size.
 
         Example:
             >>> import mpikv
@@ -635,7 +636,8 @@ class KVStore(KVStoreBase):
         """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``.
 
         Collective. It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key``
-        exactly what the caller of ``init`` wrote. Both arrays are valid during the call only. An exception in it is
+        exactly what the caller of ``init`` wrote. Both arrays are valid during the call only. For a push of rows
+        ``input`` is a :class:`RowSparse`, and ``stored`` a copy of the whole value all the same. An exception in it is
         raised on every rank, and no value of that push is changed. None returns to ASSIGN. Nothing changes until the
         next push.
 
@@ -887,11 +889,11 @@ class KVStore(KVStoreBase):
         """Let ranks have unequal amounts of work: one that leaves the block takes part in the others' calls until all
         leave.
 
-        Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
-        of times. A rank that has left contributes nothing to their sums, whatever its buffers hold, and is given
-        nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller. Only one
-        store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot
-        be made in it; those that were made before are waited for.
+        Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
+        different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,
+        and is given nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller.
+        Only one store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot be
+        made in it; those that were made before are waited for.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.

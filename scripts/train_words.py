@@ -149,6 +149,13 @@ def neighbours(vectors: Array, words: Sequence[str], word: str, count: int = 6) 
     return [words[number] for number in nearest if words[number] != word][:count]
 
 
+def whole(kv: mpikv.KVStore, vectors: Array) -> int:
+    """Return how many bytes a rank would have sent in whole arrays of the gradients and vectors of both tables."""
+    # What others own of its gradient, and what it owns to the others; but where ranks share values none are sent.
+    ways = 1 if kv.transport == "shm" else 2
+    return 2 * ways * int(kv.version("words")) * vectors.nbytes * (kv.size - 1) // kv.size
+
+
 def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Learn vectors of words, on any number of ranks.")
@@ -184,9 +191,7 @@ def main() -> None:
             for word in options.words:
                 known = word in corpus.words
                 print(f"{word:>10}: {' '.join(neighbours(vectors, corpus.words, word)) if known else 'too rare'}")
-            # Of each table a rank sends what others own of its gradient, and what it owns to the others.
-            whole = 2 * pushes * 2 * vectors.nbytes * (kv.size - 1) // kv.size
-            print(f"bytes sent by a rank: {sent} in rows; {whole} if gradients and vectors were whole arrays")
+            print(f"bytes sent by a rank: {sent} in rows; {whole(kv, vectors)} if they were whole arrays")
 
 
 if __name__ == "__main__":

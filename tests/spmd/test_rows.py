@@ -44,6 +44,8 @@ def store(request, comm, monkeypatch):
     with mpikv.create(
         comm=comm, transport=transport, placement=placement, deterministic=deterministic, bucket_bytes=4096
     ) as kv:
+        # Two hosts, of which each has the values of what it owns alone; see conftest.py.
+        assert transport != "hosts" or kv._exchange.transport.shared is (kv.size == 1)
         yield kv
 
 
@@ -743,3 +745,42 @@ def test_the_one_key_of_a_list(comm):
         assert (out.indices.tolist(), out.values.tolist()) == ([1], [[2, 3]])
         (rows,) = kv.row_sparse_pull(["s"], row_ids=[4, 1])
         assert rows.indices.tolist() == [1, 4]
+
+
+# --- What fails on one rank alone
+
+
+CALLS = {
+    "push": lambda kv: kv.push("s", VALUE),
+    "push of buffers": lambda kv: kv.push("s"),
+    "pull": lambda kv: kv.pull("s"),
+    "pushpull": lambda kv: kv.pushpull("s", VALUE, out=np.zeros((6, 2))),
+    "pushpull of buffers": lambda kv: kv.pushpull("s"),
+    "pushpull of rows": lambda kv: kv.pushpull("s", few(), out=np.zeros((6, 2))),
+    "many rows": lambda kv: kv.push(["s"], [RowSparse(np.arange(6), VALUE, (6, 2))]),
+}
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_value_that_cannot_be_cut_on_one_rank(comm, call, transport, monkeypatch):
+    """What a plan lacks after calls of rows is worked out before the ranks agree on a call that needs it."""
+
+    def fail(*arguments):
+        raise MemoryError("on purpose")
+
+    if comm is None and call == "many rows":
+        return  # to nobody
+    rows = RowSparse(np.arange(6), VALUE, (6, 2))
+    with filled(comm, transport="local" if comm is None else transport) as kv:
+        kv.buffer("s")
+        kv.set_optimizer("test", learning_rate=1.0)
+        kv.set_updater(None)  # which forgets all plans
+        kv.push("s", rows)
+        with monkeypatch.context() as patch:
+            if kv.rank == kv.size - 1:
+                patch.setattr("mpikv.plan._Cutter.bucket", fail)
+            with pytest.raises(MemoryError if kv.rank == kv.size - 1 else mpikv.PeerFailed, match="on purpose"):
+                CALLS[call](kv)
+        np.testing.assert_array_equal(kv.pull("s"), kv.size * VALUE)
+        CALLS[call](kv)
