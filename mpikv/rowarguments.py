@@ -150,6 +150,8 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
         ids, rows = run_quietly(merged_rows, [(each.indices, each.values) for each in group], wide, in_pairs)
     else:
         ids, rows = only.indices, apart(only.values)
+        if rows is only.values and rows.dtype == entry.dtype:
+            return only  # type: ignore[no-any-return]
     summed = _empty(entry)
     summed.replace(ids, run_quietly(partial(rows.astype, copy=False), entry.dtype))
     return summed

@@ -96,7 +96,7 @@ class Rows:
                     entry.value.fill(0)
                 _table(entry, entry.value)[ids] = rows
             assert entry.present is not None
-            entry.present.rows = ids.copy()
+            entry.present.rows = self._of_this_rank(entry, ids).copy()
         self._transport.fence()
         self._exchange.start_masters(keys)
 
@@ -199,6 +199,12 @@ class Rows:
             return mine
         return _unpack(received[self._root], [_kind(entry) for entry in entries])
 
+    def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
+        """Return the rows of which this rank updates something."""
+        if self._exchange.placement.everywhere:
+            return ids
+        return self._owners(entry).split((ids, _nothing(ids)), self._transport.size)[self._transport.rank][0]
+
     def _owners(self, entry: Entry) -> _Owners:
         memo = self._exchange.plan((entry.key,)).memo
         if _OWNERS not in memo:
@@ -236,7 +242,7 @@ class Rows:
             updater.update(step, total[at, low:high], value[ids[at], low:high], part)
 
     def _own(self, entry: Entry, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Return what this rank updates of some rows, as :meth:`_Owners.own`."""
+        """Return what this rank updates of rows of which it updates something, as :meth:`_Owners.own`."""
         if self._exchange.placement.everywhere:
             return slice(None), ()
         return self._owners(entry).own(self._transport.rank, ids)
@@ -384,13 +390,12 @@ class _Owners:
         return parts
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Return which of the rows are all a rank's, and its parts of others: a position among them, and elements."""
-        if self._alone:
-            return (slice(None) if self._owners[0] == rank else slice(0)), ()
-        first, last = self._ends(ids)
+        """Return which of some rows, as :meth:`split` gives them to a rank, are all that rank's, and its parts of the
+        others: a position among them, and elements.
+        """
         if not self._cut:
-            mine = self._owners[first] == rank
-            return (slice(None) if mine.all() else np.flatnonzero(mine)), ()
+            return slice(None), ()
+        first, last = self._ends(ids)
         parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]
         whole = (first == last) & (self._owners[first] == rank)
         return slice(None) if whole.all() else np.flatnonzero(whole), parts

@@ -142,8 +142,8 @@ class Presence:
     """Which rows of a row-sparse value may be other than zero, so that clearing them costs what was there."""
 
     rows: Array | None = None
-    """Their numbers, with those of rows of which this rank owns no element; None: any row may be. It counts while there
-    is no updater; whoever takes one away fills it."""
+    """The numbers of those of which this rank owns an element; None: any row may be. It counts while there is no
+    updater; whoever takes one away fills it."""
 
     def fill(self) -> None:
         """Note that any row may have been written to."""
