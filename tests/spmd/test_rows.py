@@ -164,11 +164,13 @@ class Program:
             self.rule(self.cells[name], *sum_of(self.cells[name], groups))
 
     def pull(self, key):
-        value = self.cells[key].value
-        wanted = [drawn(self.rng, value.shape, "float64", 40)[0] for _ in range(self.kv.size)][self.kv.rank]
-        rows = self.kv.row_sparse_pull(key, row_ids=wanted)
-        np.testing.assert_array_equal(rows.indices, np.unique(wanted))
-        np.testing.assert_array_equal(rows.values, value[np.unique(wanted)])
+        keys, most = list(dict.fromkeys([key, *self.cells]))[:2], int(self.rng.choice([3, 40, 3000]))
+        values = [self.cells[name].value for name in keys]
+        asked = [[drawn(self.rng, value.shape, "bool", most)[0] for value in values] for _ in range(self.kv.size)]
+        pulled = self.kv.row_sparse_pull(keys, row_ids=asked[self.kv.rank])
+        for value, wanted, rows in zip(values, asked[self.kv.rank], pulled, strict=True):
+            np.testing.assert_array_equal(rows.indices, np.unique(wanted))
+            np.testing.assert_array_equal(rows.values, value[np.unique(wanted)])
 
     def dense(self, key):
         cell = self.cells[key]
