@@ -15,18 +15,22 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore"]
+__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore", "wants_slices"]
 
 TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "dense_rows", "ranks_per_host", "single_copy")
+VARIABLES_ONLY = ("abort", "dense_rows", "ranks_per_host", "single_copy", "trace")
+# Fields in which ranks may differ.
+OWN_AFFAIRS = ("abort", "trace")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a store. All but ``abort`` must be the same on every rank, which :func:`mpikv.create` checks."""
+    """Settings of a store. All but ``abort`` and ``trace`` must be the same on every rank, as :func:`mpikv.create`
+    checks.
+    """
 
     transport: str = "auto"
     """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hosts`` (several hosts, with ``shm`` inside
@@ -58,6 +62,9 @@ class Config:
     ranks_per_host: int = 0
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
+    trace: str = ""
+    """A directory in which this rank writes down when each call begins and ends, for ``mpikv trace``; empty for none. A
+    variable only."""
 
     def __post_init__(self) -> None:
         _choose("transport", self.transport, TRANSPORTS)
@@ -124,6 +131,15 @@ def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
         return _switch(text)
     except ValueError:
         raise ConfigError(f"MXNET_UPDATE_ON_KVSTORE={text!r} is neither 0 nor 1") from None
+
+
+def wants_slices(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether MXNet's programs ask by DMLC_PS_VAN_TYPE for the store ``p3`` where they name another one.
+
+    >>> wants_slices({"DMLC_PS_VAN_TYPE": "p3"}), wants_slices({"DMLC_PS_VAN_TYPE": "zmq"}), wants_slices({})
+    (True, False, False)
+    """
+    return (os.environ if environ is None else environ).get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

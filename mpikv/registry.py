@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import Config
+from .config import OWN_AFFAIRS, Config, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -26,20 +26,26 @@ from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
+from .tracing import find_tracer
 from .transports import open_transport
 from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
+_DIST = ("dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
+_NO_SLICES = (
+    "slices by priority; 'dist_sync' has the same results, and its calls with wait=False go by their priorities, "
+    "each as a whole"
+)
 _LATER = {
     **dict.fromkeys(
         ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
     ),
-    "p3": "slices by priority; 'dist_sync' has the same results",
+    "p3": _NO_SLICES,
 }
 _NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
@@ -117,10 +123,12 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec, compressing = Config(), None, "None"
+    settings, codec, compressing, tracer = Config(), None, "None", None
     problem: Exception | None = None
     try:
         kind = _known(name)
+        if kind in _DIST and wants_slices():
+            raise Unsupported(f"DMLC_PS_VAN_TYPE=p3 is not in this version ({_NO_SLICES}); unset the variable")
         settings = Config.read(
             placement=placement,
             timeout=timeout,
@@ -131,6 +139,7 @@ def create(
             deterministic=deterministic,
             kernels=kernels,
         )
+        tracer = find_tracer(settings.trace) if settings.trace else None
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise
@@ -140,7 +149,8 @@ def create(
     try:
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
-        del wanted["abort"]  # each rank's own affair
+        for own in OWN_AFFAIRS:
+            del wanted[own]
         wanted["compression"] = compressing
         _compare(group, wanted, problem)
         try:
@@ -154,6 +164,8 @@ def create(
         raise
     _prepare_endings()
     store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
+    if tracer is not None:
+        tracer.watch(store)
     if codec is not None:
         try:
             store.set_gradient_compression(codec)

@@ -171,6 +171,14 @@ class KVStore(KVStoreBase):
     def _joining(self) -> bool:
         return self._in_join
 
+    def _update_count(self, key: Key) -> int:
+        self._pending.drain()
+        return int(self._exchange.table.counts[self._exchange.table[key].index])
+
+    def _lend(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._exchange.table.lent[self._exchange.table[key].index] = True
+
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
 
@@ -553,8 +561,12 @@ class KVStore(KVStoreBase):
         """
         self._collective("barrier", lambda: (_BARRIER, (self._meet,)))
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, verb: str = "agree") -> None:
         """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
+
+        Args:
+            text: the same on every rank, as is ``verb``.
+            verb: what it is compared for, for messages.
 
         Raises:
             RankMismatch: they differ. Both are shown.
@@ -563,8 +575,8 @@ class KVStore(KVStoreBase):
             >>> import mpikv
             >>> mpikv.create().agree("dropout 0.1")
         """
-        call = Call("agree", digest(f"agree {text}"), text, describe=lambda: [text])
-        self._collective("agree", lambda: (call, (_nothing,)))
+        call = Call(verb, digest(f"{verb} {text}"), text, describe=lambda: [text])
+        self._collective(verb, lambda: (call, (_nothing,)))
 
     def vote(self, flag: bool) -> bool:
         """Return whether any rank passed True. Collective.
@@ -756,7 +768,7 @@ class KVStore(KVStoreBase):
                 its place and only the folder could not be flushed, the message says so.
             CheckpointError: another store is being saved to the path.
             Unsupported: a host does not see the file that the root has made, or no reader would take what the store
-                holds.
+                holds; or its values are only the sums of a :class:`mpikv.Trainer` with ``update_on_kvstore=False``.
             ConfigError: a setting of the optimizer was changed to need other state than there is.
             RankMismatch: ranks gave other paths.
 
@@ -790,7 +802,8 @@ class KVStore(KVStoreBase):
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.
             ValueMismatch: the store has other keys, shapes or dtypes.
             OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
-            Unsupported: the placement cannot run the updater, or a value is bfloat16 and ml_dtypes is not there.
+            Unsupported: the placement cannot run the updater, or a value is bfloat16 and ml_dtypes is not there; or
+                the store only sums for a Trainer, as in :meth:`save`.
             RankMismatch: ranks see different files.
 
         Example: see :meth:`save`.

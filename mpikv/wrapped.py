@@ -61,9 +61,9 @@ class Wrapped(KVStoreBase):
 
     _barrier = barrier
 
-    def agree(self, text: str) -> None:
+    def agree(self, text: str, verb: str = "agree") -> None:
         """As :meth:`mpikv.KVStore.agree`. Collective."""
-        self._store.agree(text)
+        self._store.agree(text, verb)
 
     def vote(self, flag: bool) -> bool:
         """As :meth:`mpikv.KVStore.vote`. Collective."""

@@ -9,6 +9,7 @@ plain ``pytest`` runs it on one rank here, without an MPI library, and launches 
 from __future__ import annotations
 
 import signal
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import hypothesis
 import pytest
 from launching import Deadline, Frozen, Here, Launched, Together, ranks_of
 
+from mpikv.__main__ import COMMANDS
 from mpikv.config import launch_of
 
 # All ranks must draw the same examples; deadlines and a memory of failed examples would make them differ.
@@ -28,6 +30,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("ranks")
+# It also draws the constants of the modules that are loaded, and one rank alone may call a command, which loads it.
+for command in COMMANDS:
+    import_module(f"mpikv.cli.{command}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
     )
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
+    config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/features.py")
     launch = launch_of()
     if config.option.rank_records:
         # The launching session decides about deadlines; this one is for a job whose session was killed.

@@ -25,7 +25,7 @@ LAYERS = (
     ("gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "compression", "placement", "scope"),
     ("calls", "checkpoint", "exchange", "rowarguments", "rows", "store", "trial"),
-    ("storeless",),
+    ("storeless", "tracing"),
     ("registry",),
     ("trainer",),
     ("__init__", "__main__", "cli", "testing"),
