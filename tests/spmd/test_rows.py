@@ -217,6 +217,7 @@ class Program:
 EXACT = {assign: DTYPES, descend: ("float64",), twice: ("float64", "int32", "bool", "complex128")}
 
 
+@pytest.mark.feature("sparse-push")
 @pytest.mark.deadline(30 + 2 * SEQUENCES)
 @pytest.mark.parametrize("store", STORES, indirect=True, ids=str)
 def test_random_programs_do_what_whole_arrays_do(store, request):
@@ -245,6 +246,7 @@ def empty():
     return RowSparse([], np.zeros((0, 2)), (6, 2))
 
 
+@pytest.mark.feature("sparse-pull")
 @pytest.mark.parametrize("key", ["s", "d"])
 @pytest.mark.parametrize(
     "ids",
@@ -263,6 +265,7 @@ def test_one_key(comm, key, ids):
         np.testing.assert_array_equal(dense, np.where(np.isin(np.arange(6), [1, 4])[:, None], VALUE, 0))
 
 
+@pytest.mark.feature("sparse-pull-lists")
 def test_lists(comm):
     with filled(comm) as kv:
         outs = [empty(), empty()]
@@ -281,6 +284,7 @@ def test_lists(comm):
         assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
 
 
+@pytest.mark.feature("sparse-assign", "sparse-pull")
 def test_rows_that_are_not_there_are_zeros(comm):
     with mpikv.create(comm=comm) as kv:
         kv.init("s", RowSparse([2], np.ones((1, 2)), (6, 2)))
@@ -420,6 +424,7 @@ def lazily(name, options, value, state, ids, total, count):
         state[row] = first, second
 
 
+@pytest.mark.feature("sparse-optimizers")
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("rule", RULES)
 def test_optimizers_change_the_rows_in_the_sum(comm, rule, transport):
