@@ -30,6 +30,7 @@ from .gradients import LossScaler, clip_global_norm
 from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import create
+from .rowsparse import RowSparse
 from .scope import Scope
 from .store import KVStore
 from .storeless import AllReduce
@@ -53,6 +54,7 @@ __all__ = [
     "Parameter",
     "PeerFailed",
     "RankMismatch",
+    "RowSparse",
     "Scope",
     "StaleGradient",
     "Stalled",

@@ -29,7 +29,7 @@ __all__ = ["JOINED", "Agreement", "Call", "Said"]
 # and of one that has run out of work.
 _WELL = 1
 _FAILED = (1 << 62) - 1
-_JOINABLE = ("push", "pull", "pushpull", "barrier")
+_JOINABLE = ("push", "pull", "pushpull", "row_sparse_pull", "barrier")
 JOINED = (1 << 62) - 2
 
 

@@ -107,6 +107,10 @@ class Arena:
             raise
         return places
 
+    def leaves_old(self, dtype: np.dtype[Any], size: int) -> bool:
+        """Return whether the next place for such a value is one that another has left, with what it held."""
+        return bool(self._free.get((dtype, size)))
+
     def release(self, place: Place) -> None:
         """Take a place back, for a later value of the same dtype and size."""
         self._free.setdefault((place.block.values.dtype, place.size), []).append(place)

@@ -30,6 +30,9 @@ from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
+from .rowarguments import Asked, Brought, asked_of, brings_rows, brought, deliver, paired, single_rows, union
+from .rows import Rows, check_updater
+from .rowsparse import RowSparse
 from .trial import asked_for, choose
 from .typing import Array, Codec, Key, Updater
 
@@ -42,13 +45,15 @@ arguments."""
 _COMPRESS = "set_gradient_compression"
 # What a push adds to its description when it takes the buffers.
 _BUFFERS = "from the buffers"
+# What a call adds when it brings rows, and when it is given whole values for them.
+_ROWS, _FOR_WHOLE = "of rows", "of rows, for whole values"
 
 
 class Calls:
     """Prepares the calls of one store."""
 
-    def __init__(self, exchange: Exchange, agreement: Agreement, rank: int) -> None:
-        self._exchange, self._agreement, self._rank = exchange, agreement, rank
+    def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
+        self._exchange, self._rows, self._agreement, self._rank = exchange, rows, agreement, rank
         self.choice = asked_for(None)
         """How pushes are compressed, and why."""
 
@@ -60,6 +65,11 @@ class Calls:
         table.check_kind(form.keys)
         if not overwrite:
             table.check_new(form.keys)
+        if brings_rows(form.groups):
+            rows = single_rows(form.keys, form.groups)
+            self._exchange.check_storable([each.values for each in rows])
+            known = [name for name in form.keys if name in table]
+            return self._valued("init", form, rows, f"{_ROWS}, overwrite {known}"), (self._rows.enter, form.keys, rows)
         arrays = singles(form, None)
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
@@ -68,6 +78,9 @@ class Calls:
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value)
+        if isinstance(arrays, Brought):
+            call, steps, confirm = self._update_of("push", plan, priority, _ROWS)
+            return call, (self._rows.push, plan, arrays.rows, steps, confirm)
         if exchange.compression is not None:
             exchange.check_compressible(plan, arrays)
         if arrays is None:
@@ -92,6 +105,8 @@ class Calls:
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
         plan, arrays = self._pushed(key, value, filled=out is None)
+        if isinstance(arrays, Brought):
+            return self._pushpull_rows(plan, arrays.rows, key, value, out, priority)
         if exchange.compression is not None:
             exchange.check_compressible(plan, arrays)
         if arrays is None:
@@ -105,6 +120,31 @@ class Calls:
         call, steps, confirm = self._update_of("pushpull", plan, priority)
         exchange.stage(plan, arrays)
         return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
+
+    def _pushpull_rows(
+        self, plan: Plan, given: Sequence[RowSparse], key: Any, value: Any, out: Any, priority: Any
+    ) -> Prepared:
+        if isinstance(key, Mapping):
+            result = key if out is None else out
+            groups = outs_of(*_filled(key, out), plan.keys).groups
+        else:
+            result = value if out is None else out
+            groups = outs_of(key, result, plan.keys).groups
+        rows = [[each for each in group if type(each) is RowSparse] for group in groups]
+        asked = [
+            paired(entry, [each.indices for each in group], group)
+            for entry, group in zip(plan.entries, rows, strict=True)
+        ]
+        arrays = [[each for each in group if type(each) is not RowSparse] for group in groups]
+        whole: Arrays | None = targets(plan.entries, arrays) if any(arrays) else None
+        option = _ROWS if whole is None else _FOR_WHOLE
+        call, steps, confirm = self._update_of("pushpull", plan, priority, option)
+        return call, (_run_for, result, self._run_rows, plan, given, steps, confirm, whole, asked)
+
+    def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> Prepared:
+        plan = self.known(key)
+        asked, result = asked_of(plan.entries, key, out, row_ids)
+        return self._planned("row_sparse_pull", plan, priority), (_run_for, result, self._pull_rows, plan, asked)
 
     def _pushpull_buffers(self, plan: Plan, key: Any, out: Any, priority: Any) -> Prepared:
         call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
@@ -170,9 +210,14 @@ class Calls:
         if said.verb == "barrier":
             return None
         plan, nothing = self._exchange.plan(tuple(said.keys)), [()] * len(said.keys)
+        if said.verb != "row_sparse_pull" and _ROWS not in said.parts:
+            plan.prepare()
         if said.verb == "pull":
             self._check_same(said, self._described(plan))
             return lambda: self._exchange.pull(plan, nothing)
+        if said.verb == "row_sparse_pull":
+            self._check_same(said, self._described(plan))
+            return lambda: self._pull_rows(plan, nothing)
         steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
         self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
@@ -182,6 +227,13 @@ class Calls:
             if said.verb == "push":
                 return lambda: self._exchange.push_buffers(plan, steps, confirm)
             return lambda: self._exchange.pushpull_buffers(plan, steps, nothing, confirm)
+        if _ROWS in said.parts or _FOR_WHOLE in said.parts:
+            self._rows.prepare(plan)
+            given = brought(plan.entries, nothing, self._exchange.in_pairs, self._exchange.apart).rows
+            if said.verb == "push":
+                return lambda: self._rows.push(plan, given, steps, confirm)
+            whole = nothing if _FOR_WHOLE in said.parts else None
+            return lambda: self._run_rows(plan, given, steps, confirm, whole, nothing)
         if said.verb == "push":
             return lambda: self._exchange.push(plan, nothing, steps, confirm)
         return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
@@ -200,8 +252,8 @@ class Calls:
             raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
         return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
 
-    def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | None]:
-        """Return the plan and the arrays of what is to be pushed, and perhaps filled; None for the buffers."""
+    def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
+        """Return the plan and what is to be pushed, and perhaps filled: arrays, rows, or None for the buffers."""
         plan = self._exchange.known(key)
         if plan is not None and (arrays := plain(plan, key, value, filled)) is not None:
             return plan, arrays
@@ -211,10 +263,14 @@ class Calls:
         self._check_buffers(plan)
         return plan, None
 
-    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
-        """Return the plan and the arrays of any form."""
+    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays | Brought]:
+        """Return the plan and the arrays, or the rows, of any form."""
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
+        if brings_rows(form.groups):
+            check_updater(self._exchange)
+            self._rows.prepare(plan)
+            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)
         arrays = sources(plan.entries, form.groups)
         if len(plan.buckets) > 1:
             arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
@@ -235,6 +291,8 @@ class Calls:
         """Return what to compare with the other ranks before a plan is run that updates nothing."""
         call = plan.memo.get(verb)
         if call is None:
+            if verb != "row_sparse_pull":
+                plan.prepare()
             call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, lambda: self._described(plan))
             plan.memo[verb] = call
         return _prioritized(call, plan, priority)
@@ -244,6 +302,8 @@ class Calls:
         updater = self._exchange.updater
         revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
         if revision != updater.revision:
+            if option != _ROWS:
+                plan.prepare()
             token = plan.digest ^ digest(verb + option) ^ digest("\n".join(self._settings()))
             call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
             confirm = self._confirmation(call) if updater.fallible else None
@@ -272,7 +332,7 @@ class Calls:
         text = f"steps {list(dict.fromkeys(steps.each))}"
         return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
 
-    def _valued(self, verb: str, form: Form, arrays: Sequence[Array], option: str) -> Call:
+    def _valued(self, verb: str, form: Form, arrays: Sequence[Array | RowSparse], option: str) -> Call:
         """Return the call of a verb that gives values to keys, which may be new."""
         texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
@@ -297,6 +357,27 @@ class Calls:
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)
         return result
+
+    def _pull_rows(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> None:
+        wanted = [union([each.ids for each in group]) for group in asked]
+        for entry, group, (ids, rows) in zip(plan.entries, asked, self._rows.pull(plan, wanted), strict=True):
+            deliver(entry, group, ids, rows)
+
+    def _run_rows(
+        self,
+        plan: Plan,
+        given: Sequence[RowSparse],
+        steps: Steps,
+        confirm: Confirm | None,
+        whole: Arrays | None,
+        asked: Sequence[Sequence[Asked]],
+    ) -> None:
+        """Push rows; then pull whole values, if they are wanted, and rows."""
+        self._rows.push(plan, given, steps, confirm)
+        self._exchange.transport.fence()
+        if whole is not None:
+            self._exchange.pull(plan, whole)
+        self._pull_rows(plan, asked)
 
     def _run_buffer(self, plan: Plan, key: Any) -> Any:
         self._exchange.add_buffers(plan)

@@ -6,7 +6,7 @@ is in the cache, and copied to the caller's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +20,7 @@ from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Part, Plan, build
+from .rowsparse import Presence
 from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
 from .updaters import Assign
 
@@ -77,6 +78,20 @@ class Exchange:
     @property
     def _adding(self) -> bool:
         return self._may_add and self.compression is None
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether sums are made as in :func:`mpikv.arrays.add_in_pairs`. Local."""
+        return self._in_pairs
+
+    @property
+    def current(self) -> bool:
+        """Whether a push leaves every rank with the newest values. Local."""
+        return self._current
+
+    def leaves_old(self, dtype: np.dtype[Any], size: int) -> bool:
+        """Return whether the memory of the next key of this dtype and size is what a deleted one has left. Local."""
+        return self._arena.leaves_old(dtype, size)
 
     @property
     def _fencing(self) -> bool:
@@ -227,6 +242,8 @@ class Exchange:
 
     def republish(self, plan: Plan) -> None:
         """Give every rank the values of the keys, which their owners have changed in place."""
+        for present in plan.present:
+            present.fill()
         self.table.stale[plan.rows] = not self._current
         self._refresh(plan)
         self.transport.fence()
@@ -354,6 +371,8 @@ class Exchange:
                     raise
 
     def _count(self, plan: Plan) -> None:
+        for present in plan.present:
+            present.fill()
         self.table.counts[plan.rows] += 1
         if not self._current:
             self.table.stale[plan.rows] = True
@@ -379,8 +398,8 @@ class Exchange:
         """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
         self._ready(self.updater, {storable(array.dtype) for array in arrays})
 
-    def enter(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Give keys their memory; the arrays say how much. Known keys start anew.
+    def enter(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
+        """Give keys their memory; the arrays say how much. Known keys start anew. Those in ``sparse`` are row-sparse.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
@@ -389,7 +408,7 @@ class Exchange:
         self.delete([key for key in keys if key in self.table])
         for key, array, where in zip(keys, arrays, places, strict=True):
             where.block.ensure_state(self.updater.slots(array.dtype))
-            self.table.add(key, array.shape, array.dtype, where)
+            self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
 
     def add_buffers(self, plan: Plan) -> None:
         """Give the keys buffers, and their blocks the memory for them.
@@ -437,8 +456,10 @@ class Exchange:
             if not self.transport.shared:
                 self.transport.broadcast(entry.value.reshape(-1), self._root)
             self.table.stale[entry.index] = False
+            if entry.present is not None:
+                entry.present.fill()
         self.transport.fence()
-        self._start_masters(tuple(keys))
+        self.start_masters(tuple(keys))
 
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget keys and free their places."""
@@ -507,15 +528,17 @@ class Exchange:
             block.state = {}
         for entry in self.table.entries():
             entry.place.block.ensure_state(updater.slots(entry.dtype))
+            if entry.present is not None:
+                entry.present.fill()  # other ranks may own the rows from now on
         self.table.start_counts()
         if len(self.table):
-            self._start_masters(tuple(self.table))
+            self.start_masters(tuple(self.table))
 
-    def _start_masters(self, keys: tuple[Key, ...]) -> None:
-        """Copy values into the float32 masters that an optimizer keeps of half-precision values."""
+    def start_masters(self, keys: Sequence[Key]) -> None:
+        """Copy values into the float32 masters that an optimizer keeps of half-precision values. Local."""
         if not any("master" in self.table[key].place.block.state for key in keys):
             return
-        for bucket in self.plan(keys).buckets:
+        for bucket in self.plan(tuple(keys)).buckets:
             for part in bucket.parts:
                 if "master" in part.state:
                     np.copyto(part.state["master"], part.value, casting="unsafe")

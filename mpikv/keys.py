@@ -18,6 +18,7 @@ import numpy as np
 from .arena import Place
 from .arrays import is_array
 from .errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
+from .rowsparse import Presence, RowSparse
 from .typing import Array, Key
 
 __all__ = ["Entry", "Form", "KeyTable", "flatten", "parse"]
@@ -35,6 +36,8 @@ class Entry:
     place: Place
     value: Array
     """This rank's memory of the value, in its shape."""
+    present: Presence | None = None
+    """Which rows of a row-sparse value are there; None for a dense one."""
     codec_state: dict[str, Array] = field(default_factory=dict)
     """What a codec of whole values keeps between pushes."""
 
@@ -101,12 +104,14 @@ class KeyTable:
     def entries(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    def add(self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place) -> Entry:
+    def add(
+        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: Presence | None = None
+    ) -> Entry:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
         row = self._free_rows.pop() if self._free_rows else self._new_row()
         self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.lent[row] = 0
-        entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape))
+        entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
         self._entries[key] = entry
         return entry
 
@@ -259,7 +264,7 @@ def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
     if not group:
         raise ValueMismatch(f"an empty list of {what}s for key {key!r}")
     for each in group:
-        if not is_array(each):
+        if not is_array(each) and not isinstance(each, RowSparse):
             raise TypeError(
                 f"{what} of key {key!r} is a {type(each).__name__}, not an array; numpy.asarray({what}) makes one"
             )

@@ -18,6 +18,7 @@ from .arena import Block
 from .arrays import accumulator
 from .keys import Entry
 from .optimizers.optimizer import BLOCK
+from .rowsparse import Presence
 from .typing import Array, Kernels, Key, Placement, Share, Transport, Updater
 
 __all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label", "merged"]
@@ -128,16 +129,39 @@ class Plan:
     entries: tuple[Entry, ...]
     rows: Any
     """The keys' rows in the table: what indexes its arrays fastest, a number, a slice or an array."""
-    buckets: tuple[Bucket, ...]
-    totals: tuple[Array | None, ...]
-    """For updaters of whole values: where the sum of each key that this rank owns is put together."""
-    nbytes: int
-    cut: bool
-    """Whether a key is spread over several buckets."""
     digest: int
     label: str
     memo: dict[Any, Any]
     """What the store worked out for the plan and can use again."""
+    _cutter: _Cutter
+
+    # Worked out when first asked for: who only passes on rows never does, and a large value has many buckets.
+
+    def prepare(self) -> None:
+        """Work out now what moving whole values needs: before ranks agree on it, as it may fail on one of them."""
+        _ = self.buckets, self.totals
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        buckets: list[Bucket] = []
+        for block, members in _by_block(self.entries).items():
+            buckets += [self._cutter.bucket(block, ranges) for ranges in _cells(block, members, self.entries)]
+        return tuple(buckets)
+
+    @cached_property
+    def totals(self) -> tuple[Array | None, ...]:
+        """For updaters of whole values: where the sum of each key that this rank owns is put together."""
+        return tuple(self._cutter.total_of(entry) for entry in self.entries)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @cached_property
+    def cut(self) -> bool:
+        """Whether a key is spread over several buckets."""
+        sizes = [entry.place.size for entry in self.entries]
+        return any(piece.end - piece.begin < sizes[piece.item] for b in self.buckets for piece in b.pieces)
 
     @cached_property
     def direct(self) -> bool:
@@ -151,6 +175,11 @@ class Plan:
     @cached_property
     def dtypes(self) -> list[np.dtype[Any]]:
         return [entry.dtype for entry in self.entries]
+
+    @cached_property
+    def present(self) -> tuple[Presence, ...]:
+        """What is known of the row-sparse ones among the values."""
+        return tuple(entry.present for entry in self.entries if entry.present is not None)
 
     @cached_property
     def values(self) -> list[Array]:
@@ -182,33 +211,21 @@ def build(
     scratch: Array,
     adding: bool = False,
 ) -> Plan:
-    """Cut the keys into buckets.
+    """Return the plan for some keys, which it cuts into buckets when they are first asked for.
 
     ``scratch`` is memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per
     key instead. ``adding`` lets kernels make the last addition of a sum.
     """
     keys = tuple(entry.key for entry in entries)
-    cutter = _Cutter(entries, placement, transport, updater, kernels, scratch, adding)
-    buckets: list[Bucket] = []
-    totals: list[Array | None] = [None] * len(entries)
-    for block, members in _by_block(entries).items():
-        buckets += [cutter.bucket(block, ranges) for ranges in _cells(block, members, entries)]
-        for item in members if cutter.whole else ():
-            if _owned(entries[item], placement):
-                low, high = entries[item].place.start, entries[item].place.start + entries[item].place.size
-                totals[item] = block.sums[low:high].reshape(entries[item].shape)
     texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
     return Plan(
         keys=keys,
         entries=tuple(entries),
         rows=_rows([entry.index for entry in entries]),
-        buckets=tuple(buckets),
-        totals=tuple(totals),
-        nbytes=sum(bucket.nbytes for bucket in buckets),
-        cut=any(piece.end - piece.begin < entries[piece.item].place.size for b in buckets for piece in b.pieces),
         digest=digest("\n".join(texts)),
         label=label(keys),
         memo={},
+        _cutter=_Cutter(entries, placement, transport, updater, kernels, scratch, adding),
     )
 
 
@@ -287,6 +304,14 @@ class _Cutter:
         self._entries, self._placement, self._transport = entries, placement, transport
         self._updater, self._kernels, self._scratch = updater, kernels, scratch
         self._adding = adding and not self.whole
+
+    def total_of(self, entry: Entry) -> Array | None:
+        """Return where the sum of a value is put together, if it is on this rank and whole."""
+        if not self.whole or not _owned(entry, self._placement):
+            return None
+        low, high = entry.place.start, entry.place.start + entry.place.size
+        total: Array = entry.place.block.sums[low:high].reshape(entry.shape)
+        return total
 
     def bucket(self, block: Block, ranges: Sequence[tuple[int, int, int, int]]) -> Bucket:
         """Return the bucket of (item, first element of the key, start, stop) in a block."""

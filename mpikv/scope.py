@@ -18,8 +18,9 @@ _MOST_LISTS = 1024
 class Scope(Wrapped):
     """The keys of a store that begin with a name, which are left out here: made by :meth:`mpikv.KVStore.scope`.
 
-    It has the store's ``init``, ``push``, ``pull``, ``pushpull``, ``broadcast``, ``set``, ``delete``, ``buffer``,
-    ``view``, ``version``, ``keys``, ``barrier``, ``agree``, ``vote``, ``refuse`` and ``scope``, and its facts ``type``,
+    It has the store's ``init``, ``push``, ``pull``, ``pushpull``, ``row_sparse_pull``, ``broadcast``, ``set``,
+    ``delete``, ``buffer``, ``view``, ``version``, ``keys``, ``barrier``, ``agree``, ``vote``, ``refuse`` and ``scope``,
+    and its facts ``type``,
     ``rank``, ``size``, ``num_workers``, ``local_rank`` and ``is_root``, with the same rules; the rest, as ``save``,
     ``join`` and ``close``, is the store's. Keys are strings. ``"w"`` in the scope ``generator`` is the
     store's key ``generator/w``, by which errors and updaters call it. The updater is the store's, of which there is
@@ -107,6 +108,10 @@ class Scope(Wrapped):
         outs = self._checked("pushpull", out) if isinstance(out, Mapping) else out
         result = self._store.pushpull(named, value, outs, priority, wait=wait)
         return self._inner(key, result, key if out is None else out, wait)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
+        """As :meth:`mpikv.KVStore.row_sparse_pull`. Collective."""
+        return self._store.row_sparse_pull(self._checked("row_sparse_pull", key), out, priority, row_ids)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """As :meth:`mpikv.KVStore.broadcast`. Collective."""

@@ -25,6 +25,7 @@ from .kernels import find_kernels
 from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
+from .rows import Rows
 from .scope import Scope
 from .typing import Array, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
@@ -45,7 +46,7 @@ LOST: list[KVStore] = []
 _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
-_CAPABILITIES = {"optimizer": True, "sparse": False, "compression": True, "async": False, "gpu": False}
+_CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
 _VOTE = Call("vote", digest("vote"))
@@ -90,7 +91,8 @@ class KVStore(KVStoreBase):
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
-        self._calls = Calls(self._exchange, self._agreement, group.rank)
+        self._rows = Rows(self._exchange, root, config.dense_rows)
+        self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank)
         self._pending = Pending(self._least)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
@@ -197,7 +199,9 @@ class KVStore(KVStoreBase):
     def statistics(self) -> dict[str, Any]:
         """Return what the store has found out about itself. Local.
 
-        ``compression``: what was asked for, what was chosen, why, and by which measured seconds.
+        ``compression``: what was asked for, what was chosen, why, and by which measured seconds. ``rows``: how many
+        bytes this rank has sent to others in pushes and pulls of rows, where a whole array that was sent instead counts
+        with its size.
 
         Example:
             >>> import mpikv
@@ -205,7 +209,10 @@ class KVStore(KVStoreBase):
             'asked for'
         """
         choice = self._calls.choice
-        return {"compression": {**choice._asdict(), "seconds": dict(choice.seconds)}}
+        return {
+            "compression": {**choice._asdict(), "seconds": dict(choice.seconds)},
+            "rows": {"bytes_sent": self._rows.sent},
+        }
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
@@ -253,7 +260,8 @@ class KVStore(KVStoreBase):
 
         Args:
             key: an int or a str, a list of them, or a dict of arrays.
-            value: an array, or a list of one array per key. It is copied.
+            value: an array, or a list of one array per key. It is copied. A :class:`RowSparse`, or a list of them,
+                makes the keys row-sparse.
             overwrite: whether known keys start anew, with the new shape and dtype and without optimizer state.
 
         Raises:
@@ -283,7 +291,9 @@ class KVStore(KVStoreBase):
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
                 never changed or kept and may be reused when push returns; memory that several ranks push from when it
                 has returned on all of them. None, on every rank, takes the
-                :meth:`buffer` of each key.
+                :meth:`buffer` of each key. A :class:`RowSparse`, or a list of them, on every rank, brings rows: only
+                they travel, and an optimizer changes only the rows in the sum; without an updater all others become
+                zero.
             priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
                 issued and that have not begun, the one with the highest comes first.
             wait: False returns a :class:`Work` at once, and a thread of the store makes the call while the caller goes
@@ -326,7 +336,8 @@ class KVStore(KVStoreBase):
                 a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
                 up to date. None: new arrays are returned.
             priority: as in :meth:`push`.
-            ignore_sparse: accepted for MXNet's sake; all values are dense.
+            ignore_sparse: accepted for MXNet's sake. Row-sparse values are pulled as whole arrays;
+                :meth:`row_sparse_pull` pulls rows.
             wait: as in :meth:`push`.
 
         Returns:
@@ -362,8 +373,9 @@ class KVStore(KVStoreBase):
             wait: as in :meth:`push`.
 
         Returns:
-            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. With ``wait=False``
-            a :class:`Work` that returns them.
+            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. A :class:`RowSparse`
+            that is filled is given the new values of its own rows. With ``wait=False`` a :class:`Work` that returns
+            them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -379,6 +391,41 @@ class KVStore(KVStoreBase):
         """
         call = self._collective if wait else self._issue
         return call("pushpull", self._calls.pushpull, key, value, out, priority)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
+        """Read some rows of the stored value of a key, or of each key of a list; only they travel.
+
+        Collective; ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of one dimension
+        at least.
+
+        Args:
+            key: an int or a str, or a list of them.
+            out: a :class:`RowSparse` of the stored shape, which then has the rows asked for and no others, zeros among
+                them where the value has none; or an array of that shape, which is given these rows, and zeros
+                elsewhere; or a list of either. A dtype of the same kind is cast. None: new ones are returned.
+            priority: as in :meth:`push`.
+            row_ids: the numbers of the rows: an array of any shape, or a list of numbers, in any order and repeated or
+                not; or a list of such, one for each ``out``. One for several outs is pulled once. For a list of keys, a
+                list with one of either per key.
+
+        Returns:
+            ``out``, or a new :class:`RowSparse` for each array of ``row_ids``, in that form.
+
+        Raises:
+            IndexError: a number is negative or not below the number of rows, on this rank; ``PeerFailed`` on others.
+            ValueMismatch: the numbers of keys, outs and row_ids, a shape or a dtype do not fit.
+            KeyNotInitialized, RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("words", mpikv.RowSparse([1, 3], np.array([[1.0], [3.0]]), (5, 1)))
+            >>> rows = kv.row_sparse_pull("words", row_ids=[3, 0, 3])
+            >>> rows.indices, rows.values
+            (array([0, 3]), array([[0.],
+                   [3.]]))
+        """
+        return self._collective("row_sparse_pull", self._calls.row_sparse_pull, key, out, priority, row_ids)
 
     def buffer(self, key: Any) -> Any:
         """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
@@ -608,7 +655,8 @@ class KVStore(KVStoreBase):
         """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``.
 
         Collective. It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key``
-        exactly what the caller of ``init`` wrote. Both arrays are valid during the call only. An exception in it is
+        exactly what the caller of ``init`` wrote. Both arrays are valid during the call only. For a push of rows
+        ``input`` is a :class:`RowSparse`, and ``stored`` a copy of the whole value all the same. An exception in it is
         raised on every rank, and no value of that push is changed. None returns to ASSIGN. Nothing changes until the
         next push.
 
@@ -861,11 +909,11 @@ class KVStore(KVStoreBase):
         """Let ranks have unequal amounts of work: one that leaves the block takes part in the others' calls until all
         leave.
 
-        Collective: every rank enters. In the block ranks may push, pull, pushpull and call barrier a different number
-        of times. A rank that has left contributes nothing to their sums, whatever its buffers hold, and is given
-        nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller. Only one
-        store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot
-        be made in it; those that were made before are waited for.
+        Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
+        different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,
+        and is given nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller.
+        Only one store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot be
+        made in it; those that were made before are waited for.
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.

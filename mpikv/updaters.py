@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ValueMismatch
+from .rowsparse import RowSparse
 from .typing import Array, Key, Slots
 
 __all__ = ["Assign", "CallableUpdater"]
@@ -54,7 +55,7 @@ class CallableUpdater:
     by_count = False
     revision = 0
 
-    def __init__(self, function: Callable[[Any, Array, Array], Any]) -> None:
+    def __init__(self, function: Callable[[Any, Any, Array], Any]) -> None:
         self._function = function
         # The function runs under the caller's rules for overflows, not under the store's.
         self._rules = np.geterr()
@@ -66,8 +67,12 @@ class CallableUpdater:
         return key
 
     def update(self, step: Key, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        self.call(step, total.astype(value.dtype, copy=False), value)
+
+    def call(self, step: Key, received: Array | RowSparse, value: Array) -> None:
+        """Have the function change the value by what was received, an array or rows of the value's dtype."""
         with np.errstate(**self._rules):
-            result = self._function(step, total.astype(value.dtype, copy=False), value)
+            result = self._function(step, received, value)
         if result is None:
             return
         changed = np.asarray(result)

@@ -73,6 +73,7 @@ class Checkpoints:
                 counts[entry.index],
                 earlier[entry.index],
                 names[entry.dtype][1],
+                entry.present is not None,
             )
             for entry in table.entries()
         )
@@ -161,7 +162,7 @@ class Checkpoints:
             exchange.adopt(updater)
             # Arrays of one element each, which say how much memory the values need.
             likes = [np.broadcast_to(np.zeros((), dtype_named(k.dtype)), k.shape) for k in header.contents.keys]
-            exchange.enter(keys, likes)
+            exchange.enter(keys, likes, sparse={one.key for one in header.contents.keys if one.row_sparse})
             self._read_arrays(call, reader, header)
         except BaseException:
             exchange.delete([key for key in keys if key in exchange.table])

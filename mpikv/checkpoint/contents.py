@@ -103,6 +103,8 @@ class SavedKey:
     """How many pushes came before those; negative for state of more updates than the value has seen."""
     state: Mapping[str, str]
     """The optimizer's state arrays: their names and numpy's names of their dtypes."""
+    row_sparse: bool = False
+    """Whether the key takes and clears rows; the file has all of them."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Contents:
                 "updates": one.updates,
                 "earlier": one.earlier,
                 "state": dict(one.state),
+                **({"row_sparse": True} if one.row_sparse else {}),
             }
             for one in self.keys
         ]
@@ -327,7 +330,10 @@ def _saved_key(tree: Mapping[str, Any]) -> SavedKey:
         fault = f"the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
     if fault:
         raise CheckpointError(f"key {brief(repr(key), 40)} has {fault}")
-    return SavedKey(key, dtypes[0], shape, updates, earlier, state)
+    row_sparse: bool = _typed(tree.get("row_sparse", False), bool)
+    if row_sparse and not shape:
+        raise CheckpointError(f"key {brief(repr(key), 40)} is a single number, and row-sparse")
+    return SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse)
 
 
 def _count(value: Any) -> int:

@@ -59,7 +59,7 @@ class StoreContract:
         assert (kv.comm is None) is (kv.size == 1)
         assert f"rank {kv.rank}/{kv.size}" in repr(kv)
         assert kv.is_capable("optimizer")
-        assert not kv.is_capable("sparse")
+        assert kv.is_capable("sparse")
 
     def test_keys_are_in_the_order_of_their_init(self, kv: KVStore) -> None:
         kv.init(["b", "a"], [ones(), ones()])

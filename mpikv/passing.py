@@ -1,0 +1,131 @@
+"""Bytes of any number from all ranks to all, in messages that a transport can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
+from typing import TypeAlias
+
+import numpy as np
+
+from .typing import Array, Transport
+
+__all__ = ["Part", "Passing"]
+
+_MOST_LABELS = 4096
+
+Part: TypeAlias = "Sequence[Array]"
+"""Flat arrays of any dtype, whose bytes are passed on one after the other."""
+
+
+class Passing:
+    """Passes on what is longer on one rank than on another.
+
+    The first message has room for what was the longest the last time, and says how long each part is now. So the same
+    call, made again, takes one exchange as long as parts do not grow by more than an eighth.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._rooms: dict[Hashable, Array] = {}
+        self.sent = 0
+        """How many bytes this rank has sent to others so far, padding included. A transport may carry what goes to all
+        once for several of them."""
+
+    def counts(self, mine: Sequence[int]) -> Array:
+        """Return every rank's numbers, of which each has as many, in a row for each rank. Collective."""
+        size = self._transport.size
+        table = np.zeros((size, len(mine)), np.int64)
+        table[self._transport.rank] = mine
+        self._transport.all_gather(table.reshape(-1), (len(mine),) * size)
+        return table
+
+    def to_each(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
+        """Pass ``parts[r]`` on to rank r. Collective.
+
+        ``label`` says which call this is, the same on every rank.
+
+        Returns:
+            What each other rank had for this one, as uint8, in rank order, with anything in this one's place, to be
+            read before the next exchange; and every rank's ``notes``, of which each has as many, in a row for each
+            rank.
+        """
+        sizes = [sum(map(_nbytes, part)) for part in parts]
+        sizes[self._transport.rank] = 0
+        return self._pass(parts, sizes, label, notes)
+
+    def to_all(self, part: Part, label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
+        """Pass ``part`` on to every rank; otherwise as :meth:`to_each`. Collective."""
+        return self._pass([part], [sum(map(_nbytes, part))], label, notes)
+
+    def _pass(
+        self, parts: Sequence[Part], sizes: Sequence[int], label: Hashable, notes: Sequence[int]
+    ) -> tuple[list[Array], Array]:
+        """Pass on one part for each rank, or one for all."""
+        each, limit = len(parts) > 1, self._transport.limit
+        row = np.array([*sizes, *notes], np.int64)
+        label = label, each
+        done = self._rooms.get(label, np.zeros(len(parts), np.int64))
+        first: Sequence[Array] = ()
+        if row.nbytes * len(parts) > limit // 2:
+            done, table = done * 0, self.counts(row.tolist())
+        else:
+            if int(done.sum()) + row.nbytes * len(parts) > limit:
+                done = np.minimum(done, (limit // len(parts) - row.nbytes) // 8 * 8)
+            heads = [(row, *part) for part in parts]
+            first = self._exchange(heads, [0] * len(parts), (done + row.nbytes).tolist(), each)
+            table = np.stack([part[: row.nbytes].view(np.int64) for part in first])
+        longest = table[:, : len(parts)].max(axis=0)
+        if len(self._rooms) >= _MOST_LABELS:
+            self._rooms.clear()
+        self._rooms[label] = -(-longest * 9 // 512) * 64
+        mine = table[:, self._transport.rank if each else 0].tolist()
+        if first and (longest <= done).all():
+            received = [part[row.nbytes : row.nbytes + size] for part, size in zip(first, mine, strict=True)]
+        else:
+            received = self._rest(parts, [part[row.nbytes :] for part in first], mine, longest, done)
+        return received, table[:, len(parts) :]
+
+    def _rest(
+        self, parts: Sequence[Part], first: Sequence[Array], mine: Sequence[int], longest: Array, done: Array
+    ) -> list[Array]:
+        """Pass on what the first message had no room for; return all."""
+        each = len(parts) > 1
+        received = [np.empty(size, np.uint8) for size in mine]
+        for target, part in zip(received, first, strict=False):
+            _put(target, 0, part)
+        chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
+        while (longest > done).any():
+            counts = np.clip(longest - done, 0, chunk)
+            begin = int(done[self._transport.rank if each else 0])
+            got = self._exchange(parts, done.tolist(), counts.tolist(), each)
+            for target, part in zip(received, got, strict=True):
+                _put(target, begin, part)
+            done = done + counts
+        return received
+
+    def _exchange(
+        self, parts: Sequence[Part], begins: Sequence[int], counts: Sequence[int], each: bool
+    ) -> Sequence[Array]:
+        """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
+        rank, at = self._transport.rank, 0
+        send = self._transport.outboxes[self._transport.turn][: sum(counts)]
+        for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
+            message, start = send[at : at + count], -begin
+            # Nobody but this rank reads what it sends itself, but for the numbers at the beginning.
+            for piece in part[:1] if each and to == rank else part:
+                _put(message, start, piece.view(np.uint8))
+                start += piece.nbytes
+            at += count
+        self.sent += at - counts[rank] if each else at * (self._transport.size - 1)
+        return self._transport.all_to_all(send, counts if each else None)
+
+
+_nbytes = attrgetter("nbytes")
+
+
+def _put(target: Array, at: int, part: Array) -> None:
+    """Copy a part to a place in the target, which may be before its beginning, as far as both go."""
+    begin, end = max(at, 0), min(at + part.size, target.size)
+    if begin < end:
+        target[begin:end] = part[begin - at : end - at]

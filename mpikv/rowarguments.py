@@ -1,0 +1,180 @@
+"""The checks and conversions of rows that a caller passed, or asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arguments import writable
+from .arrays import accumulator, castable, is_array, run_quietly
+from .errors import ValueMismatch
+from .keys import Entry, parse
+from .rowsparse import RowSparse, merged_rows, row_ids
+from .typing import Array, Key
+
+__all__ = ["Asked", "Brought", "asked_of", "brings_rows", "brought", "deliver", "paired", "single_rows", "union"]
+
+
+class Brought(NamedTuple):
+    """What a push of rows brings for each key: the sum of its list, in the dtype of the value."""
+
+    rows: Sequence[RowSparse]
+
+
+class Asked(NamedTuple):
+    """What is to be done with some rows of a value once they are here."""
+
+    ids: Array
+    out: Any
+    """A :class:`RowSparse`, whose rows are replaced, or an array, of which all else is set to zero."""
+
+
+def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
+    """Return whether the arrays of a call, of which there are some for each key, are meant to be rows."""
+    return any(type(given) is RowSparse for group in groups for given in group)
+
+
+def brought(
+    entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool, apart: Callable[[Array], Array]
+) -> Brought:
+    """Return the sums of this rank's rows for each key. ``apart`` copies what may change before it is read."""
+    return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
+
+
+def single_rows(keys: Sequence[Key], groups: Sequence[Sequence[Any]]) -> list[RowSparse]:
+    """Return the one array of rows of each key."""
+    for key, group in zip(keys, groups, strict=True):
+        _check_rows(key, group)
+        if len(group) != 1:
+            raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
+    return [group[0] for group in groups]
+
+
+def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
+    """Return what is asked of each value by a row_sparse_pull, and the result of that call."""
+    if wanted is None:
+        raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
+    if isinstance(wanted, Integral):
+        wanted = [wanted]
+    if not isinstance(key, (list, tuple)):
+        (entry,) = entries
+        group = [wanted] if _is_one(wanted) else list(wanted)
+        asked = paired(entry, group, out)
+        if out is None:
+            return [asked], asked[0].out if _is_one(wanted) else [each.out for each in asked]
+        return [asked], out
+    if _is_one(wanted) and len(key) == 1:
+        wanted = [wanted]
+    if _is_one(wanted) or len(wanted) != len(key):
+        raise ValueMismatch(f"{len(key)} keys need a list of as many row_ids, each an array or a list of arrays")
+    if out is not None and (not isinstance(out, (list, tuple)) or len(out) != len(key)):
+        raise ValueMismatch(f"{len(key)} keys need a list of as many outs")
+    known, found = {entry.key: (entry, list[Asked]()) for entry in entries}, []
+    for at, name in enumerate(key):
+        (single,) = parse(name, None).keys
+        entry, asked = known[single]
+        (more,), result = asked_of([entry], single, None if out is None else out[at], wanted[at])
+        asked += more
+        found.append(result)
+    return [asked for _, asked in known.values()], found if out is None else out
+
+
+def deliver(entry: Entry, asked: Sequence[Asked], ids: Array, rows: Array) -> None:
+    """Give the rows of a value, of these numbers, to those who asked for some of them."""
+    rows = rows.reshape(ids.size, *entry.shape[1:])
+    for each in asked:
+        # Rows that one asked for are nobody else's.
+        some = rows if each.ids is ids else rows[np.searchsorted(ids, each.ids)]
+        if isinstance(each.out, RowSparse):
+            each.out.replace(each.ids.copy(), some.astype(each.out.dtype, copy=False))
+        else:
+            each.out[...] = 0
+            each.out[each.ids] = some
+
+
+def union(wanted: Sequence[Array]) -> Array:
+    """Return all of several arrays of rising numbers, in order."""
+    if len(wanted) == 1:
+        return wanted[0]
+    return np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)
+
+
+def _is_one(wanted: Any) -> bool:
+    """Return whether these are the numbers of rows for one array, not a list of several such."""
+    return is_array(wanted) or (
+        isinstance(wanted, (list, tuple)) and all(isinstance(number, Integral) for number in wanted)
+    )
+
+
+def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
+    """Return what is asked of a value by some arrays of numbers: for as many outs, by one for all, or for None."""
+    if not entry.shape:
+        raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
+    numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]
+    if out is None:
+        return [Asked(ids, _empty(entry)) for ids in numbers]
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
+    if len(numbers) == 1:
+        numbers *= len(outs)
+    if len(outs) != len(numbers):
+        raise ValueMismatch(
+            f"{len(outs)} outs and {len(numbers)} row_ids for key {entry.key!r}; give one row_ids for all, or one each"
+        )
+    return [Asked(ids, _fillable(entry, each)) for ids, each in zip(numbers, outs, strict=True)]
+
+
+def _empty(entry: Entry) -> RowSparse:
+    return RowSparse(np.empty(0, np.int64), np.empty((0, *entry.shape[1:]), entry.dtype), entry.shape)
+
+
+def _fillable(entry: Entry, out: Any) -> Any:
+    if not isinstance(out, RowSparse):
+        return writable(out, entry.key, entry.shape, entry.dtype)
+    _check_fit(entry, "out", out, out.dtype, entry.dtype)
+    return out
+
+
+def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
+    if not group:
+        return _empty(entry)  # of a rank that has left join()
+    _check_rows(entry.key, group)
+    for each in group:
+        _check_fit(entry, "value", each, each.dtype, entry.dtype)
+    (only, *others) = group
+    if others:
+        wide = accumulator(entry.dtype)
+        ids, rows = run_quietly(merged_rows, [(each.indices, each.values) for each in group], wide, in_pairs)
+    else:
+        ids, rows = only.indices, apart(only.values)
+        if rows is only.values and rows.dtype == entry.dtype:
+            return only  # type: ignore[no-any-return]
+    summed = _empty(entry)
+    summed.replace(ids, run_quietly(partial(rows.astype, copy=False), entry.dtype))
+    return summed
+
+
+def _check_rows(key: Key, group: Sequence[Any]) -> None:
+    for each in group:
+        if type(each) is not RowSparse:
+            raise ValueMismatch(
+                f"value of key {key!r} is a {type(each).__name__}, and others of this call are RowSparse; make a call "
+                "for each kind"
+            )
+
+
+def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], stored: np.dtype[Any]) -> None:
+    if rows.shape != entry.shape:
+        raise ValueMismatch(
+            f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; the shape of a "
+            "RowSparse is that of the whole"
+        )
+    casts = castable(stored, given) if what == "out" else castable(given, stored)
+    if not casts:
+        raise ValueMismatch(
+            f"{what} of key {entry.key!r} has dtype {given.name} and the stored value {stored.name}; only one kind is "
+            "cast, use astype"
+        )

@@ -1,0 +1,219 @@
+"""Arrays of which only some rows are there: what a push of an embedding's gradient brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from .arrays import accumulator, source
+from .errors import ValueMismatch
+from .typing import Array
+
+__all__ = ["Presence", "RowSparse", "merged_rows", "row_ids"]
+
+
+class RowSparse:
+    """An array whose rows are zero but for some: their numbers, and what is in them.
+
+    Give it to :meth:`mpikv.KVStore.init`, and the key is row-sparse; give it to :meth:`mpikv.KVStore.push`, and only
+    these rows travel; give it as ``out`` of :meth:`mpikv.KVStore.row_sparse_pull`, and its rows are replaced.
+
+    Args:
+        indices: the numbers of the rows, from 0: one-dimensional, of any integer dtype, in any order. What is given for
+            a number more than once is summed in the order of numpy's ``add.reduceat``, which is not from left to right
+            for many; half precision in float32 and rounded once.
+        values: the rows, an array of shape ``(len(indices), *shape[1:])``. It is not copied where the numbers rise.
+        shape: the shape of the whole, of one dimension at least.
+
+    Raises:
+        IndexError: a number is negative, or not below ``shape[0]``.
+        ValueMismatch: a shape does not fit, or the numbers are no integers.
+        TypeError: the values, or the numbers, are no array; the dtype has no sum; or a length is no integer.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = RowSparse([3, 1, 3], np.array([[1.0, 1.0], [2.0, 2.0], [10.0, 10.0]]), (5, 2))
+        >>> rows.indices
+        array([1, 3])
+        >>> rows.values
+        array([[ 2.,  2.],
+               [11., 11.]])
+        >>> rows.to_dense()[3]
+        array([11., 11.])
+    """
+
+    __slots__ = ("indices", "shape", "values")
+
+    indices: Array
+    """The numbers of the rows that are there: int64, rising."""
+    values: Array
+    """These rows, ``(len(indices), *shape[1:])``."""
+    shape: tuple[int, ...]
+
+    def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
+        self.shape = tuple(map(index, shape))
+        if not self.shape or min(self.shape) < 0:
+            raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
+        ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
+        if (dimensions := np.ndim(indices)) != 1:
+            raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
+        rows = source(values)
+        if rows.shape != (ids.size, *self.shape[1:]):
+            raise ValueMismatch(
+                f"values of {ids.size} rows of an array of shape {self.shape} have the shape "
+                f"{(ids.size, *self.shape[1:])}, not {rows.shape}"
+            )
+        self.indices, self.values = _summed(ids, rows)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    def __len__(self) -> int:
+        """How many rows are there."""
+        return int(self.indices.size)
+
+    def __repr__(self) -> str:
+        return f"<mpikv.RowSparse {list(self.shape)} {self.dtype.name}, {len(self)} rows>"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("an array of a RowSparse is a new one; ask for it without copy=False")
+        dense = self.to_dense()
+        return dense if dtype is None else dense.astype(dtype, copy=False)
+
+    def to_dense(self) -> Array:
+        """Return a new array of the whole, with zeros in the rows that are not there.
+
+        >>> RowSparse([1], np.ones((1, 2)), (2, 2)).to_dense()
+        array([[0., 0.],
+               [1., 1.]])
+        """
+        dense = np.zeros(self.shape, self.dtype)
+        dense[self.indices] = self.values
+        return dense
+
+    def replace(self, indices: Array, values: Array) -> None:
+        """Have other rows: ``indices`` are int64 and rise, and ``values`` are theirs. Neither is copied or checked."""
+        self.indices, self.values = indices, values
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> RowSparse:
+        """Return the rows of a sparse matrix or array of scipy's, of any format, in which something is stored.
+
+        Raises:
+            TypeError: it is none, or has not two dimensions.
+        """
+        if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
+            raise TypeError(f"expected a matrix of scipy.sparse, got {type(matrix).__name__}")
+        compressed = matrix.tocsr()
+        ids = np.flatnonzero(np.diff(compressed.indptr))
+        return cls(ids, compressed[ids].toarray(), matrix.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> RowSparse:
+        """Return the rows of a sparse COO tensor of torch's on the host in which something is stored.
+
+        A hybrid one, whose only sparse dimension is the first, as gradients of ``Embedding(sparse=True)`` are, is not
+        copied if it is coalesced.
+
+        Raises:
+            TypeError: it is no sparse COO tensor.
+        """
+        if str(getattr(tensor, "layout", None)) != "torch.sparse_coo":
+            raise TypeError(f"expected a sparse COO tensor of torch's, got {type(tensor).__name__}")
+        tensor = tensor.detach().coalesce()
+        numbers, values, shape = source(tensor.indices()), source(tensor.values()), tuple(tensor.shape)
+        if len(numbers) == 1:
+            return cls(numbers[0], values, shape)
+        ids, at = np.unique(numbers[0], return_inverse=True)
+        rows = np.zeros((ids.size, *shape[1:]), values.dtype)
+        elements = (at.reshape(-1), *numbers[1:])
+        rows[elements] = values  # of one element there is one value, as it is coalesced
+        return cls(ids, rows, shape)
+
+
+class Presence:
+    """Which rows of a row-sparse value may be other than zero, so that clearing them costs what was there."""
+
+    rows: Array | None = None
+    """The numbers of those of which this rank owns an element; None: any row may be. It counts while there is no
+    updater; whoever takes one away fills it."""
+
+    def fill(self) -> None:
+        """Note that any row may have been written to."""
+        self.rows = None
+
+
+def row_ids(given: Any, count: int) -> Array:
+    """Return numbers of rows as a flat int64 array; they are those of an array of ``count`` rows.
+
+    >>> row_ids([[2, 0]], 3)
+    array([2, 0])
+    """
+    array = np.asarray(given) if isinstance(given, (list, tuple)) else source(given)
+    ids: Array = array.reshape(-1)
+    if ids.dtype != np.int64:
+        known = ids.dtype.kind in "iuf" or not ids.size  # MXNet's numbers of rows are often floats
+        with np.errstate(invalid="ignore"):  # a cast of NaN, which equals nothing
+            ids = ids.astype(np.int64) if known else ids[:0].astype(np.int64)
+        if not np.array_equal(ids, array.reshape(-1)):
+            raise ValueMismatch(f"numbers of rows are integers, and these are {array.dtype.name}: {array}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < count:
+        wrong = ids[(ids < 0) | (ids >= count)]
+        raise IndexError(f"row {int(wrong[0])} is not in an array of {count} rows, which are numbered from 0")
+    return ids
+
+
+def _summed(ids: Array, rows: Array) -> tuple[Array, Array]:
+    """Return the numbers in order, each once, and the sum of the rows of each."""
+    if ids.size < 2 or (ids[1:] > ids[:-1]).all():
+        return ids, rows
+    order = np.argsort(ids, kind="stable")
+    ids, rows = ids[order], rows[order]
+    starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    if starts.size == ids.size:
+        return ids, rows
+    wide = accumulator(rows.dtype)
+    # reduceat of rows without elements is an error.
+    total = np.add.reduceat(rows, starts, axis=0, dtype=wide) if prod(rows.shape[1:]) else rows[starts]
+    return ids[starts], total.astype(rows.dtype, copy=False)
+
+
+def merged_rows(
+    terms: Sequence[tuple[Array, Array]],
+    dtype: np.dtype[Any],
+    in_pairs: bool = False,
+    empty: Callable[[Any, Any], Array] = np.empty,
+) -> tuple[Array, Array]:
+    """Return the sum of several arrays' rows, each given by the rising numbers of the rows and the rows: its numbers,
+    and the rows, in memory of ``dtype`` that ``empty`` has given.
+
+    It is made from the first to the last; ``in_pairs``, of the sums of both halves.
+
+    >>> merged_rows([(np.array([0, 2]), np.ones((2, 1))), (np.array([2]), np.ones((1, 1)))], np.dtype("float64"))
+    (array([0, 2]), array([[1.],
+           [2.]]))
+    """
+    if in_pairs and len(terms) > 2:
+        middle = len(terms) // 2
+        terms = [merged_rows(half, dtype, True, empty) for half in (terms[:middle], terms[middle:])]
+    (ids, rows), *others = terms
+    if not others:
+        total = empty(rows.shape, dtype)
+        np.copyto(total, rows, casting="unsafe")
+        return ids.copy(), total
+    every = np.concatenate([ids for ids, _ in terms])
+    every.sort(kind="stable")
+    every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
+    total = empty((every.size, *rows.shape[1:]), dtype)
+    total.fill(0)
+    total[np.searchsorted(every, ids)] = rows
+    for ids, rows in others:
+        total[np.searchsorted(every, ids)] += rows
+    return every, total
