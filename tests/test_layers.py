@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
     ("errors", "typing"),
-    ("arrays", "config", "waiting", "work", "world"),
+    ("arrays", "config", "halves", "waiting", "work", "world"),
     ("arena", "board", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "compression", "placement", "scope"),
@@ -31,6 +31,7 @@ LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 # The imports inside one layer, besides those inside a subpackage.
 SIDEWAYS = {
+    ("arrays", "halves"),
     ("world", "arrays"),
     ("world", "config"),
     ("world", "waiting"),
