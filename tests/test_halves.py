@@ -84,6 +84,30 @@ def test_any_bits_are_rounded(dtype: np.dtype[Any], seed: int, size: int) -> Non
     assert (bits(narrow) == bits(expected)).all()
 
 
+def same(found: Array, expected: Array) -> bool:
+    """Return whether the bits are equal, but for those of NaN."""
+    nan = np.isnan(expected.astype(np.float32))
+    return bool((np.isnan(found.astype(np.float32)) == nan).all() and (bits(found) == bits(expected))[~nan].all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_loops_round_and_add_as_numpy_does(dtype: np.dtype[Any]) -> None:
+    pytest.importorskip("numba")
+    from mpikv.optimizers import compiled_halves
+
+    numbers, random = around(dtype), np.random.default_rng(0)
+    value = np.empty(numbers.size, dtype)
+    compiled_halves.rounding(numbers, value)(None)
+    assert same(value, numbers.astype(dtype))
+    first, value = every(dtype), np.empty(1 << 16, dtype)
+    wide = random.standard_normal(1 << 16).astype(np.float32)
+    for _ in range(8):
+        second = random.permutation(first)
+        for one, other in ((first, second), (wide, second), (first, wide), (wide, wide)):
+            compiled_halves.adding(value)(one, other, None)
+            assert same(value, (one.astype(np.float32) + other.astype(np.float32)).astype(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [0, 1, 8191, 8192, (1 << 15) - 1, 1 << 15, 100_003])
 def test_halves_are_added_in_float32(dtype: np.dtype[Any], size: int) -> None:

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
     ("errors", "typing"),
-    ("arrays", "config", "halves", "waiting", "work", "world"),
+    ("arrays", "compiling", "config", "halves", "waiting", "work", "world"),
     ("arena", "board", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "compression", "placement", "scope"),
@@ -50,7 +50,7 @@ SIDEWAYS = {
     ("testing", "__init__"),
 }
 
-NUMBA = {"codecs/compiled", "optimizers/compiled"}
+NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
 MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
