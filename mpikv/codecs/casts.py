@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ..halves import add_widened, narrow
 from ..typing import Array
 from .options import BLOCK, Scratch
 
@@ -47,16 +48,11 @@ class Float16:
         halves, spare = payload.view(np.float16), self._spare.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            halves[low : low + BLOCK] = np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=spare[: part.size])
+            narrow(np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=spare[: part.size]), halves[low : low + BLOCK])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        halves, spare = payload.view(np.float16), self._spare.array
-        for low in range(0, total.size, BLOCK):
-            part = total[low : low + BLOCK]
-            wide = spare[: part.size]
-            wide[:] = halves[low : low + BLOCK]
-            np.add(part, wide, out=part)
+        add_widened(total, payload.view(np.float16))
 
     @cached_property
     def _spare(self) -> Scratch:
