@@ -49,8 +49,10 @@ class Calls:
 
     def __init__(self, exchange: Exchange, agreement: Agreement, rank: int) -> None:
         self._exchange, self._agreement, self._rank = exchange, agreement, rank
-        self.choice = asked_for(None)
+        self.choice = asked_for("None")
         """How pushes are compressed, and why."""
+        self.packed: codecs.BothDirections | None = None
+        """What packs what is pulled, too, if that was asked for."""
 
     # --- Verbs
 
@@ -156,7 +158,9 @@ class Calls:
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
             return call, (self._run_choice, self._codec(meant.codec, kernels), settings)
-        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels))
+        if isinstance(meant, codecs.BothDirections):
+            return call, (self._run_compression, self._codec(meant.codec, kernels), settings, meant)
+        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels), settings)
 
     def _codec(self, codec: Codec, kernels: str) -> Codec | None:
         """Return what does the work of a codec, whose payloads messages can hold."""
@@ -261,7 +265,8 @@ class Calls:
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""
         compression = self._exchange.compression
-        packed = [] if compression is None else [f"compression {compression.codec.settings()}"]
+        said = "" if compression is None else (self.packed or compression.codec).settings()
+        packed = [f"compression {said}"] * bool(said)
         return [f"updater {self._exchange.updater.settings()}", *packed]
 
     def _with_steps(self, call: Call, steps: Steps) -> Call:
@@ -286,13 +291,14 @@ class Calls:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
 
-    def _run_compression(self, codec: Codec | None) -> None:
-        self._exchange.compress(codec)
-        self.choice = asked_for(codec)
+    def _run_compression(self, codec: Codec | None, settings: str, packed: codecs.BothDirections | None = None) -> None:
+        self._exchange.compress(codec, None if packed is None else packed.cast)
+        self.choice, self.packed = asked_for(settings), packed
 
     def _run_choice(self, codec: Codec, asked: str) -> None:
         chosen, self.choice = choose(self._exchange, codec, asked)
         self._exchange.compress(chosen)
+        self.packed = None
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)

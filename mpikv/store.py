@@ -157,7 +157,7 @@ class KVStore(KVStoreBase):
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
         compression = self._exchange.compression
-        return compression and compression.codec
+        return self._calls.packed or (compression and compression.codec)
 
     @property
     def _assigns(self) -> bool:
@@ -650,19 +650,24 @@ class KVStore(KVStoreBase):
         Collective; the same on every rank. A ``push`` and a ``pushpull`` then send codes in place of gradients, on
         every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
         feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
-        float32. ``init``, ``set``, ``broadcast`` and ``pull`` are never compressed. Residuals start at zero, and do so
-        again after this call, ``delete`` and ``init(..., overwrite=True)``; a push that fails leaves them as they were.
+        float32. ``init``, ``set`` and ``broadcast`` are never compressed, and what is pulled only with
+        ``both_directions``. Residuals start at zero, and do so again after this call, ``delete`` and ``init(...,
+        overwrite=True)``; a push that fails leaves them as they were.
 
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
                 ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
-                codec; or None, which turns compression off. ``auto``, with the option ``codec`` (default ``bf16``),
+                codec; or None, which turns compression off. With ``"both_directions": True`` in a dict of ``fp16`` or
+                ``bf16``, float32 values that travel in a pull do so as well packed; ranks then hold rounded values, all
+                the same, and their owners update exact ones. ``auto``, with the option ``codec`` (default ``bf16``),
                 makes some pushes with and without the codec now, and takes it if they were faster;
                 :meth:`statistics` says what was found. Set the optimizer before, which may change the placement.
 
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.
             TypeError: an argument is of a wrong type.
+            Unsupported: ``both_directions`` with another codec.
+            MemoryError: there is too little memory for packed values; the store was not changed.
             RankMismatch: ranks gave other settings.
 
         Example:

@@ -20,7 +20,7 @@ LAYERS = (
     ("arrays", "compiling", "config", "halves", "waiting", "work", "world"),
     ("arena", "board", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
-    ("agreement", "arguments", "compression", "placement", "scope"),
+    ("agreement", "arguments", "compression", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "store", "trial"),
     ("storeless",),
     ("registry",),

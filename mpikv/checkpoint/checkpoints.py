@@ -264,7 +264,7 @@ class Checkpoints:
     def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[_Piece]:
         """Yield what this rank has of the arrays, given its elements of a bucket."""
         plan = self._plan(contents)
-        memory = [{VALUE: entry.value, **entry.state} for entry in plan.entries]
+        memory = [{VALUE: entry.updated, **entry.state} for entry in plan.entries]
         arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
         for tensor in contents.tensors:
             arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))

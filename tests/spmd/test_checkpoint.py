@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -56,18 +55,6 @@ OPTIMIZERS = [
     ("lamb", {"lower_bound": 0.1, "bias_correction": False}),
     ("test", {"learning_rate": 0.25}),
 ]
-
-
-@pytest.fixture
-def folder(comm):
-    """Return a new folder that all ranks see, under one name."""
-    made = tempfile.mkdtemp() if comm is None or comm.rank == 0 else None
-    made = Path(made if comm is None else comm.bcast(made))
-    yield made
-    if comm is not None:
-        comm.Barrier()
-    if comm is None or comm.rank == 0:
-        shutil.rmtree(made)
 
 
 def on_ranks(comm):
