@@ -60,6 +60,11 @@ class Block:
         """
         return np.empty(self.values.size, accumulator(self.values.dtype))
 
+    def ensure_residuals(self, positions: int) -> None:
+        """Have residuals for so many positions in lists; new ones are zero."""
+        while len(self.residuals) < positions:
+            self.residuals.append(np.zeros(self.values.size, np.float32))
+
     @property
     def updated(self) -> Array:
         """What pushes change at the owners."""

@@ -695,8 +695,9 @@ class KVStore(KVStoreBase):
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
 
-    def save(self, path: Any) -> None:
-        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules.
+    def save(self, path: Any, residuals: bool = True) -> None:
+        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules,
+        and what compressed pushes have left out.
 
         Collective; the same path on every rank, of a file system that all hosts share. Each rank writes the elements
         that it owns, without copying them. The file takes its place at ``path`` in one step when it is whole and on the
@@ -707,6 +708,8 @@ class KVStore(KVStoreBase):
 
         Args:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
+            residuals: whether to save what compressed pushes have left out, which takes as much as float32 values, once
+                per rank. Of no effect without compression.
 
         Raises:
             OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. If it is in
@@ -730,7 +733,7 @@ class KVStore(KVStoreBase):
             >>> other.pushpull({"w": np.ones(2)})
             {'w': array([-0.25, -0.25])}
         """
-        self._collective("save", self._checkpoints.save, path)
+        self._collective("save", self._checkpoints.save, path, residuals)
 
     def load(self, path: Any) -> None:
         """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any

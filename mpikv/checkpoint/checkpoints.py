@@ -26,6 +26,7 @@ from ..typing import Array, Slots, Updater
 from .checksums import contributions
 from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order, check_readable, dtype_named
 from .files import NONCE, Draft, Reader, Source, inspect
+from .residuals import Targets, found, taken, with_residuals
 from .settings import check_dumpable, described, restored
 
 __all__ = ["Checkpoints"]
@@ -39,6 +40,8 @@ class _Piece(NamedTuple):
 
     offset: int
     memory: memoryview
+    total: Array | None = None
+    """What the numbers that are read are added to."""
 
 
 class Checkpoints:
@@ -50,8 +53,8 @@ class Checkpoints:
 
     # --- Save
 
-    def save(self, path: Any) -> Prepared:
-        return self._saving("save", path, described(self._exchange.updater), values=True)
+    def save(self, path: Any, residuals: bool) -> Prepared:
+        return self._saving("save", path, described(self._exchange.updater), values=True, residuals=bool(residuals))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
         updater = self._optimizer()
@@ -59,16 +62,17 @@ class Checkpoints:
             check_dumpable(updater)
         return self._saving("save_optimizer_states", path, described(updater, bool(dump_optimizer)), values=False)
 
-    def _saving(self, verb: str, path: Any, updater: Mapping[str, Any], values: bool) -> Prepared:
+    def _saving(
+        self, verb: str, path: Any, updater: Mapping[str, Any], values: bool, residuals: bool = False
+    ) -> Prepared:
         check_byte_order()
         path = os.fsdecode(path)
         self._exchange.check_slots()
         contents = Contents(self._saved_keys(), values, updater)
         check_readable(contents)
-        # Its length says where the arrays begin.
-        blank = contents.header(np.zeros(contents.chunks, np.uint32))
-        call = _call(verb, path, contents)
-        return call, (self._write, call, Draft(path), contents, len(blank))
+        blank = _blank(contents)
+        call = _call(verb, path, contents, *["with residuals"] * residuals)
+        return call, (self._write, call, Draft(path), contents, len(blank), residuals)
 
     def _saved_keys(self) -> tuple[SavedKey, ...]:
         table, slots = self._exchange.table, self._exchange.updater.slots
@@ -87,8 +91,12 @@ class Checkpoints:
             for entry in table.entries()
         )
 
-    def _write(self, call: Call, draft: Draft, contents: Contents, start: int) -> None:
+    def _write(self, call: Call, draft: Draft, contents: Contents, start: int, residuals: bool) -> None:
         is_root = self._transport.rank == self._root
+        extras: Sequence[Mapping[str, Array]] = ()
+        if residuals and (more := with_residuals(self._exchange, contents)) is not contents:
+            contents, extras = more, found(self._exchange, more)
+            start = len(self._together(call, _checked_blank, contents))
         try:
             # By the name that the root has drawn the others know whether they see its file.
             nonce = np.zeros(NONCE, np.uint8)
@@ -96,7 +104,8 @@ class Checkpoints:
             self._transport.broadcast(nonce, self._root)
             self._together(call, draft.attach, nonce, only=not is_root)
             sums = np.zeros(contents.chunks, np.uint32)
-            for chunks, pieces in self._windows(contents, self._divided):
+            own_pieces = [*self._pieces(contents, self._divided), *_whole(contents, extras)]
+            for chunks, (pieces,) in _windows(contents, own_pieces):
                 own = self._together(call, _write_pieces, draft, pieces, start)
                 sums[chunks] = self._combined(_contributed(own, pieces, chunks, contents.nbytes))
             self._together(call, draft.commit, contents, sums, only=is_root)
@@ -171,9 +180,6 @@ class Checkpoints:
             reader.close()
         contents = source.header.contents
         self._settle_counts(contents)
-        if contents.values:
-            # They belong to pushes that these values have not seen.
-            self._exchange.drop_residuals()
 
     def _load_new(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
         """Load into a store without keys, which has none again if the file turns out to be damaged."""
@@ -223,12 +229,25 @@ class Checkpoints:
     def _read_arrays(self, call: Call, reader: Reader, header: Header) -> None:
         """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
         contents = header.contents
-        for chunks, pieces in self._windows(contents, _owned):
-            own = self._together(call, _read_pieces, reader, pieces)
-            sums = _contributed(own, pieces, chunks, contents.nbytes)
-            if not self._exchange.placement.everywhere:  # else this rank has read all of it
-                sums = self._combined(sums)
-            self._together(call, _check, sums, header, chunks)
+        targets: tuple[Targets, Targets] = (), ()
+        if contents.values:
+            # Those that are there belong to pushes that these values have not seen.
+            self._exchange.drop_residuals()
+            targets = self._together(call, taken, self._exchange, contents)
+        own_pieces, common = (list(_targeted(contents, each)) for each in targets)
+        if self._transport.rank == 0:  # what all ranks read counts once
+            own_pieces, common = own_pieces + common, []
+        pieces = list(self._pieces(contents, _owned))
+        for chunks, (values, own, others) in _windows(contents, pieces, own_pieces, common):
+            sums = [
+                _contributed(self._together(call, _read_pieces, reader, part), part, chunks, contents.nbytes)
+                for part in (values, own, others)
+            ]
+            if self._exchange.placement.everywhere:  # this rank has read all values
+                total = sums[0] ^ self._combined(sums[1])
+            else:
+                total = self._combined(sums[0] ^ sums[1])
+            self._together(call, _check, total, header, chunks)
         self._exchange.republish(self._plan(contents))
 
     def _settle_counts(self, contents: Contents) -> None:
@@ -251,23 +270,14 @@ class Checkpoints:
         size, ranks, rank = bucket.value.size, self._transport.size, self._transport.rank
         return size * rank // ranks, size * (rank + 1) // ranks
 
-    def _windows(
-        self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]
-    ) -> Iterator[tuple[slice, Sequence[_Piece]]]:
-        """Yield the chunks of each window, the same on all ranks, and this rank's pieces of them."""
-        pieces = sorted(self._pieces(contents, elements), key=_offset)
-        for begin in range(0, contents.nbytes, _WINDOW):
-            end = min(begin + _WINDOW, contents.nbytes)
-            low, high = (bisect_left(pieces, edge, key=_offset) for edge in (begin, end))
-            yield slice(begin // CHUNK, -(-end // CHUNK)), pieces[low:high]
-
     def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[_Piece]:
         """Yield what this rank has of the arrays, given its elements of a bucket."""
         plan = self._plan(contents)
         memory = [{VALUE: entry.updated, **entry.state} for entry in plan.entries]
         arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
         for tensor in contents.tensors:
-            arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
+            if tensor.slot in memory[tensor.item]:
+                arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
         for bucket in plan.buckets:
             low, high = elements(bucket)
             for piece in bucket.pieces:
@@ -325,6 +335,51 @@ class Checkpoints:
 _offset = attrgetter("offset")
 
 
+def _blank(contents: Contents) -> bytes:
+    """Return a header whose length says where the arrays begin."""
+    return contents.header(np.zeros(contents.chunks, np.uint32))
+
+
+def _checked_blank(contents: Contents) -> bytes:
+    check_readable(contents)
+    return _blank(contents)
+
+
+def _whole(contents: Contents, memory: Sequence[Mapping[str, Array]]) -> Iterator[_Piece]:
+    """Yield the pieces of arrays that one rank has whole, by key and slot."""
+    for tensor in contents.tensors if memory else ():
+        if (array := memory[tensor.item].get(tensor.slot)) is not None:
+            yield from _cut(tensor.begin, array.view(np.uint8).data)
+
+
+def _targeted(contents: Contents, targets: Targets) -> Iterator[_Piece]:
+    """Yield the pieces of arrays that go to targets."""
+    spare = np.empty(CHUNK if targets else 0, np.uint8)
+    for tensor in contents.tensors if targets else ():
+        if (target := targets[tensor.item].get(tensor.slot)) is None:
+            continue
+        if target.array is not None and not target.adds:
+            yield from _cut(tensor.begin, target.array.view(np.uint8).data)
+            continue
+        offset = tensor.begin
+        while offset < tensor.end:
+            end = min(offset // CHUNK * CHUNK + CHUNK, tensor.end)
+            low, high = offset - tensor.begin, end - tensor.begin
+            total = None if target.array is None else target.array.view(np.uint8)[low:high].view(target.array.dtype)
+            yield _Piece(offset, spare[: end - offset].data, total)
+            offset = end
+
+
+def _windows(contents: Contents, *kinds: Sequence[_Piece]) -> Iterator[tuple[slice, list[Sequence[_Piece]]]]:
+    """Yield the chunks of each window, the same on all ranks, and the pieces of each kind in them."""
+    ordered = [sorted(pieces, key=_offset) for pieces in kinds]
+    for begin in range(0, contents.nbytes, _WINDOW):
+        end = min(begin + _WINDOW, contents.nbytes)
+        edges = [[bisect_left(pieces, edge, key=_offset) for edge in (begin, end)] for pieces in ordered]
+        chunks = slice(begin // CHUNK, -(-end // CHUNK))
+        yield chunks, [pieces[low:high] for pieces, (low, high) in zip(ordered, edges, strict=True)]
+
+
 def _owned(bucket: Bucket) -> tuple[int, int]:
     return bucket.share.low, bucket.share.high
 
@@ -355,6 +410,8 @@ def _read_pieces(reader: Reader, pieces: Sequence[_Piece]) -> list[int]:
     for piece in pieces:
         reader.read(piece.memory, piece.offset)
         sums.append(zlib.crc32(piece.memory))
+        if piece.total is not None:
+            np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
     return sums
 
 
