@@ -8,8 +8,8 @@ makes a pushpull of all keys in each way that follows, one after the other; what
 A ratio is the median, over rounds, of the time of the first way divided by that of another in the same round. Bytes are
 what the first host's end of the cable has sent.
 
-``sums``: without an updater, so that every rank receives the sum; ``weights``: with momentum SGD at the owners, so that
-every rank receives the new values.
+``sums``: without an updater, so that every rank receives the sum; ``weights``: with momentum SGD, at the owners, so
+that every rank receives the new values, or on every rank (``replicated``).
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-WAYS: Mapping[str, tuple[str, Any]] = {
-    "sums": ("none", None),
-    "sums, 2bit": ("none", {"type": "2bit", "threshold": 0.5}),
-    "sums, bf16": ("none", "bf16"),
-    "weights": ("sgd", None),
-    "weights, 2bit": ("sgd", {"type": "2bit", "threshold": 0.5}),
-    "weights, bf16": ("sgd", "bf16"),
-    "weights, bf16 both directions": ("sgd", {"type": "bf16", "both_directions": True}),
+TWO_BITS = {"type": "2bit", "threshold": 0.5}
+WAYS: Mapping[str, tuple[str, Any, str]] = {
+    "sums": ("none", None, "auto"),
+    "sums, 2bit": ("none", TWO_BITS, "auto"),
+    "sums, bf16": ("none", "bf16", "auto"),
+    "weights": ("sgd", None, "auto"),
+    "weights, 2bit": ("sgd", TWO_BITS, "auto"),
+    "weights, 2bit, replicated": ("sgd", TWO_BITS, "replicated"),
+    "weights, bf16": ("sgd", "bf16", "auto"),
+    "weights, bf16 both directions": ("sgd", {"type": "bf16", "both_directions": True}, "auto"),
 }
-"""How gradients are exchanged: the updater and the compression."""
+"""How gradients are exchanged: the updater, the compression and the placement."""
 
 
 def bytes_sent() -> int:
@@ -63,8 +65,9 @@ def work(rounds: int, kernels: str, ways: list[str]) -> None:
     outs = {key: np.empty(shape, np.float32) for key, shape in shapes.items()}
     stores = {}
     for way in ways:
-        updater, compression = WAYS[way]
-        stores[way] = kv = mpikv.create(compression=compression, kernels=kernels, timeout=300)
+        updater, compression, placement = WAYS[way]
+        options: dict[str, Any] = {"compression": compression, "placement": placement, "kernels": kernels}
+        stores[way] = kv = mpikv.create(timeout=300, **options)
         kv.init({key: np.zeros(shape, np.float32) for key, shape in shapes.items()})
         if updater != "none":
             kv.set_optimizer(updater, learning_rate=0.01, momentum=0.9)
@@ -95,14 +98,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         hosts = stack.enter_context(two_hosts(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
         hosts.slow_down(options.rate)
         places = ",".join(f"{address}:{-(-options.ranks // 2)}" for address in ADDRESSES)
-        script = [str(Path(__file__).resolve()), "--work", "--rounds", str(options.rounds), "--kernels", options.kernels]
+        script = [
+            str(Path(__file__).resolve()),
+            "--work",
+            "--rounds",
+            str(options.rounds),
+            "--kernels",
+            options.kernels,
+        ]
         ways = ["--ways", *options.ways]
         launch = [sys.executable, "-m", "mpikv", "run", "-n", str(options.ranks), "--hosts", places]
         job = hosts.start([*launch, *script, *ways])
-        try:
+        # Its processes end with the hosts, and what they have printed is shown.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(options.limit)
-        except subprocess.TimeoutExpired:
-            pass  # its processes end with the hosts, and what they printed is shown
         output = hosts.output.read_text()
     lines = [line for line in output.splitlines() if line.startswith("found ")]
     if not lines:
