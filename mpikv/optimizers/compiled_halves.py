@@ -26,6 +26,8 @@ _ROUND = numba.void(_READ_SINGLES, _HALF[::1])
 _ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
 # Elements of a loop's own memory, which stays in the nearest cache.
 _CHUNK = 1024
+# The exponent of a float16 begins at 1 where that of such a power of two begins at 126.
+_BIAS = -(126 << 10) & 0xFFFF
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -67,20 +69,21 @@ def _bits(value: Array) -> Array:
 
 
 @inner
-def _float16_of(word: Any) -> Any:
-    """Return the bits of the float16 to which a float32 of these bits is rounded. See halves.narrow, but for the
-    addition, which is here that of integers.
+def _power_of(word: Any) -> Any:
+    """Return the bits of the power of two whose last place is that of the float16 to which a float32 is rounded."""
+    u = np.uint32
+    exponent = word & u(0x7F800000)
+    return (exponent if exponent > u(0x38800000) else u(0x38800000)) + u(13 << 23)
+
+
+@inner
+def _float16_of(word: Any, significand: Any, power: Any) -> Any:
+    """Return the bits of the float16 to which a float32 is rounded, of those of its magnitude added to the power. See
+    :func:`mpikv.halves.narrow`.
     """
     u = np.uint32
     magnitude = word & u(0x7FFFFFFF)
-    exponent = magnitude >> u(23)
-    # What is cut off: 13 bits, and more of what is too small to have all of a half's.
-    lacking = u(113) - exponent if exponent < u(113) else u(0)
-    cut = u(13) + (lacking if lacking < u(12) else u(12))
-    significand = magnitude & u(0x7FFFFF) | (u(0x800000) if exponent > u(0) else u(0))
-    rounded = (significand + (u(1) << (cut - u(1))) - u(1) + (significand >> cut & u(1))) >> cut
-    # The significand's first bit, which a half does not write, raises the exponent by one.
-    half = rounded + (((exponent - u(113)) << u(10)) if exponent >= u(113) else u(0))
+    half = significand + (power >> u(13)) + u(_BIAS) & u(0xFFFF)
     half = u(0x7C00) if magnitude >= u(0x477FF000) else half
     half = u(0x7E00) if magnitude > u(0x7F800000) else half
     return half | word >> u(16) & u(0x8000)
@@ -106,13 +109,15 @@ def _moved(half: Any) -> Any:
 
 
 def _round_float16(singles: Any, halves: Any) -> None:
-    words = singles.view(np.uint32)
-    for i in range(halves.size):
-        halves[i] = _float16_of(words[i])
+    sums, powers = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
+    for low in range(0, halves.size, _CHUNK):
+        part = singles[low : low + _CHUNK]
+        _round_chunk(part, part.view(np.uint32), sums, powers, halves[low : low + _CHUNK])
 
 
 def _add_float16(first: Any, second: Any, halves: Any) -> None:
     left, right = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
+    sums, powers = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
     total, term, scale = left.view(np.float32), right.view(np.float32), np.float32(2.0**112)
     for low in range(0, halves.size, _CHUNK):
         one, other, out = first[low : low + _CHUNK], second[low : low + _CHUNK], halves[low : low + _CHUNK]
@@ -122,8 +127,19 @@ def _add_float16(first: Any, second: Any, halves: Any) -> None:
         for i in range(out.size):
             # All are multiples of the smallest float16, so that nothing is lost by adding before scaling.
             total[i] = (total[i] + term[i]) * scale
-        for i in range(out.size):
-            out[i] = _float16_of(left[i])
+        _round_chunk(total, left, sums, powers, out)
+
+
+@inner
+def _round_chunk(singles: Any, words: Any, sums: Any, powers: Any, halves: Any) -> None:
+    """Round float32 numbers, whose bits are ``words``, to float16; the next two are memory to work in."""
+    total, power = sums.view(np.float32), powers.view(np.float32)
+    for i in range(halves.size):
+        powers[i] = _power_of(words[i])
+    for i in range(halves.size):
+        total[i] = abs(singles[i]) + power[i]
+    for i in range(halves.size):
+        halves[i] = _float16_of(words[i], sums[i], powers[i])
 
 
 def _round_bfloat16(singles: Any, halves: Any) -> None:
