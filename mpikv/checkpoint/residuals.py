@@ -29,10 +29,12 @@ Memory = Mapping[str, Array]
 
 def with_residuals(exchange: Exchange, contents: Contents) -> Contents:
     """Return the contents of a checkpoint with the residuals of all ranks, if there are any. Collective."""
+    if exchange.compression is None:
+        return contents
     transport, entries = exchange.transport, [exchange.table[one.key] for one in contents.keys]
     # Ranks may have pushed lists of different lengths.
     positions = _largest(transport, np.array([len(entry.residuals()) for entry in entries], np.int64))
-    if exchange.compression is None or not (positions.any() or any(entry.codec_state for entry in entries)):
+    if not positions.any() and not any(entry.codec_state for entry in entries):
         return contents
     keys = tuple(
         replace(
