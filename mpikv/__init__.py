@@ -31,6 +31,7 @@ from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import create
 from .scope import Scope
+from .slices import Sliced
 from .store import KVStore
 from .storeless import AllReduce
 from .trainer import Trainer
@@ -54,6 +55,7 @@ __all__ = [
     "PeerFailed",
     "RankMismatch",
     "Scope",
+    "Sliced",
     "StaleGradient",
     "Stalled",
     "Trainer",

@@ -15,18 +15,22 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of", "updates_on_kvstore"]
+__all__ = ["Config", "Launch", "launch_of", "slice_elements", "updates_on_kvstore", "wants_slices"]
 
 TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "ranks_per_host", "single_copy")
+VARIABLES_ONLY = ("abort", "ranks_per_host", "single_copy", "trace")
+# Fields in which ranks may differ.
+OWN_AFFAIRS = ("abort", "trace")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a store. All but ``abort`` must be the same on every rank, which :func:`mpikv.create` checks."""
+    """Settings of a store. All but ``abort`` and ``trace`` must be the same on every rank, as :func:`mpikv.create`
+    checks.
+    """
 
     transport: str = "auto"
     """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hosts`` (several hosts, with ``shm`` inside
@@ -55,6 +59,9 @@ class Config:
     ranks_per_host: int = 0
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
+    trace: str = ""
+    """A directory in which this rank writes down when each call begins and ends, for ``mpikv trace``; empty for none. A
+    variable only."""
 
     def __post_init__(self) -> None:
         _choose("transport", self.transport, TRANSPORTS)
@@ -120,6 +127,27 @@ def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
         return _switch(text)
     except ValueError:
         raise ConfigError(f"MXNET_UPDATE_ON_KVSTORE={text!r} is neither 0 nor 1") from None
+
+
+def wants_slices(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether MXNet's programs ask for the store ``p3`` where they name one of the others, by DMLC_PS_VAN_TYPE.
+
+    >>> wants_slices({"DMLC_PS_VAN_TYPE": "p3"}), wants_slices({"DMLC_PS_VAN_TYPE": "zmq"}), wants_slices({})
+    (True, False, False)
+    """
+    return (os.environ if environ is None else environ).get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
+
+
+def slice_elements(environ: Mapping[str, str] | None = None) -> int:
+    """Return into slices of how many elements the store ``p3`` cuts what is pushed: MXNET_KVSTORE_SLICE_THRESHOLD.
+
+    >>> slice_elements({"MXNET_KVSTORE_SLICE_THRESHOLD": "1000"}), slice_elements({})
+    (1000, 40000)
+    """
+    text = (os.environ if environ is None else environ).get("MXNET_KVSTORE_SLICE_THRESHOLD", "40000")
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1 << 30:
+        raise ConfigError(f"MXNET_KVSTORE_SLICE_THRESHOLD={text!r} is not a number of elements from 1 to 2**30")
+    return int(text)
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

@@ -87,6 +87,13 @@ class KVStoreBase:
         """Whether a push replaces the value by the sum, as without an updater. Local."""
         return True
 
+    def _updates(self, key: Key) -> int:
+        """Return how many updates the present updater has made to a value, as far as is known. Local."""
+        return 0
+
+    def _lend(self, keys: Sequence[Key]) -> None:
+        """Take note that the values of keys are sums from now on, which nobody is to take for weights. Local."""
+
     @property
     def optimizer(self) -> Any:
         """The optimizer that was set, or None. Local."""
@@ -121,6 +128,14 @@ class KVStoreBase:
     def set_gradient_compression(self, compression: Any) -> None:
         """Set what stands for a gradient between ranks. Collective."""
         self._cannot("set_gradient_compression")
+
+    def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
+        """Write the state of the optimizer to a file. Collective."""
+        self._cannot("save_optimizer_states")
+
+    def load_optimizer_states(self, fname: Any) -> None:
+        """Take the state that :meth:`save_optimizer_states` wrote. Collective."""
+        self._cannot("load_optimizer_states")
 
     def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
         """Raise an error of this rank, in place of the next call of the others, where they can be told. Collective."""

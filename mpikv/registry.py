@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from . import codecs
 from .board import Board
-from .config import Config
+from .config import OWN_AFFAIRS, Config, slice_elements, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -24,24 +24,25 @@ from .errors import (
 )
 from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
+from .slices import Sliced
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
+from .tracing import find_tracer
 from .transports import open_transport
 from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
+_DIST = ("dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
-_LATER = {
-    **dict.fromkeys(
-        ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
-    ),
-    "p3": "slices by priority; 'dist_sync' has the same results",
-}
-_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
+_SLICED = "p3"
+_LATER = dict.fromkeys(
+    ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
+)
+_NAMES = (_SLICED, *_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -67,6 +68,8 @@ def create(
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
+            ``p3`` for a :class:`Sliced`, which is ``dist_sync`` in slices by priority, and which the variable
+            ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
             ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
@@ -117,10 +120,12 @@ def create(
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
-    settings, codec, compressing = Config(), None, "None"
+    settings, codec, compressing, elements, tracer = Config(), None, "None", 0, None
     problem: Exception | None = None
     try:
         kind = _known(name)
+        if kind == _SLICED or (kind in _DIST and wants_slices()):
+            elements = _elements(compression)
         settings = Config.read(
             placement=placement,
             timeout=timeout,
@@ -131,6 +136,7 @@ def create(
             deterministic=deterministic,
             kernels=kernels,
         )
+        tracer = find_tracer(settings.trace) if settings.trace else None
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise
@@ -140,8 +146,10 @@ def create(
     try:
         problem = problem or _bad_root(root, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
-        del wanted["abort"]  # each rank's own affair
+        for own in OWN_AFFAIRS:
+            del wanted[own]
         wanted["compression"] = compressing
+        wanted["slices"] = f"{elements} elements" if elements else "None"
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -154,15 +162,28 @@ def create(
         raise
     _prepare_endings()
     store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
+    if tracer is not None:
+        tracer.watch(store)
     if codec is not None:
         try:
             store.set_gradient_compression(codec)
         except Exception:
             store.close()  # nobody else could
             raise
+    if elements:
+        return cast(KVStore, Sliced(store, elements))
     if kind in _STORELESS:
         return cast(KVStore, AllReduce(store))
     return store
+
+
+def _elements(compression: Any) -> int:
+    """Return of how many elements the slices of a store with them are."""
+    if compression is not None:
+        raise Unsupported(
+            f"store {_SLICED!r} only sums, and compression={compression!r} was asked for; 'dist_sync' has it"
+        )
+    return slice_elements()
 
 
 def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None) -> None:

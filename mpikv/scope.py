@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .errors import ConfigError, Unsupported
@@ -76,6 +76,9 @@ class Scope(Wrapped):
     def version(self, key: Key) -> int:
         """As :meth:`mpikv.KVStore.version`. Local."""
         return int(self._store.version(self._named(key)))
+
+    def _lend(self, keys: Sequence[Key]) -> None:
+        self._store._lend(self._named(list(keys)))
 
     def view(self, key: Any) -> Any:
         """As :meth:`mpikv.KVStore.view`. Local."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -168,6 +168,14 @@ class KVStore(KVStoreBase):
     @property
     def _joining(self) -> bool:
         return self._in_join
+
+    def _updates(self, key: Key) -> int:
+        self._pending.drain()
+        return int(self._exchange.table.counts[self._exchange.table[key].index])
+
+    def _lend(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._exchange.table.lent[self._exchange.table[key].index] = True
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
@@ -716,7 +724,7 @@ class KVStore(KVStoreBase):
                 its place and only the folder could not be flushed, the message says so.
             CheckpointError: another store is being saved to the path.
             Unsupported: a host does not see the file that the root has made, or no reader would take what the store
-                holds.
+                holds; or its values are only the sums of a :class:`mpikv.Trainer` with ``update_on_kvstore=False``.
             ConfigError: a setting of the optimizer was changed to need other state than there is.
             RankMismatch: ranks gave other paths.
 
@@ -750,7 +758,8 @@ class KVStore(KVStoreBase):
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.
             ValueMismatch: the store has other keys, shapes or dtypes.
             OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
-            Unsupported: the placement cannot run the updater, or a value is bfloat16 and ml_dtypes is not there.
+            Unsupported: the placement cannot run the updater, or a value is bfloat16 and ml_dtypes is not there; or
+                the store only sums for a Trainer, as in :meth:`save`.
             RankMismatch: ranks see different files.
 
         Example: see :meth:`save`.
@@ -997,14 +1006,20 @@ class KVStore(KVStoreBase):
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        prepared = partial(self._collective, verb, prepare, *arguments)
+        return self._issue_parts(verb, arguments[0], urgency(arguments[-1]), [prepared])
+
+    def _issue_parts(
+        self, verb: str, key: Any, urgent: int, parts: Sequence[Callable[[], Any]], keys: Set[Key] = frozenset()
+    ) -> Work:
+        """Have the thread of pending calls make a call of several parts, each of which is collective. Local."""
         self._check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         self._board.step_aside()
-        text = partial(_called, verb, arguments[:1])
-        return self._pending.add(urgency(arguments[-1]), text, partial(self._collective, verb, prepare, *arguments))
+        return self._pending.add(urgent, partial(_called, verb, (key,)), parts, keys)
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""

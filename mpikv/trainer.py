@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from .arguments import optimizer_of
 from .arrays import accumulator, castable, local_sum, source, target, zeros
+from .checkpoint import KeptState, is_dumpable, load_states, save_states
 from .config import updates_on_kvstore
 from .errors import (
     Closed,
@@ -28,7 +28,7 @@ from .optimizers import Optimizer
 from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import check_name, create
-from .typing import Array
+from .typing import Array, Key
 
 __all__ = ["Trainer"]
 
@@ -65,14 +65,6 @@ class _Taken(NamedTuple):
 
     def weights(self) -> list[Array]:
         return [parameter.data for parameter in self.parameters]
-
-
-@dataclass
-class _Held:
-    """What the optimizer keeps of one parameter that this rank updates itself."""
-
-    state: dict[str, Array]
-    count: int = 0
 
 
 class Trainer:
@@ -151,7 +143,7 @@ class Trainer:
         self._shown = self._resumed = False
         self._broken = ""
         # The rest is for updates on this rank.
-        self._held: dict[str, _Held] = {}
+        self._held: dict[Key, KeptState] = {}
         self._agreed = ""
         self._scratch = np.empty(0, np.uint8)
 
@@ -264,18 +256,25 @@ class Trainer:
         if apart and not self._resumed:
             self._broadcast(apart)
             store.delete(list(apart))
-        kept = {name: parameter for name, parameter in self._own.items() if name not in apart}
+        kept = self._kept()
         if self._resumed:
             store.pull(list(kept), out=[parameter.data for parameter in kept.values()])
-            self._updates = max(map(store.version, kept), default=0)
+            self._updates = max(map(store._updates, kept), default=0)
         else:
             if self._on_store:
                 store.set_optimizer(self._optimizer)
             self._broadcast(kept)
+        if not self._on_store:
+            store._lend(list(kept))
         self._shown = self._on_store and store.optimizer is not None
         self._started = True
         if self._shown:
             self.optimizer._user = self._token
+
+    def _kept(self) -> dict[str, Parameter]:
+        """Return the parameters that the store has values of."""
+        apart = self._apart()
+        return {name: parameter for name, parameter in self._own.items() if name not in apart}
 
     def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
         weights = [parameter.data for parameter in parameters.values()]
@@ -378,6 +377,69 @@ class Trainer:
         self._kvstore.broadcast(list(given), list(given.values()), out=weights)
         for name in given:
             self._restart_master(name)
+
+    def save_states(self, fname: Any) -> None:
+        """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
+
+        Collective; the same path on every rank. Weights are not in it: save them as arrays, or where the store updates
+        all of it by :meth:`mpikv.KVStore.save`. Nor are :attr:`scale`, the parameters' own factors, a ``loss_scaler``,
+        and what compression has left out. The file has the form of :meth:`mpikv.KVStore.save_optimizer_states`, takes
+        its place in one step when it is whole, and can be loaded with either ``update_on_kvstore``, on any number of
+        ranks. Where each rank updates, the states of all ranks are the same, and rank 0 writes its own.
+
+        Args:
+            fname: a str, bytes or ``os.PathLike``.
+
+        Raises:
+            OSError: the file cannot be written; the other ranks raise ``PeerFailed``.
+            CheckpointError: another store is being saved to the path.
+            Unsupported: the store updates and cannot save, or no reader would take the file.
+            RankMismatch: ranks gave other paths, or have other settings.
+
+        Example:
+            >>> import mpikv, numpy as np, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "trainer.states")
+            >>> options = {"learning_rate": 1.0, "momentum": 0.5}
+            >>> weights = {"w": np.zeros(2)}
+            >>> with mpikv.Trainer(weights, "sgd", options, update_on_kvstore=False) as trainer:
+            ...     trainer.set_grads({"w": np.ones(2)})
+            ...     trainer.step(1)
+            ...     trainer.save_states(path)
+            >>> with mpikv.Trainer(weights, "sgd", options) as trainer:
+            ...     trainer.load_states(path)
+            ...     trainer.set_grads({"w": np.zeros(2)})
+            ...     trainer.step(1)
+            ...     weights
+            {'w': array([-1.5, -1.5])}
+        """
+        self.start()
+        if self._on_store:
+            self._kvstore.save_optimizer_states(fname, self._asked("save_states", is_dumpable, self.optimizer))
+        else:
+            self._together("save_states", self._saving(fname))
+
+    def load_states(self, fname: Any) -> None:
+        """Take the state that :meth:`save_states` wrote. Weights stay; but with ``multi_precision`` the float32 masters
+        are state, from which the next step goes on.
+
+        Collective; the same path on every rank, of a Trainer with the same parameters and an optimizer of the same
+        kind. Where the file has settings, :attr:`optimizer` is a new object with these. The file is loaded as a whole,
+        on all ranks, or not at all.
+
+        Raises:
+            OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
+            CheckpointError: it is damaged, or holds the state of another optimizer.
+            ValueMismatch: it has other parameters.
+            RankMismatch: ranks see different files.
+
+        Example: see :meth:`save_states`.
+        """
+        self.start()
+        if self._on_store:
+            self._kvstore.load_optimizer_states(fname)
+            self._updates = max(map(self._kvstore._updates, self._kept()), default=0)
+        else:
+            self._together("load_states", self._loading(fname))
 
     def close(self) -> None:
         """Close the store, if the Trainer has made it. Collective, idempotent; also done by ``with`` and at exit."""
@@ -562,18 +624,22 @@ class Trainer:
 
     def _steps(self, taken: _Taken) -> list[Any]:
         """Return the optimizer's step for each parameter; make or check its state."""
-        for name, parameter in zip(taken.names, taken.parameters, strict=True):
-            slots = self.optimizer.slots(parameter.data.dtype)
-            if name not in self._held:
-                state = {slot: np.zeros(parameter.data.shape, dtype) for slot, dtype in slots.items()}
-                self._held[name] = _Held(state)
-                self._restart_master(name)
-            elif slots.keys() != self._held[name].state.keys():
-                raise ConfigError(
-                    f"the optimizer was changed to keep {sorted(slots)} per element and there is "
-                    f"{sorted(self._held[name].state)}; make a new Trainer, whose state starts anew"
-                )
+        for name in taken.names:
+            self._hold(name)
         return [self.optimizer.step(name, self._held[name].count + 1) for name in taken.names]
+
+    def _hold(self, name: str) -> None:
+        """Make or check the state of one parameter."""
+        data = self._own[name].data
+        slots = self.optimizer.slots(data.dtype)
+        if name not in self._held:
+            self._held[name] = KeptState({slot: np.zeros(data.shape, dtype) for slot, dtype in slots.items()})
+            self._restart_master(name)
+        elif slots.keys() != self._held[name].state.keys():
+            raise ConfigError(
+                f"the optimizer was changed to keep {sorted(slots)} per element and there is "
+                f"{sorted(self._held[name].state)}; make a new Trainer, whose state starts anew"
+            )
 
     def _agree(self, steps: Sequence[Any]) -> None:
         """Compare the optimizers of the ranks, which would part for ever, whenever one has been changed."""
@@ -584,7 +650,7 @@ class Trainer:
             self._kvstore.agree(f"{text} after {self._updates} updates")
             self._agreed = text
 
-    def _update_one(self, held: _Held, parameter: Parameter, step: Any) -> None:
+    def _update_one(self, held: KeptState, parameter: Parameter, step: Any) -> None:
         """Update one weight; the gradient, which a rule overwrites, is kept for the caller."""
         gradient, weight = parameter.grad, parameter.data
         assert gradient is not None
@@ -598,6 +664,35 @@ class Trainer:
         if not weight.flags.c_contiguous:
             weight[...] = value
         held.count += 1
+
+    # --- State that is saved here
+
+    def _together(self, verb: str, parts: Generator[str]) -> None:
+        """Do something in parts, after each of which every rank learns whether one has failed."""
+        with closing(parts):
+            while (text := self._asked(verb, next, parts, "")) != "":
+                self._kvstore.agree(f"{verb} {text}")
+
+    def _saving(self, fname: Any) -> Generator[str]:
+        self._check_usable()
+        for name, parameter in self._own.items():
+            if _updatable(self.optimizer, parameter):
+                self._hold(name)
+        yield from save_states(fname, self.optimizer, self._trainable(), self._held, writes=self._kvstore.rank == 0)
+
+    def _loading(self, fname: Any) -> Generator[str]:
+        self._check_usable()
+        yield from load_states(fname, self.optimizer, self._trainable(), self._adopt)
+
+    def _adopt(self, optimizer: Optimizer, held: dict[Key, KeptState]) -> None:
+        """Go on with an optimizer and its state."""
+        optimizer._user, self._agreed = self._token, ""
+        self._optimizer, self._held = optimizer, held
+        self._updates = max((one.count for one in held.values()), default=0)
+
+    def _trainable(self) -> dict[Key, Array]:
+        """Return the weights of which an optimizer can keep state."""
+        return {name: one.data for name, one in self._own.items() if _updatable(self.optimizer, one)}
 
     def _restart_master(self, name: str) -> None:
         """Copy a weight into the float32 master that the optimizer keeps of it here, if it does."""

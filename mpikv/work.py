@@ -2,7 +2,8 @@
 
 Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
 before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
-several, the one that was issued first.
+several, the one that was issued first. A call may have parts, which are made one at a time: between two of them a more
+urgent call may come, but none of the same keys.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Set
+from operator import attrgetter
 from types import TracebackType
 from typing import Any
 
@@ -34,9 +37,16 @@ class Work:
         True
     """
 
-    def __init__(self, pending: Pending, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> None:
-        self._pending, self._urgency, self._text = pending, urgent, text
-        self._run: Callable[[], Any] | None = run
+    def __init__(
+        self,
+        pending: Pending,
+        urgent: int,
+        text: Callable[[], str],
+        parts: Iterable[Callable[[], Any]],
+        keys: Set[Any],
+    ) -> None:
+        self._pending, self._urgency, self._text, self._keys = pending, urgent, text, keys
+        self._parts = deque(parts)
         self._completed = threading.Event()
         self._result: Any = None
         self.answer: Any = None
@@ -83,16 +93,15 @@ class Work:
         return self._result if self.answer is None else self.answer
 
     def _perform(self) -> None:
-        assert self._run is not None
+        """Make the next part of the call; the last has its result."""
         try:
-            self._result = self._run()
+            self._result = self._parts.popleft()()  # which nothing names, as it holds the caller's arrays
         except BaseException as error:  # sys.exit in an updater, too: wait() raises it where the program can end
             self._fail(error)
-        self._run = None  # it holds the caller's arrays
 
     def _fail(self, error: BaseException) -> None:
         self._error, self._trace = error, error.__traceback__
-        self._run = None
+        self._parts.clear()
         # They hold the caller's arrays.
         traceback.clear_frames(self._trace)
 
@@ -106,7 +115,7 @@ class Pending:
         self._changed = threading.Condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
-        self._completed = 0
+        self._made = 0
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._ending = self._some_are_urgent = False
@@ -115,13 +124,19 @@ class Pending:
         self.waiting = False
         """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
 
-    def add(self, urgent: int, text: Callable[[], str], run: Callable[[], Any]) -> Work:
-        """Queue a call.
+    def add(
+        self,
+        urgent: int,
+        text: Callable[[], str],
+        parts: Iterable[Callable[[], Any]],
+        keys: Set[Any] = frozenset(),
+    ) -> Work:
+        """Queue a call of one or more parts, which does not pass an earlier one of any of these keys.
 
         Raises:
             Closed: the store has ended.
         """
-        work = Work(self, urgent, text, run)
+        work = Work(self, urgent, text, parts, keys)
         with self._changed:
             if self._ending:
                 raise Closed(f"{text()}: the store has ended; create a new store")
@@ -153,10 +168,10 @@ class Pending:
         """
         if not self.active or self.runs_here() or os.getpid() != self._process:
             return True
-        completed = -1
+        made = -1
         with self._changed:
-            while completed < self._completed:
-                completed = self._completed
+            while made < self._made:
+                made = self._made
                 if self._changed.wait_for(lambda: not self.active, patience):
                     return True
         return False
@@ -205,13 +220,13 @@ class Pending:
     def _serve(self) -> None:
         while queued := self._await():
             try:
-                work = self._take(self._least(queued))
+                work = self._next(self._least(queued))
             except BaseException as error:
-                work = self._take(1)
+                work = self._next(1)
                 work._fail(error)
             else:
                 work._perform()
-            self._complete(work)
+            self._account(work)
             del work  # its result may be shared memory, which could not be freed
 
     def _await(self) -> int:
@@ -220,17 +235,28 @@ class Pending:
             self._changed.wait_for(lambda: self._queue or self._ending)
             return len(self._queue)
 
-    def _take(self, common: int) -> Work:
-        """Take the most urgent call out of the queue, of the first ``common``."""
+    def _next(self, common: int) -> Work:
+        """Return the most urgent call of the first ``common``, or what it must not pass."""
         with self._changed:
-            candidates = range(common if self._some_are_urgent else 1)
-            return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
+            candidates = self._queue[: common if self._some_are_urgent else 1]
+        work = max(candidates, key=attrgetter("_urgency"))  # of several, the first
+        while work._keys and (before := next(one for one in candidates if one._keys & work._keys)) is not work:
+            work = before
+        return work
+
+    def _account(self, work: Work) -> None:
+        """Take note that a part was made, of which the last completes the call."""
+        with self._changed:
+            self._made += 1
+            self._changed.notify_all()
+        if not work._parts:
+            self._complete(work)
 
     def _complete(self, work: Work) -> None:
         if work._error is not None:
             logging.getLogger("mpikv").warning("a call with wait=False has failed, as its wait() tells: %s", repr(work))
         with self._changed:
-            self._completed += 1
+            self._queue.remove(work)
             if work._error is not None:
                 self._unseen.append(work)
             self.active = bool(self._queue)

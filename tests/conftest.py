@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
     )
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
+    config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/features.py")
     launch = launch_of()
     if config.option.rank_records:
         # The launching session decides about deadlines; this one is for a job whose session was killed.

@@ -72,6 +72,7 @@ def kills(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.deadline(300)
+@pytest.mark.feature("recovery")
 def test_some_kills(tmp_path: Path) -> None:
     done = kills(KILLS, "--count", "20", "--seed", "1", "--folder", str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -92,6 +93,7 @@ def test_a_save_that_is_not_atomic_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(90)
+@pytest.mark.feature("recovery")
 def test_fewer_ranks_continue(tmp_path: Path) -> None:
     def run(size: int, part: str) -> None:
         command, environ = launch(size, [sys.executable, str(tmp_path / "train.py"), str(tmp_path), part])

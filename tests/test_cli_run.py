@@ -233,7 +233,7 @@ def test_commands() -> None:
     nothing, helped, unknown = mpikv(), mpikv("--help"), mpikv("rnu")
     assert nothing.stdout == helped.stdout
     assert (nothing.returncode, helped.returncode, unknown.returncode) == (2, 0, 2)
-    assert unknown.stderr == "mpikv: unknown command 'rnu' (known: bench, info, run); did you mean 'run'?\n"
+    assert unknown.stderr == "mpikv: unknown command 'rnu' (known: bench, info, run, trace); did you mean 'run'?\n"
     text = mpikv("run", "--help").stdout
     assert all(word in text for word in ("--hosts", "--tag", "--dry-run", "srun --mpi=pmix", "exit status"))
 
@@ -264,6 +264,7 @@ def test_install_lines_where_there_is_no_library() -> None:
     assert "apt install openmpi-bin" in text
 
 
+@pytest.mark.feature("launcher")
 def test_script_runs_as_plain_python_would_run_it(tmp_path: Path, library: Library) -> None:
     text = """
 import atexit, json, pickle, sys

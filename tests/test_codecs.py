@@ -142,6 +142,7 @@ BITS = [
 
 
 @pytest.mark.parametrize(("codec", "gradient", "payload", "values", "left"), BITS)
+@pytest.mark.feature("compression-2bit-bits", "compression-1bit-bits")
 def test_published_bits(codec, gradient, payload, values, left):
     for each in both(codec):
         residual = np.zeros(len(gradient), F32)
@@ -168,6 +169,7 @@ def test_every_byte_of_one_bit_decodes():
 
 @pytest.mark.parametrize(("kind", "rule"), RULES)
 @given(data=st.data())
+@pytest.mark.feature("compression-2bit-bits", "compression-1bit-bits")
 def test_bits_are_those_of_the_rule(kind, rule, data):
     threshold = data.draw(st.sampled_from([0.5, 0.3, 0.1, 1e-3, 2.0]))
     size = data.draw(st.integers(1, 70))
@@ -435,6 +437,7 @@ def test_none_is_no_codec():
         (object(), TypeError, "compression is a name"),
     ],
 )
+@pytest.mark.feature("compression-bad-options")
 def test_bad_arguments(given, error, text):
     with pytest.raises(error, match=text):
         codecs.create(given)

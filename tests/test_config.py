@@ -19,6 +19,7 @@ ENVIRON = {
     "MPIKV_ABORT": "No",
     "MPIKV_RANKS_PER_HOST": "2",
     "MPIKV_SINGLE_COPY": "no",
+    "MPIKV_TRACE": "traces",
     "PATH": "/bin",
 }
 
@@ -30,11 +31,12 @@ def test_defaults():
     assert (Config().kernels, Config().ranks_per_host, Config().single_copy) == ("numpy", 0, True)
 
 
+@pytest.mark.feature("variables-own")
 def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
     assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
-    assert (config.ranks_per_host, config.single_copy) == (2, False)
+    assert (config.ranks_per_host, config.single_copy, config.trace) == (2, False, "traces")
 
 
 def test_arguments_come_first():
@@ -102,6 +104,7 @@ def test_limits_of_buckets(bucket_bytes):
     assert Config(bucket_bytes=bucket_bytes).bucket_bytes == bucket_bytes
 
 
+@pytest.mark.feature("variables-own")
 def test_an_unknown_variable_warns_with_the_nearest_name():
     with pytest.warns(UserWarning, match="unknown variable MPIKV_TIMEOT; did you mean MPIKV_TIMEOUT"):
         assert Config.read({"MPIKV_TIMEOT": "5"}) == Config()

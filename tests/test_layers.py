@@ -22,7 +22,7 @@ LAYERS = (
     ("gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "compression", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "store", "trial"),
-    ("storeless",),
+    ("slices", "storeless", "tracing"),
     ("registry",),
     ("trainer",),
     ("__init__", "__main__", "cli", "testing"),

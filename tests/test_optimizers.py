@@ -100,6 +100,7 @@ SAME_AS_TORCH = {
 @pytest.mark.parametrize("clip", ["plain", "clip"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 3e-6), ("float64", 1e-13)])
 @pytest.mark.parametrize("case", SAME_AS_TORCH)
+@pytest.mark.feature("optimizer-base-options")
 def test_same_weights_as_torch(case, dtype, tolerance, clip):
     name, options = SAME_AS_TORCH[case]
     optimizer = create(name, clip_gradient=float(GOLDEN["clip"]) if clip == "clip" else None, **options)
@@ -208,6 +209,7 @@ FORMULAS = [
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("float64", 1e-12)])
 @pytest.mark.parametrize(("formula", "name", "options"), FORMULAS, ids=[formula.__name__ for formula, *_ in FORMULAS])
+@pytest.mark.feature("optimizer-test")
 def test_same_weights_as_formula(formula, name, options, dtype, tolerance):
     random = np.random.default_rng(3)
     # Rounded to float32 first, or else rules with a jump (sign, threshold) could differ for good reason.
@@ -217,6 +219,7 @@ def test_same_weights_as_formula(formula, name, options, dtype, tolerance):
     np.testing.assert_allclose(weights, list(formula(weight, gradients)), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.feature("optimizer-sgd-order")
 def test_sgd_has_the_documented_order_of_operations():
     random = np.random.default_rng(4)
     weight, gradient = random.standard_normal((2, 1000)).astype(np.float32)
@@ -250,6 +253,7 @@ def test_zero_gradients_from_the_start_keep_zero(name):
 
 
 class TestStep:
+    @pytest.mark.feature("optimizer-factors-per-key")
     def test_multipliers_act_by_key(self):
         optimizer = optimizers.SGD(learning_rate=0.5, wd=0.25, lr_mult={"a": 2.0}, wd_mult={"b": 0.0})
         assert [(step.rate, step.wd) for step in (optimizer.step(key, 1) for key in "abc")] == [
@@ -267,6 +271,7 @@ class TestStep:
         assert optimizers.Adam().step("a", 1) != optimizers.Adam().step("a", 2)
         assert hash(optimizers.Adam().step("a", 1)) == hash(optimizers.Adam().step("b", 1))
 
+    @pytest.mark.feature("optimizer-base-options", "optimizer-schedules")
     def test_scheduler_counts_from_begin_num_update(self):
         schedule = Factor(10, factor=0.5, base_lr=1.0)
         optimizer = optimizers.Adam(lr_scheduler=schedule, begin_num_update=10)
@@ -309,6 +314,7 @@ class TestOptions:
             assert optimizer.revision > before
             assert optimizer.settings() != settings
 
+    @pytest.mark.feature("optimizer-rate-and-schedule")
     def test_rate_comes_from_one_place(self):
         optimizer = optimizers.SGD(lr_scheduler=Cosine(100))
         assert optimizer.learning_rate is None
@@ -347,6 +353,7 @@ class TestOptions:
             setattr(optimizer, *next(iter(options.items())))
         assert optimizer.settings() == before
 
+    @pytest.mark.feature("optimizer-unknown")
     def test_unknown_names_list_the_known(self):
         with pytest.raises(ConfigError, match=r"unknown optimizer 'adan'.*did you mean 'adam'"):
             create("adan")
@@ -401,6 +408,7 @@ class TestOptions:
         assert optimizer.slots(np.dtype(np.float16)) == {"momentum": np.float32, "master": np.float32}
 
 
+@pytest.mark.feature("optimizer-masters")
 def test_master_keeps_updates_that_rounding_would_lose():
     optimizer = optimizers.SGD(learning_rate=1e-4, multi_precision=True)
     value, state = np.ones(3, np.float16), {"master": np.ones(3, np.float32)}
@@ -419,6 +427,7 @@ def test_missing_state_raises_before_anything_is_written():
     assert np.array_equal(state["mean"], np.zeros(3))
 
 
+@pytest.mark.feature("optimizer-custom")
 def test_a_rule_of_your_own():
     @optimizers.register
     @dataclass(kw_only=True, eq=False, repr=False)

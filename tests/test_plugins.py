@@ -17,6 +17,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVStoreBase, "kv_registry", dict(KVStoreBase.kv_registry))
 
 
+@pytest.mark.feature("plug-in-register")
 def test_a_registered_class_is_made_by_its_name() -> None:
     @KVStoreBase.register
     class MyStore(KVStoreBase):
@@ -29,6 +30,7 @@ def test_a_registered_class_is_made_by_its_name() -> None:
     assert KVStoreBase.register(MyStore) is MyStore  # not a second one
 
 
+@pytest.mark.feature("plug-in-register")
 def test_a_second_class_of_a_name_takes_its_place() -> None:
     kinds = [type("Twice", (KVStoreBase,), {}) for _ in range(2)]
     KVStoreBase.register(kinds[0])
@@ -37,6 +39,7 @@ def test_a_second_class_of_a_name_takes_its_place() -> None:
     assert type(mpikv.create("twice")) is kinds[1]
 
 
+@pytest.mark.feature("plug-in-entry-point")
 def test_an_installed_package_is_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other_make.py").write_text("import mpikv\nclass Store(mpikv.KVStoreBase):\n    pass\n")
     about = tmp_path / "other_make-1.0.dist-info"
@@ -59,6 +62,7 @@ def test_an_installed_package_that_fails(tmp_path: Any, monkeypatch: pytest.Monk
         mpikv.create("bad")
 
 
+@pytest.mark.feature("plug-in-surface")
 def test_what_a_subclass_leaves_out_says_so() -> None:
     store = KVStoreBase()
     for call in ("broadcast", "pushpull"):
@@ -83,6 +87,7 @@ def test_a_plug_in_of_several_ranks_has_to_vote_itself() -> None:
         Several().vote(False)
 
 
+@pytest.mark.feature("names-teststore")
 def test_the_store_of_tests() -> None:
     store: Any = mpikv.create("TestStore")
     values, outs = [np.ones(2), np.full(2, 2.0)], [np.zeros(2), np.zeros(2, np.float32)]
@@ -105,6 +110,7 @@ def test_the_store_of_tests() -> None:
     np.testing.assert_array_equal(one, [0.5, 0.5])
 
 
+@pytest.mark.feature("names-unknown", "names-not-a-string")
 def test_an_unknown_name_still_is_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'horovod'"):
         mpikv.create("horovood")

@@ -102,6 +102,7 @@ def test_examples_are_true(module: ModuleType) -> None:
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
+@pytest.mark.feature("no-roles")
 def test_import_loads_numpy_and_the_standard_library_only() -> None:
     code = "import json, sys; old = set(sys.modules); import mpikv; print(json.dumps(sorted(set(sys.modules) - old)))"
     answer = subprocess.run(

@@ -31,6 +31,7 @@ def by_repeated_multiplication(step, factor, stop, rate, number):
 
 
 @given(st.integers(1, 50), st.sampled_from([0.5, 0.9, 1.0]), st.integers(0, 500))
+@pytest.mark.feature("optimizer-schedules")
 def test_factor(step, factor, number):
     expected = by_repeated_multiplication(step, factor, 1e-3, 1.0, number)
     assert math.isclose(Factor(step, factor=factor, stop_factor_lr=1e-3, base_lr=1.0)(number), expected, rel_tol=1e-12)
@@ -41,6 +42,7 @@ def test_multi_factor():
     assert [schedule(number) for number in range(1, 9)] == [8.0, 8.0, 4.0, 4.0, 4.0, 2.0, 1.0, 1.0]
 
 
+@pytest.mark.feature("optimizer-schedules")
 def test_polynomial_and_cosine_fall_from_base_to_final():
     for schedule in (
         Polynomial(50, pwr=1.5, base_lr=1.0, final_lr=0.25, warmup_steps=10),

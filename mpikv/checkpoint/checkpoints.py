@@ -9,39 +9,26 @@ from __future__ import annotations
 
 import os
 import zlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from ..agreement import Agreement, Call
 from ..calls import Prepared
-from ..errors import CheckpointError, ConfigError, TransportError, ValueMismatch, brief, unsettled
+from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, unsettled
 from ..exchange import Exchange
 from ..optimizers import Optimizer
 from ..plan import Bucket, Plan, digest
-from ..typing import Array, Slots, Updater
-from .checksums import contributions
+from ..typing import Array, Updater
 from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order, check_readable, dtype_named
-from .files import NONCE, Draft, Reader, Source, inspect
-from .residuals import Targets, found, taken, with_residuals
+from .files import NONCE, Draft, Reader, Source
+from .fits import check_keys, check_slots, found, restored_for_states, slot_names
+from .pieces import Piece, check_sums, contributed, cut, read_pieces, spans, windows, write_pieces
+from .residuals import Targets, held, taken, targeted, whole, with_residuals
 from .settings import check_dumpable, described, restored
 
 __all__ = ["Checkpoints"]
-
-_WINDOW = 256 << 20
-"""Bytes that the ranks write, or read, between two looks at how the others fare. A multiple of CHUNK."""
-
-
-class _Piece(NamedTuple):
-    """A range of the file's arrays that lies in one chunk, and the memory that it is a copy of."""
-
-    offset: int
-    memory: memoryview
-    total: Array | None = None
-    """What the numbers that are read are added to."""
 
 
 class Checkpoints:
@@ -54,6 +41,7 @@ class Checkpoints:
     # --- Save
 
     def save(self, path: Any, residuals: bool) -> Prepared:
+        self._check_kept()
         return self._saving("save", path, described(self._exchange.updater), values=True, residuals=bool(residuals))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
@@ -77,7 +65,7 @@ class Checkpoints:
     def _saved_keys(self) -> tuple[SavedKey, ...]:
         table, slots = self._exchange.table, self._exchange.updater.slots
         # By dtype, as there are few of them and many keys.
-        names = {dtype: (dtype.name, _names(slots(dtype))) for dtype in {entry.dtype for entry in table.entries()}}
+        names = {dtype: (dtype.name, slot_names(slots(dtype))) for dtype in {entry.dtype for entry in table.entries()}}
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
         return tuple(
             SavedKey(
@@ -95,7 +83,7 @@ class Checkpoints:
         is_root = self._transport.rank == self._root
         extras: Sequence[Mapping[str, Array]] = ()
         if residuals and (more := with_residuals(self._exchange, contents)) is not contents:
-            contents, extras = more, found(self._exchange, more)
+            contents, extras = more, held(self._exchange, more)
             start = len(self._together(call, _checked_blank, contents))
         try:
             # By the name that the root has drawn the others know whether they see its file.
@@ -104,10 +92,10 @@ class Checkpoints:
             self._transport.broadcast(nonce, self._root)
             self._together(call, draft.attach, nonce, only=not is_root)
             sums = np.zeros(contents.chunks, np.uint32)
-            own_pieces = [*self._pieces(contents, self._divided), *_whole(contents, extras)]
-            for chunks, (pieces,) in _windows(contents, own_pieces):
-                own = self._together(call, _write_pieces, draft, pieces, start)
-                sums[chunks] = self._combined(_contributed(own, pieces, chunks, contents.nbytes))
+            own_pieces = [*self._pieces(contents, self._divided), *whole(contents, extras)]
+            for chunks, (pieces,) in windows(contents.nbytes, own_pieces):
+                own = self._together(call, write_pieces, draft, pieces, start)
+                sums[chunks] = self._combined(contributed(own, pieces, chunks, contents.nbytes))
             self._together(call, draft.commit, contents, sums, only=is_root)
         finally:
             draft.close()
@@ -135,39 +123,27 @@ class Checkpoints:
         return call, (run,)
 
     def _load(self, path: Any) -> Prepared:
-        source = _found(path, values=True)
+        self._check_kept()
+        source = found(path, values=True)
         contents, table = source.header.contents, self._exchange.table
         if len(table):
-            self._check_same_keys(contents)
+            check_keys(contents, table)
         updater = restored(contents.updater, self._exchange.updater)
         return self._loading("load", source, updater, self._load_known if len(table) else self._load_new)
 
     def _load_states(self, path: Any) -> Prepared:
         present = self._optimizer()
-        source = _found(path, values=False)
+        source = found(path, values=False)
         contents = source.header.contents
-        self._check_same_keys(contents)
-        saved = contents.updater
-        if saved.get("name") != type(present).__name__:
-            raise CheckpointError(
-                f"{source.path!r} holds the state of {brief(saved.get('name', 'no optimizer'))} and the store has "
-                f"{present.settings()}; call set_optimizer with an optimizer of that kind first"
-            )
-        updater = present if saved["options"] is None else restored(saved, present)
+        check_keys(contents, self._exchange.table)
+        updater = restored_for_states(source, present)
         return self._loading("load_optimizer_states", source, updater, self._load_known)
 
     def _loading(self, verb: str, source: Source, updater: Updater, run: Callable[..., None]) -> Prepared:
         check_byte_order()
         contents = source.header.contents
-        dtypes = {one.dtype: dtype_named(one.dtype) for one in contents.keys}
-        self._exchange.placed(updater, set(dtypes.values()))
-        wanted = {name: _names(updater.slots(dtype)) for name, dtype in dtypes.items()}
-        for one in contents.keys:
-            if one.state != wanted[one.dtype]:
-                raise CheckpointError(
-                    f"{source.path!r} has the states {brief(dict(one.state))} for key {brief(repr(one.key))}, and "
-                    f"{brief(updater.settings(), 500)} needs {wanted[one.dtype]}"
-                )
+        self._exchange.placed(updater, {dtype_named(one.dtype) for one in contents.keys})
+        check_slots(source, updater)
         call = _call(verb, source.path, contents, f"checksums {zlib.crc32(source.header.sums.data):08x}")
         return call, (self._read_from, call, source, updater, run)
 
@@ -220,11 +196,11 @@ class Checkpoints:
             for chunk in chunks:
                 part = memory[: min(CHUNK, size - chunk * CHUNK)]
                 reader.read(part, chunk * CHUNK)
-                _check(np.array([zlib.crc32(part)], np.uint32), header, slice(chunk, chunk + 1))
+                check_sums(np.array([zlib.crc32(part)], np.uint32), header, slice(chunk, chunk + 1))
 
-        for first in range(0, len(header.sums), _WINDOW // CHUNK):
-            last = min(first + _WINDOW // CHUNK, len(header.sums))
-            self._together(call, verify, range(first + self._transport.rank, last, self._transport.size))
+        for begin, end in spans(size):
+            mine = range(begin // CHUNK + self._transport.rank, -(-end // CHUNK), self._transport.size)
+            self._together(call, verify, mine)
 
     def _read_arrays(self, call: Call, reader: Reader, header: Header) -> None:
         """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
@@ -234,20 +210,20 @@ class Checkpoints:
             # Those that are there belong to pushes that these values have not seen.
             self._exchange.drop_residuals()
             targets = self._together(call, taken, self._exchange, contents)
-        own_pieces, common = (list(_targeted(contents, each)) for each in targets)
+        own_pieces, common = (list(targeted(contents, each)) for each in targets)
         if self._transport.rank == 0:  # what all ranks read counts once
             own_pieces, common = own_pieces + common, []
         pieces = list(self._pieces(contents, _owned))
-        for chunks, (values, own, others) in _windows(contents, pieces, own_pieces, common):
+        for chunks, (values, own, others) in windows(contents.nbytes, pieces, own_pieces, common):
             sums = [
-                _contributed(self._together(call, _read_pieces, reader, part), part, chunks, contents.nbytes)
+                contributed(self._together(call, read_pieces, reader, part), part, chunks, contents.nbytes)
                 for part in (values, own, others)
             ]
             if self._exchange.placement.everywhere:  # this rank has read all values
                 total = sums[0] ^ self._combined(sums[1])
             else:
                 total = self._combined(sums[0] ^ sums[1])
-            self._together(call, _check, total, header, chunks)
+            self._together(call, check_sums, total, header, chunks)
         self._exchange.republish(self._plan(contents))
 
     def _settle_counts(self, contents: Contents) -> None:
@@ -270,7 +246,7 @@ class Checkpoints:
         size, ranks, rank = bucket.value.size, self._transport.size, self._transport.rank
         return size * rank // ranks, size * (rank + 1) // ranks
 
-    def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[_Piece]:
+    def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[Piece]:
         """Yield what this rank has of the arrays, given its elements of a bucket."""
         plan = self._plan(contents)
         memory = [{VALUE: entry.updated, **entry.state} for entry in plan.entries]
@@ -284,7 +260,7 @@ class Checkpoints:
                 first, last = (min(max(edge, piece.at), piece.until) - piece.at for edge in (low, high))
                 for begin, array in arrays[piece.item]:
                     part = array[piece.begin + first : piece.begin + last]
-                    yield from _cut(begin + (piece.begin + first) * array.itemsize, part.view(np.uint8).data)
+                    yield from cut(begin + (piece.begin + first) * array.itemsize, part.view(np.uint8).data)
 
     # --- Together with the other ranks
 
@@ -308,31 +284,22 @@ class Checkpoints:
 
     # --- Checks
 
+    def _check_kept(self) -> None:
+        """Raise where values are sums of gradients, while the weights and their state are elsewhere."""
+        table = self._exchange.table
+        if (key := next((one.key for one in table.entries() if table.lent[one.index]), None)) is not None:
+            raise Unsupported(
+                f"the value of {key!r} is a sum of gradients, for a Trainer with update_on_kvstore=False, which has "
+                "the weights and the optimizer's state itself: save its parameters as arrays, and the state by "
+                "trainer.save_states(path); with update_on_kvstore=True the store has all of it. Without the Trainer, "
+                "delete its keys"
+            )
+
     def _optimizer(self) -> Optimizer:
         updater = self._exchange.updater
         if not isinstance(updater, Optimizer):
             raise ConfigError("the store has no optimizer, whose state this is about; call set_optimizer first")
         return updater
-
-    def _check_same_keys(self, contents: Contents) -> None:
-        table, saved = self._exchange.table, {one.key: one for one in contents.keys}
-        strange = [f"{brief(repr(key))} is not in the store" for key in saved if key not in table]
-        strange += [f"{key!r} is not in the checkpoint" for key in table if key not in saved]
-        if strange:
-            raise ValueMismatch(
-                f"the checkpoint has {len(saved)} keys and the store {len(table)}: {strange[0]}; load into a store "
-                "that has the same keys, or none"
-            )
-        for one in contents.keys:
-            entry = table[one.key]
-            if (entry.shape, entry.dtype) != (one.shape, dtype_named(one.dtype)):
-                raise ValueMismatch(
-                    f"key {one.key!r} is {one.dtype}{list(one.shape)} in the checkpoint and "
-                    f"{entry.dtype.name}{list(entry.shape)} in the store; delete it, or load into a store without keys"
-                )
-
-
-_offset = attrgetter("offset")
 
 
 def _blank(contents: Contents) -> bytes:
@@ -345,112 +312,8 @@ def _checked_blank(contents: Contents) -> bytes:
     return _blank(contents)
 
 
-def _whole(contents: Contents, memory: Sequence[Mapping[str, Array]]) -> Iterator[_Piece]:
-    """Yield the pieces of arrays that one rank has whole, by key and slot."""
-    for tensor in contents.tensors if memory else ():
-        if (array := memory[tensor.item].get(tensor.slot)) is not None:
-            yield from _cut(tensor.begin, array.view(np.uint8).data)
-
-
-def _targeted(contents: Contents, targets: Targets) -> Iterator[_Piece]:
-    """Yield the pieces of arrays that go to targets."""
-    spare = np.empty(CHUNK if targets else 0, np.uint8)
-    for tensor in contents.tensors if targets else ():
-        if (target := targets[tensor.item].get(tensor.slot)) is None:
-            continue
-        if target.array is not None and not target.adds:
-            yield from _cut(tensor.begin, target.array.view(np.uint8).data)
-            continue
-        offset = tensor.begin
-        while offset < tensor.end:
-            end = min(offset // CHUNK * CHUNK + CHUNK, tensor.end)
-            low, high = offset - tensor.begin, end - tensor.begin
-            total = None if target.array is None else target.array.view(np.uint8)[low:high].view(target.array.dtype)
-            yield _Piece(offset, spare[: end - offset].data, total)
-            offset = end
-
-
-def _windows(contents: Contents, *kinds: Sequence[_Piece]) -> Iterator[tuple[slice, list[Sequence[_Piece]]]]:
-    """Yield the chunks of each window, the same on all ranks, and the pieces of each kind in them."""
-    ordered = [sorted(pieces, key=_offset) for pieces in kinds]
-    for begin in range(0, contents.nbytes, _WINDOW):
-        end = min(begin + _WINDOW, contents.nbytes)
-        edges = [[bisect_left(pieces, edge, key=_offset) for edge in (begin, end)] for pieces in ordered]
-        chunks = slice(begin // CHUNK, -(-end // CHUNK))
-        yield chunks, [pieces[low:high] for pieces, (low, high) in zip(ordered, edges, strict=True)]
-
-
 def _owned(bucket: Bucket) -> tuple[int, int]:
     return bucket.share.low, bucket.share.high
-
-
-def _cut(offset: int, memory: memoryview) -> Iterator[_Piece]:
-    """Cut a range of the arrays at the chunks."""
-    done = 0
-    while done < memory.nbytes:
-        length = min(CHUNK - (offset + done) % CHUNK, memory.nbytes - done)
-        yield _Piece(offset + done, memory[done : done + length])
-        done += length
-
-
-def _write_pieces(draft: Draft, pieces: Sequence[_Piece], start: int) -> list[int]:
-    """Write the pieces; return the CRC-32 of each, made while it is in the cache."""
-    sums = []
-    for piece in pieces:
-        draft.write(piece.memory, start + piece.offset)
-        sums.append(zlib.crc32(piece.memory))
-    if pieces:
-        draft.flush()
-    return sums
-
-
-def _read_pieces(reader: Reader, pieces: Sequence[_Piece]) -> list[int]:
-    """Read the pieces; return the CRC-32 of each, made while it is in the cache."""
-    sums = []
-    for piece in pieces:
-        reader.read(piece.memory, piece.offset)
-        sums.append(zlib.crc32(piece.memory))
-        if piece.total is not None:
-            np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
-    return sums
-
-
-def _contributed(own: Sequence[int], pieces: Sequence[_Piece], chunks: slice, nbytes: int) -> Array:
-    """Return what the pieces contribute to the checksum of each chunk."""
-    sums = np.zeros(chunks.stop - chunks.start, np.uint32)
-    if pieces:
-        offsets = np.array([piece.offset for piece in pieces], np.int64)
-        ends = offsets + np.array([piece.memory.nbytes for piece in pieces], np.int64)
-        numbers = offsets // CHUNK
-        contributed = contributions(np.array(own, np.uint32), np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
-        np.bitwise_xor.at(sums, numbers - chunks.start, contributed)
-    return sums
-
-
-def _check(sums: Array, header: Header, chunks: slice) -> None:
-    """Raise CheckpointError unless the chunks have the checksums of the header."""
-    wrong = np.flatnonzero(sums != header.sums[chunks])
-    if wrong.size:
-        chunk = chunks.start + int(wrong[0])
-        end = min((chunk + 1) * CHUNK, header.contents.nbytes)
-        tensors = header.contents.tensors
-        names = [brief(one.name) for one in tensors if one.begin < end and one.end > chunk * CHUNK]
-        raise CheckpointError(
-            f"the checkpoint is damaged: its bytes {header.start + chunk * CHUNK} to {header.start + end}, of "
-            f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}, do not have their checksum"
-        )
-
-
-def _found(path: Any, values: bool) -> Source:
-    source = inspect(os.fsdecode(path))
-    if source.header.contents.values != values:
-        held, verb = ("values", "load") if not values else ("the state of an optimizer alone", "load_optimizer_states")
-        raise CheckpointError(f"{source.path!r} holds {held}; {verb} loads it")
-    return source
-
-
-def _names(slots: Slots) -> dict[str, str]:
-    return {name: dtype.name for name, dtype in slots.items()}
 
 
 def _call(verb: str, path: str, contents: Contents, *others: str) -> Call:

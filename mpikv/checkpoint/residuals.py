@@ -17,9 +17,10 @@ import numpy as np
 from ..exchange import Exchange
 from ..keys import Entry
 from ..typing import Array, Transport
-from .contents import CodecArray, Contents, SavedKey, codec_slot, dtype_named, residual_slot
+from .contents import CHUNK, CodecArray, Contents, SavedKey, codec_slot, dtype_named, residual_slot
+from .pieces import Piece, cut
 
-__all__ = ["Targets", "found", "taken", "with_residuals"]
+__all__ = ["Targets", "held", "taken", "targeted", "whole", "with_residuals"]
 
 _log = logging.getLogger("mpikv")
 
@@ -47,7 +48,7 @@ def with_residuals(exchange: Exchange, contents: Contents) -> Contents:
     return replace(contents, keys=keys, compression=exchange.compression.codec.settings(), ranks=transport.size)
 
 
-def found(exchange: Exchange, contents: Contents) -> Sequence[Memory]:
+def held(exchange: Exchange, contents: Contents) -> Sequence[Memory]:
     """Return what this rank writes for each key: its residuals, and at the first rank what codecs keep. Local."""
     mine = exchange.transport.rank
     return [
@@ -123,6 +124,31 @@ def _warn_of_loss(exchange: Exchange, contents: Contents) -> None:
             "dropped; set_gradient_compression before load keeps it",
             contents.compression,
         )
+
+
+def whole(contents: Contents, memory: Sequence[Memory]) -> Iterator[Piece]:
+    """Yield the pieces of arrays that one rank has whole, by key and slot."""
+    for tensor in contents.tensors if memory else ():
+        if (array := memory[tensor.item].get(tensor.slot)) is not None:
+            yield from cut(tensor.begin, array.view(np.uint8).data)
+
+
+def targeted(contents: Contents, targets: Targets) -> Iterator[Piece]:
+    """Yield the pieces of arrays that go to targets."""
+    spare = np.empty(CHUNK if targets else 0, np.uint8)
+    for tensor in contents.tensors if targets else ():
+        if (target := targets[tensor.item].get(tensor.slot)) is None:
+            continue
+        if target.array is not None and not target.adds:
+            yield from cut(tensor.begin, target.array.view(np.uint8).data)
+            continue
+        offset = tensor.begin
+        while offset < tensor.end:
+            end = min(offset // CHUNK * CHUNK + CHUNK, tensor.end)
+            low, high = offset - tensor.begin, end - tensor.begin
+            total = None if target.array is None else target.array.view(np.uint8)[low:high].view(target.array.dtype)
+            yield Piece(offset, spare[: end - offset].data, total)
+            offset = end
 
 
 def _pairs(exchange: Exchange, contents: Contents) -> list[tuple[SavedKey, Entry]]:

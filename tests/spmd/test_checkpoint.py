@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupported, ValueMismatch, schedules
-from mpikv.checkpoint import checkpoints
+from mpikv.checkpoint import pieces
 from mpikv.checkpoint.contents import CHUNK
 from mpikv.checkpoint.files import Reader
 
@@ -196,7 +196,7 @@ def test_every_placement_writes_the_same_file(comm, folder, save_in):
     values = {"large": numbers((700_001,), FLOATS[0], 1), "odd": numbers((33,), FLOATS[2], 2)}
     values |= {f"small{number}": numbers((number,), FLOATS[1], number) for number in range(9)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "_WINDOW", 2 * CHUNK)
+        patch.setattr(pieces, "_WINDOW", 2 * CHUNK)
         for number, arguments in enumerate([stores[0], stores[save_in % len(stores)]]):
             with mpikv.create(comm=comm, bucket_bytes=320_000, **arguments) as kv:
                 kv.init(values)
@@ -215,6 +215,7 @@ def test_every_placement_writes_the_same_file(comm, folder, save_in):
             assert (folder / "2").read_bytes() == (folder / "0").read_bytes()
 
 
+@pytest.mark.feature("optimizer-states-other-size")
 def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
     """A run on all ranks, and its continuation on some of them that do the work of all: to the last bits."""
     shape, rounds = (41, 13), 6
@@ -270,6 +271,7 @@ def test_views_and_buffers_stay(comm, folder):
 
 
 @pytest.mark.parametrize("codec", [{"type": "2bit", "threshold": 0.5}, {"type": "lowrank", "rank": 1}])
+@pytest.mark.feature("compression-residuals-in-checkpoints")
 def test_residuals_that_are_left_out_start_anew(comm, folder, codec):
     """Where what pushes have left out is not asked for, none of it is left after a load."""
     values = {"w": numbers((30, 7), FLOATS[1], 1)}
@@ -382,6 +384,7 @@ def test_a_changed_optimizer_without_its_state(comm, folder):
 
 
 @pytest.mark.parametrize("dump", [False, True])
+@pytest.mark.feature("optimizer-states-saved")
 def test_states(comm, folder, dump):
     values = {"a": numbers((300, 7), FLOATS[0], 1), "b": numbers((), FLOATS[2], 2)}
     with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:

@@ -69,6 +69,7 @@ def of_ranks(comm, count):
     return None if part == MPI.COMM_NULL else part
 
 
+@pytest.mark.feature("compression-residuals-in-checkpoints")
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 def test_a_run_goes_on_as_if_it_had_not_stopped(comm, transport, folder, codec, placement):

@@ -20,6 +20,7 @@ def kv(comm):
         yield kv
 
 
+@pytest.mark.feature("commands", "commands-unknown")
 def test_a_command_reaches_the_root(kv):
     heard = []
     kv.set_controller(7, heard.append)
@@ -69,6 +70,7 @@ def test_ranks_with_other_commands(kv):
     kv.command(7, "x" * 1000)
 
 
+@pytest.mark.feature("dead-nodes")
 def test_ranks_that_have_ended_are_counted(kv):
     assert kv.num_dead_node() == 0
     if kv.size > 1:

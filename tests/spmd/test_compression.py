@@ -106,6 +106,7 @@ class Simulated:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", QUANTISERS)
+@pytest.mark.feature("compression-everywhere")
 def test_sums_are_those_of_the_simulated_quantiser(comm, name, placement):
     for transport in transports(comm):
         with mpikv.create(comm=comm, placement=placement, transport=transport, compression=name) as kv:
@@ -161,6 +162,7 @@ def test_any_lists_of_keys(comm, sizes, name, placement, bucket_bytes, data):
 
 
 @pytest.mark.parametrize("name", ["2bit", "1bit", "fp16"])
+@pytest.mark.feature("compression-residual-per-array")
 def test_each_array_of_a_list_has_a_residual_of_its_own(comm, name):
     for placement in PLACEMENTS:
         with mpikv.create(comm=comm, placement=placement, compression=name, bucket_bytes=4096) as kv:
@@ -181,6 +183,7 @@ def test_ranks_may_bring_lists_of_different_lengths(comm):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.feature("compression-half")
 def test_half_precision_is_compressed_in_float32(comm, dtype):
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
     for name in ("2bit", "fp16", "bf16"):
@@ -285,6 +288,7 @@ def test_updaters_get_the_sums(comm, name, optimizer):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.feature("compression-everywhere")
 def test_buffers_are_compressed(comm, name):
     with mpikv.create(comm=comm, compression=name) as kv, mpikv.create(comm=comm, compression=name) as other:
         for store in (kv, other):
@@ -354,6 +358,7 @@ def test_calls_that_nobody_waits_for_are_compressed(comm, name):
             kv.push("w", np.full((20, 30), np.nan if kv.is_root else 0, F32), wait=False).wait()
 
 
+@pytest.mark.feature("compression-set")
 def test_none_ends_compression_and_drops_residuals(comm):
     with mpikv.create(comm=comm) as kv:
         kv.init("w", np.zeros(8, F32))
@@ -372,6 +377,7 @@ def test_none_ends_compression_and_drops_residuals(comm):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.feature("compression-init-pull-exact")
 def test_init_set_broadcast_and_pull_lose_nothing(comm, name):
     values = gradients((10, 30), 0, 1)[0, 0]
     with mpikv.create(comm=comm, compression=name) as kv:
@@ -530,6 +536,7 @@ def culprit(comm):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.feature("compression-not-finite")
 def test_numbers_that_are_not_finite_raise(comm, name, bad):
     with mpikv.create(comm=comm, compression=name) as kv, mpikv.create(comm=comm, compression=name) as other:
         arrays = gradients((10, 20), 0, kv.size)[kv.rank, 0]
@@ -571,6 +578,7 @@ def test_a_buffer_that_is_not_finite_raises(comm):
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "bool", "float64", "complex64"])
+@pytest.mark.feature("compression-other-dtypes")
 def test_other_dtypes_are_refused(comm, dtype):
     with mpikv.create(comm=comm, compression="2bit") as kv:
         kv.init(["n", "w"], [np.zeros(4, dtype), np.zeros(4, F32)])
@@ -614,6 +622,7 @@ def test_an_updater_that_raises_leaves_residuals_as_they_were(comm, name, first)
             np.testing.assert_array_equal(kv.pull("w"), other.pull("w"))
 
 
+@pytest.mark.feature("compression-threshold-exact")
 def test_ranks_with_other_settings(comm):
     with mpikv.create(comm=comm) as kv:
         kv.init("w", np.zeros(4, F32))
@@ -630,6 +639,7 @@ def test_ranks_with_other_settings(comm):
             mpikv.create(comm=comm, compression="2bit" if kv.rank == 0 else None)
 
 
+@pytest.mark.feature("compression-bad-options")
 def test_a_bad_setting_on_one_rank(comm):
     with mpikv.create(comm=comm, compression="fp16") as kv:
         bad = kv.rank == culprit(comm)

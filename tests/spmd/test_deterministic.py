@@ -47,6 +47,7 @@ def same_bits(results, expected):
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.feature("sums-reproducible")
 def test_bits_do_not_depend_on_how_a_sum_is_made(transport, placement, ranks):
     for dtype in (np.float32, np.float64):
         expected = trained(ranks, dtype)

@@ -501,6 +501,7 @@ programs = st.lists(st.tuples(st.sampled_from(VERBS), st.integers(0, 2**32 - 1))
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.deadline(40)
 @pytest.mark.parametrize(("transport", "placement", "streamed"), STORES)
+@pytest.mark.feature("push-order", "values-call-order")
 def test_programs(comm, monkeypatch, transport, placement, streamed):
     if comm is None and transport != "shm":
         pytest.skip("one rank has one transport")
@@ -596,6 +597,7 @@ def test_out_overlaps_the_values(kv, shift):
 
 
 @pytest.mark.ranks(1, 2, 4)
+@pytest.mark.feature("values-same-array")
 def test_the_same_array_several_times(kv):
     kv.init(["a", "b", "c"], [np.zeros(3000)] * 3)
     value = ramp(kv, 1)
@@ -612,6 +614,7 @@ def test_the_same_array_several_times(kv):
 
 
 @pytest.mark.ranks(1, 2, 4)
+@pytest.mark.feature("push-does-not-alias")
 def test_nothing_that_was_passed_is_kept(kv):
     first, second = np.zeros(3000), ramp(kv, 0)
     kv.init("a", first)

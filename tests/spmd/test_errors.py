@@ -103,6 +103,7 @@ def watched(request, transport):
 
 
 @ALL
+@pytest.mark.feature("push-unknown-key")
 def test_unknown_keys(watched):
     kv = watched.kv
     text = r"key 'weigth' was never initialized \(nearest known keys: 'weight'.*init\('weigth', value\) on every rank"
@@ -114,6 +115,7 @@ def test_unknown_keys(watched):
 
 
 @ALL
+@pytest.mark.feature("init-twice")
 def test_known_keys(watched):
     kv = watched.kv
     text = r"^init: key 'bias' was initialized before, with shape \(3,\); use set\(\).*overwrite=True"
@@ -122,6 +124,7 @@ def test_known_keys(watched):
 
 
 @ALL
+@pytest.mark.feature("push-wrong-shape")
 def test_shapes(watched):
     kv, wrong = watched.kv, np.ones((3, 2))
     text = r"key 'weight' has shape \(3, 2\) and the stored value \(2, 3\)"
@@ -133,6 +136,7 @@ def test_shapes(watched):
 
 
 @ALL
+@pytest.mark.feature("push-casts")
 def test_dtypes(watched):
     kv = watched.kv
     text = "has dtype int64 and the stored value float32; only one kind is cast, use astype"
@@ -144,6 +148,7 @@ def test_dtypes(watched):
 
 
 @ALL
+@pytest.mark.feature("values-unequal-lists")
 def test_numbers_of_arrays(watched):
     kv, value = watched.kv, np.ones((2, 3))
     text = "2 keys and 1 values; give one value, or one list of them, per key"
@@ -157,6 +162,7 @@ def test_numbers_of_arrays(watched):
 
 
 @ALL
+@pytest.mark.feature("keys-other-types", "keys-mixed", "values-other-array")
 def test_types(watched):
     kv, value = watched.kv, np.ones((2, 3))
     watched.fails(TypeError, "a key is an int or a str, not a float: 1.5", lambda: kv.pull(1.5))
@@ -180,6 +186,7 @@ def test_types(watched):
 
 
 @ALL
+@pytest.mark.feature("optimizer-unknown")
 def test_names_and_options(watched):
     kv = watched.kv
     text = "unknown optimizer 'addam' .*did you mean 'adam'"
@@ -193,6 +200,7 @@ def test_names_and_options(watched):
 
 @ALL
 @pytest.mark.parametrize("placement", ["sharded", "replicated"])
+@pytest.mark.feature("placements")
 def test_updaters_that_need_whole_values(placement, transport):
     with mpikv.create(placement=placement, transport=transport) as kv:
         watched = Watched(kv, False)
@@ -247,6 +255,7 @@ def test_an_out_of_one_rank(watched):
 
 
 @SEVERAL
+@pytest.mark.feature("init-other-shapes", "priority-differs")
 def test_other_calls(watched):
     kv, good, last = watched.kv, np.ones((2, 3)), watched.last
     ranks = f"rank {last} calls"
@@ -287,6 +296,7 @@ def test_long_lists_in_another_order(watched):
 
 
 @SEVERAL
+@pytest.mark.feature("optimizer-settings-differ")
 def test_a_learning_rate_of_one_rank(watched):
     kv = watched.kv
     if not watched.updates:
@@ -316,6 +326,7 @@ def test_a_schedule_that_differs_between_ranks():
 
 
 @SEVERAL
+@pytest.mark.feature("keys-mixed")
 def test_keys_of_other_types_on_an_empty_store(transport):
     """A call that failed must not leave the ranks with different ideas of the keys' type."""
     with mpikv.create(transport=transport, timeout=10) as kv:
@@ -326,6 +337,7 @@ def test_keys_of_other_types_on_an_empty_store(transport):
 
 
 @ALL
+@pytest.mark.feature("keys-failed-call")
 def test_a_failed_call_does_not_decide_the_type_of_keys(transport):
     with mpikv.create(transport=transport, timeout=10) as kv:
         with pytest.raises(KeyNotInitialized):
@@ -498,6 +510,7 @@ def raising(condition):
 @ALL
 @pytest.mark.parametrize("verb", ["push", "pushpull"])
 @pytest.mark.parametrize("root", ["first", "last"])
+@pytest.mark.feature("updater-raises")
 def test_an_updater_raises(transport, verb, root, ranks):
     with mpikv.create(transport=transport, timeout=10, root=0 if root == "first" else ranks - 1) as kv:
         watched = Watched(kv, False)
@@ -562,6 +575,7 @@ def test_a_schedule_raises_on_one_rank(transport):
 
 @SEVERAL
 @pytest.mark.parametrize("verb", ["push", "barrier"])
+@pytest.mark.feature("late-rank-named")
 def test_a_late_rank(transport, comm, verb):
     kv = mpikv.create(transport=transport, timeout=0.4, warn_after=100)
     last = kv.size - 1
@@ -623,12 +637,16 @@ def test_a_rank_that_is_slow_in_its_updater(transport, comm):
         ({"check": "no"}, ConfigError, "unknown check 'no'"),
         ({"root": 99}, ConfigError, "root=99 is not a rank"),
         ({"root": -1}, ConfigError, "root=-1 is not a rank"),
-        ({"name": "p3"}, Unsupported, "'p3' is not in this version .*'dist_sync'"),
         ({"name": "dist_async"}, Unsupported, "'dist_async' is not in this version .*'dist_sync'"),
         ({"name": "Dist_Async"}, Unsupported, "'Dist_Async' is not in this version"),
+        ({"name": "dist_async_device"}, Unsupported, "'dist_async_device' is not in this version"),
+        ({"name": "dist_device_async"}, Unsupported, "'dist_device_async' is not in this version"),
         ({"name": "nccl"}, TransportUnavailable, "'nccl' sums on GPUs.*use 'dist_sync'"),
+        ({"name": "dist_device_sync"}, TransportUnavailable, "'dist_device_sync' sums on GPUs"),
+        ({"name": "dist_sync_device"}, TransportUnavailable, "'dist_sync_device' sums on GPUs"),
     ],
 )
+@pytest.mark.feature("names-unknown", "names-not-a-string", "names-gpu", "async-names")
 def test_stores_that_cannot_be_made(arguments, kind, pattern, ranks):
     with pytest.raises(kind, match=f"^create: .*{pattern}") as caught:
         mpikv.create(**arguments)
@@ -688,6 +706,7 @@ def test_abort_may_differ_per_rank(comm, monkeypatch):
 
 
 @ALL
+@pytest.mark.feature("close")
 def test_closed(transport):
     kv = mpikv.create(transport=transport)
     kv.init("w", np.ones(2))
@@ -714,6 +733,7 @@ def test_closed(transport):
 
 
 @ALL
+@pytest.mark.feature("close")
 def test_an_error_inside_with_ends_the_store_without_waiting(transport):
     kv = mpikv.create(transport=transport)
     with pytest.raises(RuntimeError, match="a mistake in the script"), kv:
@@ -770,6 +790,7 @@ def test_a_launched_process_without_an_mpi_library():
     assert "Traceback" not in result.stdout
 
 
+@pytest.mark.feature("no-roles")
 def test_one_rank_needs_no_mpi_library():
     code = "import mpikv, sys\nmpikv.create().close()\nassert 'mpi4py.MPI' not in sys.modules"
     result = alone(code, MPI4PY_LIBMPI="/nonexistent")

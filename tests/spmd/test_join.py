@@ -120,6 +120,7 @@ def placements(name):
 @pytest.mark.parametrize(
     ("name", "placement"), [(name, placement) for name in UPDATERS for placement in placements(name)]
 )
+@pytest.mark.feature("unequal-batches")
 def test_values(comm, transport, name, placement, pattern):
     with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
         kv.init({key: np.zeros(shape, DTYPES[key]) for key, shape in SHAPES.items()})

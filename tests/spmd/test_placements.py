@@ -121,6 +121,7 @@ CALLABLE = CallableUpdater(lambda key, total, stored: None)
         ("auto", Assign(), Shared, Sharded),
     ],
 )
+@pytest.mark.feature("placements")
 def test_the_placement_is_chosen_by_the_updater(name, updater, transport, kind):
     assert type(place(name, transport(4096), updater, 0)) is kind
 
@@ -151,6 +152,7 @@ def test_an_unknown_placement():
         ("auto", None, "allreduce", None),
     ],
 )
+@pytest.mark.feature("placements")
 def test_collectives_of_a_store(comm, placement, updater, push, pull):
     group, config = Group(comm), Config(transport="mpi", placement=placement, bucket_bytes=4096)
     recording = Recording(open_transport(group, config))

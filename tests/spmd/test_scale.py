@@ -116,6 +116,7 @@ def test_values_of_one_and_of_no_elements(transport):
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.feature("several-stores")
 def test_a_store_per_group_of_ranks(comm, transport):
     parity = comm.rank % 2
     group = comm.Split(parity, comm.rank)
@@ -146,6 +147,7 @@ def test_a_private_store():
 
 
 @ALL
+@pytest.mark.feature("several-stores")
 def test_several_stores_at_once(transport):
     stores = [mpikv.create(transport=transport, bucket_bytes=4096, root=0) for _ in range(4)]
     for number, kv in enumerate(stores):

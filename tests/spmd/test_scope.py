@@ -103,6 +103,7 @@ def test_lists_in_lists_on_one_rank(kv):
     scope.pull(["w", "v"])
 
 
+@pytest.mark.feature("trainer-several-on-one-store")
 def test_trainers_in_scopes(kv):
     """Two networks of the same names on one store, by turns."""
     nets = [{"w": np.ones(2)}, {"w": np.ones(3)}]

@@ -86,7 +86,11 @@ class TestUnchecked(StoreContract):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("name", ["LOCAL", "local_update_cpu", "local_allreduce_cpu", "dist", "Dist_Sync", "device"])
+@pytest.mark.parametrize(
+    "name",
+    ["LOCAL", "local_update_cpu", "local_allreduce_cpu", "dist", "Dist_Sync", "device", "Local_AllReduce_Device"],
+)
+@pytest.mark.feature("names-host", "names-device", "names-any-case")
 def test_names_of_stores(name):
     with mpikv.create(name) as kv:
         assert kv.type == name.lower()
@@ -135,6 +139,7 @@ def test_training_that_diverges_raises_nothing_halfway(transport):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.feature("broadcast-again")
 def test_broadcast_of_a_known_key_casts_as_set_does():
     with mpikv.create() as kv:
         kv.init("w", np.zeros(3, np.int32))

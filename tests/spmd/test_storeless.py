@@ -21,6 +21,7 @@ def store(request, comm):
         yield store
 
 
+@pytest.mark.feature("names-storeless")
 def test_facts(store):
     assert store.rank < store.size == store.num_workers
     assert (store.is_root, store.local_rank, store.keys()) == (store.rank == 0, store.rank, ())
@@ -28,6 +29,7 @@ def test_facts(store):
     store.barrier()
 
 
+@pytest.mark.feature("names-storeless")
 def test_a_sum_needs_no_init(store):
     gradient = np.full((2, 3), store.rank + 1.0)
     total = store.size * (store.size + 1) / 2
@@ -66,6 +68,7 @@ def test_a_key_may_change_its_shape_and_dtype(comm, calls):
             np.testing.assert_array_equal(out, sum(others) if summing else others[0])
 
 
+@pytest.mark.feature("names-storeless-rebroadcast")
 def test_broadcast_is_repeatable(store):
     for step in range(3):
         weights = {"w": np.full(2, 10.0 * step + store.rank), "b": np.full(3 + step, float(store.rank))}

@@ -53,6 +53,7 @@ def raised_by(kv, culprit, error, call, peers=PeerFailed):
 
 
 @BOTH
+@pytest.mark.feature("trainer-step", "trainer-batch-size-changes")
 def test_a_step_is_the_sum_over_the_batch_size(comm, on_store):
     kv, trainer, params = start(comm, on_store)
     with kv:
@@ -68,6 +69,7 @@ def test_a_step_is_the_sum_over_the_batch_size(comm, on_store):
 @BOTH
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+@pytest.mark.feature("trainer-both-ways-equal")
 def test_both_ways_are_push_and_pull_bit_for_bit(comm, on_store, transport, optimizer):
     """The oracle is a store that is called by hand."""
     shapes = {"a": (300,), "b": (), "c": (20, 30)}
@@ -91,6 +93,7 @@ def test_both_ways_are_push_and_pull_bit_for_bit(comm, on_store, transport, opti
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.feature("optimizer-masters")
 def test_half_precision_with_masters(comm, dtype):
     """Where the sums are exact, both ways round once per update and keep the same masters."""
     if dtype == "bfloat16":
@@ -124,6 +127,7 @@ def test_every_layout_of_weights_is_updated_in_place(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-setup-order")
 def test_all_ranks_start_from_the_roots_weights(comm, on_store):
     kv = mpikv.create(comm=comm, timeout=5)
     params = {"w": np.full(3, float(kv.rank + 1)), "frozen": Parameter(np.full(2, float(kv.rank)), grad_req="null")}
@@ -172,6 +176,7 @@ def test_any_sequence_of_steps(comm, on_store, data):
 # --- The decisions of Gluon's
 
 
+@pytest.mark.feature("trainer-sorted-names")
 def test_keys_are_the_names_in_sorted_order(comm):
     kv, trainer, _ = start(comm, params={"z": np.zeros(1), "net": {"b": np.zeros(1), "a": np.zeros(1)}})
     with kv:
@@ -193,6 +198,7 @@ def test_the_order_of_a_dict_does_not_matter(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-shared-parameters")
 def test_a_shared_parameter_is_updated_once_by_the_sum(comm, on_store):
     shared = np.zeros(2)
     kv, trainer, _ = start(comm, on_store, {"out": shared, "embedding": shared, "b": np.zeros(1)})
@@ -209,6 +215,7 @@ def test_a_shared_parameter_is_updated_once_by_the_sum(comm, on_store):
     ("wanted", "variable", "expected"),
     [(None, None, True), (None, "1", True), (None, "0", False), (True, "0", True), (False, "1", False)],
 )
+@pytest.mark.feature("trainer-where", "variables-update-on-kvstore")
 def test_where_updates_are_made(comm, monkeypatch, wanted, variable, expected):
     monkeypatch.delenv("MXNET_UPDATE_ON_KVSTORE", raising=False)
     if variable is not None:
@@ -221,6 +228,7 @@ def test_where_updates_are_made(comm, monkeypatch, wanted, variable, expected):
         assert (kv.optimizer is trainer.optimizer) is expected
 
 
+@pytest.mark.feature("variables-update-on-kvstore")
 def test_a_bad_variable_on_one_rank(comm, monkeypatch):
     kv, trainer, _ = start(comm)
     with kv:
@@ -252,6 +260,7 @@ class Summing(mpikv.KVStoreBase):
         return self._kv.pushpull(key, value, out)
 
 
+@pytest.mark.feature("trainer-not-capable", "trainer-where")
 def test_a_store_without_an_optimizer(comm):
     with mpikv.create(comm=comm) as kv:
         params = {"w": np.ones(2)}
@@ -287,6 +296,7 @@ class Told(mpikv.KVStoreBase):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.feature("trainer-setup-order")
 def test_the_order_in_which_a_store_is_set_up():
     told = Told()
     params = {"z": np.ones(1), "a": np.ones(1), "frozen": Parameter(np.ones(1), grad_req="null")}
@@ -309,6 +319,7 @@ def test_a_compression_that_the_store_has_not(comm):
             trainer.start()
 
 
+@pytest.mark.feature("trainer-store-lazily")
 def test_the_store_is_made_in_the_first_step(comm):
     with mpikv.Trainer({"w": np.ones(2)}, "sgd", {"learning_rate": 0.5}, kvstore="dist_sync") as trainer:
         assert trainer.kvstore is None
@@ -328,6 +339,7 @@ def test_a_store_of_the_callers_stays_open(comm):
         kv.barrier()
 
 
+@pytest.mark.feature("trainer-halves-on-store")
 def test_the_two_halves_belong_to_ranks_that_update(comm):
     kv, trainer, params = start(comm, True)
     with kv:
@@ -339,6 +351,7 @@ def test_the_two_halves_belong_to_ranks_that_update(comm):
         np.testing.assert_array_equal(params["w"], np.full(3, 1 - 0.5 * kv.size))
 
 
+@pytest.mark.feature("trainer-halves")
 def test_clipping_between_the_halves(comm):
     kv, trainer, params = start(comm, False)
     with kv:
@@ -353,6 +366,7 @@ def test_clipping_between_the_halves(comm):
 
 
 @BOTH
+@pytest.mark.feature("trainer-accumulation")
 def test_gradients_are_accumulated(comm, on_store):
     params = {"w": Parameter(np.zeros(2), grad_req="add")}
     kv, trainer, _ = start(comm, on_store, params)
@@ -365,6 +379,7 @@ def test_gradients_are_accumulated(comm, on_store):
         np.testing.assert_array_equal(params["w"].data, np.full(2, -0.5 * (1 + 2 + 3)))
 
 
+@pytest.mark.feature("trainer-accumulation")
 def test_accumulating_on_top_of_a_sum_is_refused(comm):
     kv, trainer, _ = start(comm, False, {"w": Parameter(np.zeros(2), grad_req="add")})
     with kv:
@@ -391,6 +406,7 @@ def test_gradients_of_a_step_stay_the_callers(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-frozen")
 def test_frozen_parameters_need_no_gradient(comm, on_store):
     kv, trainer, params = start(comm, on_store)
     with kv:
@@ -405,6 +421,7 @@ def test_frozen_parameters_need_no_gradient(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-learning-rate")
 def test_learning_rates(comm, on_store):
     kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)})
     with kv:
@@ -418,6 +435,7 @@ def test_learning_rates(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-learning-rate")
 def test_a_schedule(comm, on_store):
     rates = []
     options = {"lr_scheduler": lambda count: 1 / count}
@@ -434,6 +452,7 @@ def test_a_schedule(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-set-data")
 def test_weights_set_by_hand(comm, on_store):
     kv, trainer, params = start(comm, on_store, options={"learning_rate": 0.5, "momentum": 0.5})
     with kv:
@@ -449,6 +468,7 @@ def test_weights_set_by_hand(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-overflow-vote")
 def test_an_overflow_on_one_rank_skips_the_update_on_all(comm, on_store):
     scaler = mpikv.LossScaler(4.0, window=2)
     kv, trainer, params = start(comm, on_store, {"w": np.zeros(2)}, loss_scaler=scaler)
@@ -467,6 +487,7 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-stale")
 def test_a_stale_gradient_on_one_rank(comm, on_store):
     kv, trainer, params = start(comm, on_store)
     with kv:
@@ -485,6 +506,7 @@ def test_a_stale_gradient_on_one_rank(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-stale-ignored")
 def test_stale_gradients_may_be_left_out(comm, on_store):
     kv, trainer, params = start(comm, on_store)
     with kv:
@@ -597,6 +619,7 @@ def test_what_cannot_hold_a_sum_on_one_rank(comm):
         assert "read-only" in raised_by(kv, 0, TypeError, lambda: trainer.step(1))
 
 
+@pytest.mark.feature("trainer-halves")
 def test_halves_out_of_order(comm):
     kv, trainer, params = start(comm, False, {"w": np.zeros(2)})
     with kv:
@@ -650,6 +673,7 @@ def test_a_setting_that_needs_other_state(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-several-on-one-store")
 def test_two_trainers_do_not_share_a_store(comm, on_store):
     kv, first, params = start(comm, on_store)
     with kv:
@@ -694,6 +718,7 @@ def test_two_trainers_with_stores_of_their_own(comm):
         (({"w": np.zeros(1)}, "sgd", None, "device", None, "yes"), ConfigError, "neither True, False nor None"),
     ],
 )
+@pytest.mark.feature("trainer-bad-arguments")
 def test_bad_arguments(arguments, error, text):
     with pytest.raises(error, match=text):
         mpikv.Trainer(*arguments)
@@ -721,6 +746,7 @@ def test_torch_parameters(comm, on_store):
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.feature("recovery")
 def test_training_goes_on_from_a_checkpoint(comm, tmp_path_factory, by_hand):
     """Beside one that was not interrupted, bit for bit; optimizer, counts and multipliers included."""
     shared = [str(tmp_path_factory.mktemp("trainer"))]
@@ -846,6 +872,7 @@ def test_an_optimizer_without_a_hash(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("trainer-learning-rate")
 def test_a_multiplier_is_taken_back(comm, on_store):
     kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)})
     with kv:
@@ -979,6 +1006,7 @@ def test_parameters_that_overlap():
 
 
 @BOTH
+@pytest.mark.feature("trainer-frozen-integers")
 def test_frozen_integers(comm, on_store):
     count = Parameter(np.array(comm.rank + 5 if comm else 5), grad_req="null")
     kv, trainer, params = start(comm, on_store, {"w": np.zeros(2), "count": count})
@@ -1032,6 +1060,7 @@ def test_an_added_gradient_is_used_once(comm, on_store):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.feature("trainer-bad-arguments")
 def test_mistakes_that_the_constructor_finds():
     with pytest.raises(ConfigError, match="unknown store 'typo'"):
         mpikv.Trainer({"w": np.zeros(1)}, "sgd", kvstore="typo")

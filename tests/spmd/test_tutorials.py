@@ -64,6 +64,7 @@ def printed(kv: mpikv.KVStore, capsys: Any) -> list[str]:
 @PLACEMENTS
 @KEYS
 @GIVERS
+@pytest.mark.feature("tutorial-python")
 def test_the_python_tutorial_without_updater(
     comm: Any, transport: str, placement: str, name: Callable[[int], Any], everyone: bool
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_python_tutorial_without_updater(
 @PLACEMENTS_OF_FUNCTIONS
 @KEYS
 @GIVERS
+@pytest.mark.feature("tutorial-python", "updater-no-change-before-push", "values-call-order")
 def test_the_python_tutorial_with_an_updater(
     comm: Any, transport: str, placement: str, name: Callable[[int], Any], everyone: bool, capsys: Any
 ) -> None:
@@ -116,6 +118,7 @@ def test_the_python_tutorial_with_an_updater(
 @TRANSPORTS
 @PLACEMENTS
 @GIVERS
+@pytest.mark.feature("optimizer-test")
 def test_the_tutorial_with_an_optimizer_instead_of_a_function(
     comm: Any, transport: str, placement: str, everyone: bool
 ) -> None:
@@ -133,6 +136,7 @@ def test_the_tutorial_with_an_optimizer_instead_of_a_function(
 @TRANSPORTS
 @PLACEMENTS
 @GIVERS
+@pytest.mark.feature("tutorial-numpy")
 def test_the_numpy_tutorial(comm: Any, transport: str, placement: str, everyone: bool) -> None:
     with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:
         givers = Givers(kv, everyone)
@@ -154,6 +158,7 @@ def test_the_numpy_tutorial(comm: Any, transport: str, placement: str, everyone:
 @TRANSPORTS
 @PLACEMENTS_OF_FUNCTIONS
 @GIVERS
+@pytest.mark.feature("tutorial-numpy")
 def test_the_numpy_tutorial_with_an_updater(comm: Any, transport: str, placement: str, everyone: bool) -> None:
     with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:
         givers = Givers(kv, everyone)
@@ -172,6 +177,7 @@ def test_the_numpy_tutorial_with_an_updater(comm: Any, transport: str, placement
 @TRANSPORTS
 @PLACEMENTS
 @GIVERS
+@pytest.mark.feature("tutorial-clojure", "values-repeated-keys")
 def test_the_clojure_tutorial_repeats_keys(comm: Any, transport: str, placement: str, everyone: bool) -> None:
     with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:
         givers = Givers(kv, everyone)
@@ -185,6 +191,7 @@ def test_the_clojure_tutorial_repeats_keys(comm: Any, transport: str, placement:
 
 @TRANSPORTS
 @PLACEMENTS
+@pytest.mark.feature("tutorial-ranks", "push-sum-not-mean")
 def test_one_array_per_rank_takes_the_place_of_the_list(comm: Any, transport: str, placement: str) -> None:
     """The list of four arrays becomes four ranks: on 4 ranks, the tutorial's 4, and then 4 + 2 * 4."""
     with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:

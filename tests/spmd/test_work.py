@@ -75,6 +75,7 @@ def test_the_same_as_waiting_for_each_call(transport, seed):
 
 @ALL
 @TRANSPORTS
+@pytest.mark.feature("priority")
 def test_the_most_urgent_of_what_is_pending_comes_first(comm, transport):
     begun, released, order = threading.Event(), threading.Event(), []
 

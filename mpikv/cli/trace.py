@@ -1,0 +1,79 @@
+"""``mpikv trace DIR``: the calls that the ranks of a job wrote down, in one file that a browser shows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..tracing import SUFFIX
+from .parser import Parser
+
+__all__ = ["main"]
+
+Event = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Put the files of a directory together; return 1 where there is none."""
+    parser: argparse.ArgumentParser = Parser(
+        prog="mpikv trace",
+        description="Put together what the ranks of a job have written that ran with MPIKV_TRACE=DIR: when each call "
+        "began and ended, its keys and bytes, and how long it waited for the other ranks. Open the result in "
+        "https://ui.perfetto.dev or chrome://tracing.",
+    )
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what MPIKV_TRACE named; of one job only")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR/trace.json)")
+    options = parser.parse_args(arguments)
+    output: Path = options.output or options.directory / "trace.json"
+    try:
+        events = merged(options.directory)
+        output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    except (ConfigError, OSError) as error:
+        print(f"mpikv trace: {error}", file=sys.stderr)
+        return 1
+    ranks = {event["pid"] for event in events}
+    print(f"{output}: {sum(event['ph'] == 'B' for event in events)} events of {len(ranks)} ranks")
+    return 0
+
+
+def merged(directory: Path) -> list[Event]:
+    """Return the events of all ranks, on one clock that begins at 0, in the order of time.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    files = sorted(directory.glob(f"*{SUFFIX}"))
+    if not files:
+        raise ConfigError(f"{str(directory)!r} has no file *{SUFFIX}; run the job with MPIKV_TRACE={directory}")
+    ahead: dict[str, int] = {}  # of each host, by the first of its processes: their clocks are one
+    events: list[Event] = []
+    titles: dict[int, str] = {}
+    for file in files:
+        head, *rest = _lines(file)
+        rank, host = head["rank"], head["host"]
+        if rank in titles:
+            raise ConfigError(
+                f"{str(directory)!r} has two files of rank {rank}, so of several jobs; use an empty one each"
+            )
+        titles[rank] = f"rank {rank} of {head['size']} on {host}"
+        events += [{**event, "pid": rank, "ts": event["ts"] + ahead.setdefault(host, head["ahead"])} for event in rest]
+    first = min((event["ts"] for event in events), default=0)
+    for event in events:
+        event["ts"] = (event["ts"] - first) / 1000  # from nanoseconds
+    events.sort(key=lambda event: event["ts"])  # stable: what one thread wrote at one time stays in its order
+    names = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": titles[rank]}} for rank in sorted(titles)
+    ]
+    return [*names, *events]
+
+
+def _lines(file: Path) -> Iterator[Event]:
+    """Yield the events of a file, of which the last may be half written."""
+    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)

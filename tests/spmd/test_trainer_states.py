@@ -1,0 +1,433 @@
+"""States of a Trainer in a file: training goes on as if it had never stopped, wherever the weights are updated."""
+
+from __future__ import annotations
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+import mpikv
+from mpikv import CheckpointError, ConfigError, Parameter, PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv.checkpoint import pieces
+from mpikv.checkpoint.contents import CHUNK
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+BOTH = pytest.mark.parametrize("on_store", [True, False])
+SHAPES = {"b": (), "empty": (0, 3), "late": (5,), "w": (7, 3)}
+PARTS = 12
+
+
+@pytest.fixture
+def folder(comm, tmp_path_factory):
+    """Return a folder that all ranks have in common."""
+    shared = [tmp_path_factory.mktemp("states")]
+    return (shared if comm is None else comm.bcast(shared))[0]
+
+
+def weights(dtype=np.float64):
+    """Return parameters: one is frozen, one of integers, one a view with gaps."""
+    params = {name: Parameter(np.full(shape, 0.5, dtype)) for name, shape in SHAPES.items()}
+    params["strided"] = Parameter(np.ones((4, 6), dtype)[::2, ::3], lr_mult=0.5)
+    params["frozen"] = Parameter(np.full(2, 3.0, dtype), grad_req="null")
+    params["count"] = Parameter(np.array(7), grad_req="null")
+    return params
+
+
+def trainer_on(comm, on_store, params, optimizer="adam", options=None, **more):
+    options = {"learning_rate": 0.25} if options is None else options
+    kv = mpikv.create(comm=comm, timeout=5, deterministic=True)
+    return kv, mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, **more)
+
+
+def train(trainer, first, last, skipped=("frozen", "count")):
+    """Make steps with gradients in quarters, whose sums are exact, so that any number of ranks has the same ones."""
+    kv = trainer.kvstore
+    mine = range(kv.rank * PARTS // kv.size, (kv.rank + 1) * PARTS // kv.size)
+    for step in range(first, last):
+        for name, parameter in trainer.params.items():
+            if name in skipped or (name == "late" and step < 4):
+                continue
+            shape = parameter.data.shape
+            drawn = [np.random.default_rng([part, step, len(name)]).integers(-8, 9, shape) / 4 for part in mine]
+            parameter.grad = np.asarray(sum(drawn)).astype(parameter.data.dtype)
+        trainer.step(PARTS, ignore_stale_grad=True)
+
+
+def bits(trainer):
+    return {name: parameter.data.tobytes() for name, parameter in trainer.params.items()}
+
+
+def copied(trainer):
+    params = weights(trainer.params["w"].data.dtype)
+    for name, parameter in params.items():
+        parameter.data[...] = trainer.params[name].data
+    return params
+
+
+OPTIMIZERS = [
+    ("sgd", {"learning_rate": 0.25, "momentum": 0.5}),
+    ("adam", {"learning_rate": 0.25, "wd": 0.125}),
+    ("adamw", {"lr_scheduler": mpikv.schedules.Cosine(10, base_lr=0.1)}),
+    ("rmsprop", {"centered": True}),
+    ("ftrl", {}),
+    ("lamb", {"learning_rate": 0.1}),
+    ("nadam", {}),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
+@pytest.mark.feature("trainer-states")
+def test_training_goes_on_bit_for_bit(comm, folder, on_store, optimizer, options):
+    kv, trainer = trainer_on(comm, on_store, weights(), optimizer, options)
+    with kv:
+        trainer.start()
+        train(trainer, 0, 3)
+        stopped = copied(trainer)
+        trainer.save_states(folder / "states")
+        train(trainer, 3, 6)
+        through, rate = bits(trainer), trainer.learning_rate
+    kv, trainer = trainer_on(comm, on_store, stopped, optimizer, options)
+    with kv:
+        trainer.load_states(folder / "states")
+        train(trainer, 3, 6)
+        assert bits(trainer) == through
+        assert trainer.learning_rate == rate
+
+
+@BOTH
+@hypothesis.given(data=strategies.data())
+@hypothesis.settings(max_examples=15)
+@pytest.mark.feature("trainer-states")
+def test_whatever_was_saved_is_loaded(comm, folder, on_store, data):
+    """Any parameters, some of them stale at times, and any optimizer: the steps after a load are those without one."""
+    shapes = strategies.sampled_from([(), (0,), (1,), (3,), (2, 5), (4, 1, 3)])
+    drawn = data.draw(strategies.dictionaries(strategies.text("abé/_", min_size=1, max_size=4), shapes, min_size=1))
+    dtypes = {name: data.draw(strategies.sampled_from(["float16", "float32", "float64"])) for name in drawn}
+    optimizer, options = data.draw(strategies.sampled_from(OPTIMIZERS))
+    options = {**options, "multi_precision": data.draw(strategies.booleans())}
+    plan = data.draw(strategies.lists(strategies.sets(strategies.sampled_from(sorted(drawn))), max_size=5))
+    at = data.draw(strategies.integers(0, len(plan)))
+
+    def go_on(trainer, first, last):
+        for step in range(first, last):
+            for name in plan[step]:
+                random = np.random.default_rng([trainer.kvstore.rank, step])
+                trainer.params[name].grad = np.asarray(random.integers(-4, 5, drawn[name]) / 2).astype(dtypes[name])
+            trainer.step(2, ignore_stale_grad=True)
+        return bits(trainer)
+
+    params = {name: Parameter(np.full(shape, 0.5, dtypes[name])) for name, shape in drawn.items()}
+    kv, trainer = trainer_on(comm, on_store, params, optimizer, options)
+    with kv:
+        trainer.start()
+        go_on(trainer, 0, at)
+        stopped = {name: Parameter(one.data.copy()) for name, one in params.items()}
+        trainer.save_states(folder / "states")
+        through = go_on(trainer, at, len(plan))
+    kv, trainer = trainer_on(comm, on_store, stopped, optimizer, options)
+    with kv:
+        trainer.load_states(folder / "states")
+        assert go_on(trainer, at, len(plan)) == through
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("later", [True, False])
+@BOTH
+@pytest.mark.feature("trainer-states-any-size")
+def test_other_numbers_of_ranks_go_on(comm, folder, on_store, later):
+    """Saved on 4 ranks; loaded on 1, 2 and 3, by a Trainer that updates in the same place or in the other."""
+    kv, trainer = trainer_on(comm, on_store, weights())
+    with kv:
+        trainer.start()
+        train(trainer, 0, 5)
+        stopped = copied(trainer)
+        trainer.save_states(folder / "states")
+        train(trainer, 5, 8)
+        through = bits(trainer)
+    from mpi4py import MPI
+
+    for size in (1, 2, 3, 4):
+        some = comm.Split(0 if comm.rank < size else MPI.UNDEFINED, comm.rank)
+        if comm.rank >= size:
+            continue
+        params = {name: Parameter(np.array(one.data), one.grad_req, one.lr_mult) for name, one in stopped.items()}
+        kv, trainer = trainer_on(some, later, params)
+        with kv:
+            trainer.load_states(folder / "states")
+            train(trainer, 5, 8)
+            assert bits(trainer) == through
+        some.Free()
+
+
+@pytest.mark.feature("trainer-states-one-form")
+def test_both_ways_write_the_same_file(comm, folder):
+    """After every parameter has been updated: the store keeps state for it from the start, a rank from the first."""
+    for on_store in (True, False):
+        params = {name: one for name, one in weights(np.float32).items() if name != "count"}
+        kv, trainer = trainer_on(comm, on_store, params)
+        with kv:
+            trainer.start()
+            train(trainer, 0, 6)
+            trainer.save_states(folder / f"states-{on_store}")
+    assert (folder / "states-True").read_bytes() == (folder / "states-False").read_bytes()
+
+
+@BOTH
+@pytest.mark.feature("trainer-states-masters")
+def test_masters_of_half_precision_are_state(comm, folder, on_store):
+    options = {"learning_rate": 2.0**-12, "momentum": 0.5, "multi_precision": True}
+    kv, trainer = trainer_on(comm, on_store, weights(np.float16), "sgd", options)
+    with kv:
+        trainer.start()
+        trainer.save_states(folder / "fresh")
+        train(trainer, 0, 3)
+        stopped = copied(trainer)
+        trainer.save_states(folder / "states")
+        train(trainer, 3, 9)
+        through = bits(trainer)
+    kv, trainer = trainer_on(comm, on_store, stopped, "sgd", options)
+    with kv:
+        trainer.load_states(folder / "states")
+        train(trainer, 3, 9)
+        assert bits(trainer) == through
+    kv, trainer = trainer_on(comm, on_store, weights(np.float16), "sgd", options)
+    with kv:
+        trainer.load_states(folder / "fresh")
+        train(trainer, 0, 9)
+        assert bits(trainer) == through
+
+
+@BOTH
+def test_settings_of_the_optimizer_are_the_files(comm, folder, on_store):
+    kv, trainer = trainer_on(comm, on_store, weights())
+    with kv:
+        trainer.start()
+        train(trainer, 0, 1)
+        trainer.set_learning_rate(0.125)
+        trainer.save_states(folder / "states")
+        before = trainer.optimizer
+        trainer.set_learning_rate(0.5)
+        trainer.load_states(folder / "states")
+        assert trainer.optimizer is not before
+        assert trainer.learning_rate == 0.125
+        assert trainer.optimizer.rescale_grad == 1
+        train(trainer, 1, 2)
+
+
+@BOTH
+def test_an_optimizer_with_a_function_keeps_its_settings(comm, folder, on_store):
+    options = {"lr_scheduler": lambda count: 0.5 / count, "momentum": 0.5}
+    kv, trainer = trainer_on(comm, on_store, weights(), "sgd", options)
+    with kv:
+        trainer.start()
+        train(trainer, 0, 3)
+        stopped = copied(trainer)
+        trainer.save_states(folder / "states")
+        train(trainer, 3, 6)
+        through = bits(trainer)
+    kv, trainer = trainer_on(comm, on_store, stopped, "sgd", options)
+    with kv:
+        before = trainer.optimizer
+        trainer.load_states(folder / "states")
+        assert trainer.optimizer is before
+        train(trainer, 3, 6)
+        assert bits(trainer) == through
+        assert trainer.learning_rate == 0.5 / 7
+
+
+def test_large_states_are_written_in_parts(comm, folder, monkeypatch):
+    monkeypatch.setattr(pieces, "_WINDOW", 2 * CHUNK)
+    size = 3 * CHUNK // 8 + 5
+    for name in ("large", "again"):
+        params = {"w": np.zeros(size), "b": np.ones(3)}
+        kv, trainer = trainer_on(comm, False, params)
+        with kv:
+            if name == "again":
+                trainer.load_states(folder / "large")
+            else:
+                trainer.set_grads({"w": np.arange(size) / 8, "b": np.ones(3)})
+                trainer.step(1)
+            trainer.save_states(folder / name)
+    assert (folder / "large").read_bytes() == (folder / "again").read_bytes()
+    assert (folder / "large").stat().st_size > 6 * CHUNK
+
+
+# --- What the store holds meanwhile
+
+
+@pytest.mark.feature("trainer-sums-are-no-checkpoint")
+def test_a_store_that_only_sums_is_no_checkpoint(comm, folder):
+    kv, trainer = trainer_on(comm, False, weights())
+    with kv:
+        trainer.start()
+        train(trainer, 0, 2)
+        kv.init("mine", np.ones(2))
+        for call in (kv.save, kv.load):
+            with pytest.raises(Unsupported, match="is a sum of gradients, for a Trainer with update_on_kvstore=False"):
+                call(folder / "checkpoint")
+        assert list(folder.iterdir()) == []
+        train(trainer, 2, 3)
+        kv.delete(["b", "empty", "late", "w", "strided", "frozen", "count"])
+        kv.save(folder / "checkpoint")
+
+
+def test_a_scope_that_only_sums(comm, folder):
+    kv = mpikv.create(comm=comm, timeout=5)
+    with kv:
+        trainer = mpikv.Trainer({"w": np.ones(2)}, "sgd", {"momentum": 0.5}, kvstore=kv.scope("critic"))
+        kv.init("critics", np.ones(1))
+        kv.save(folder / "before")
+        trainer.start()
+        with pytest.raises(Unsupported, match="the value of 'critic/w' is a sum"):
+            kv.save(folder / "after")
+        trainer.save_states(folder / "states")
+        trainer.load_states(folder / "states")
+
+
+@pytest.mark.parametrize("name", ["horovod", "teststore"])
+def test_stores_without_values(comm, folder, name):
+    params = {"w": np.ones(2)}
+    options = {"learning_rate": 1.0, "momentum": 0.5}
+    if name == "teststore" and comm is not None:
+        return  # a store of one process
+    with mpikv.Trainer(params, "sgd", options, kvstore=name) as trainer:
+        trainer.start()
+        trainer.set_grads({"w": np.ones(2)})
+        trainer.step(trainer.kvstore.num_workers)
+        trainer.save_states(folder / "states")
+    with mpikv.Trainer(params, "sgd", options, kvstore=name) as trainer:
+        trainer.load_states(folder / "states")
+        trainer.set_grads({"w": np.zeros(2)})
+        trainer.step(1)
+        np.testing.assert_array_equal(params["w"], [-0.5, -0.5])
+
+
+# --- Mistakes and faults
+
+
+def raised(kv, culprit, error, call):
+    """Make a call that fails on one rank; check what each raises, and return the text."""
+    with pytest.raises(error if kv.rank == culprit else PeerFailed) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_file_that_rank_0_cannot_write(comm, folder):
+    kv, trainer = trainer_on(comm, False, weights())
+    with kv:
+        text = raised(kv, 0, OSError, lambda: trainer.save_states(folder / "missing" / "states"))
+        assert "No such file" in text
+        train(trainer, 0, 1)
+        trainer.save_states(folder / "states")
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(comm, folder, monkeypatch):
+    kv, trainer = trainer_on(comm, False, weights())
+    with kv:
+        train(trainer, 0, 1)
+        trainer.save_states(folder / "states")
+        before = (folder / "states").read_bytes()
+        train(trainer, 1, 2)
+
+        def full(*arguments):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("mpikv.checkpoint.states.write_pieces", full)
+            assert "No space" in raised(kv, 0, OSError, lambda: trainer.save_states(folder / "states"))
+        assert (folder / "states").read_bytes() == before
+        kv.barrier()
+        assert [path.name for path in folder.iterdir()] == ["states"]
+        trainer.save_states(folder / "states")
+        assert (folder / "states").read_bytes() != before
+
+
+@BOTH
+def test_a_damaged_file_changes_nothing(comm, folder, on_store):
+    kv, trainer = trainer_on(comm, on_store, weights())
+    with kv:
+        trainer.start()
+        train(trainer, 0, 2)
+        trainer.save_states(folder / "states")
+        kv.barrier()
+        if kv.rank == 0:
+            content = bytearray((folder / "states").read_bytes())
+            content[-3] ^= 1
+            (folder / "damaged").write_bytes(content)
+        kv.barrier()
+        with pytest.raises((CheckpointError, PeerFailed), match="damaged"):
+            trainer.load_states(folder / "damaged")
+        stopped = copied(trainer)
+        train(trainer, 2, 4)
+        through = bits(trainer)
+    kv, trainer = trainer_on(comm, on_store, stopped)
+    with kv:
+        trainer.load_states(folder / "states")
+        train(trainer, 2, 4)
+        assert bits(trainer) == through
+
+
+def test_a_file_that_one_rank_cannot_read(comm, folder, monkeypatch):
+    kv, trainer = trainer_on(comm, False, weights())
+    with kv:
+        trainer.start()
+        trainer.save_states(folder / "states")
+        train(trainer, 0, 2)
+        last, before = kv.size - 1, trainer.optimizer
+
+        def failing(*arguments):
+            raise OSError(5, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            if kv.rank == last:
+                patch.setattr("mpikv.checkpoint.states.read_pieces", failing)
+            assert "Input/output" in raised(kv, last, OSError, lambda: trainer.load_states(folder / "states"))
+        assert trainer.optimizer is before
+        train(trainer, 2, 3)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_other_paths(comm, folder):
+    kv, trainer = trainer_on(comm, False, weights())
+    with kv:
+        trainer.start()
+        with pytest.raises(RankMismatch, match="save_states"):
+            trainer.save_states(folder / f"{kv.rank}")
+        assert list(folder.iterdir()) == []
+        trainer.save_states(folder / "states")
+        with pytest.raises(RankMismatch, match="load_states"):
+            trainer.load_states(folder / ("states" if kv.is_root else f"../{folder.name}/states"))
+
+
+@BOTH
+def test_states_of_others(comm, folder, on_store):
+    kv, trainer = trainer_on(comm, on_store, weights(), "sgd", {"momentum": 0.5})
+    with kv:
+        trainer.save_states(folder / "states")
+    kv, trainer = trainer_on(comm, on_store, weights(), "adam")
+    with kv, pytest.raises(CheckpointError, match=r"holds the state of SGD and the (store|Trainer) has Adam"):
+        trainer.load_states(folder / "states")
+    params = weights()
+    params["more"] = params.pop("w")
+    kv, trainer = trainer_on(comm, on_store, params, "sgd", {"momentum": 0.5})
+    with kv, pytest.raises(ValueMismatch, match="'w' is not in the"):
+        trainer.load_states(folder / "states")
+    params = weights()
+    params["w"] = Parameter(np.zeros(2))
+    kv, trainer = trainer_on(comm, on_store, params, "sgd", {"momentum": 0.5})
+    with kv, pytest.raises(ValueMismatch, match=r"key 'w' is float64\[7, 3\] in the checkpoint"):
+        trainer.load_states(folder / "states")
+
+
+def test_state_that_does_not_fit_the_settings(comm, folder):
+    kv, trainer = trainer_on(comm, False, weights(), "sgd", {"momentum": 0.5})
+    with kv:
+        train(trainer, 0, 1)
+        trainer.optimizer.momentum = 0.0
+        with pytest.raises(ConfigError, match="changed to keep"):
+            trainer.save_states(folder / "states")
+        trainer.optimizer.momentum = 0.5
+        trainer.save_states(folder / "states")
