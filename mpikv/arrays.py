@@ -208,7 +208,8 @@ def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         widen(terms[0], wide)
         return wide
     middle = len(terms) // 2
-    total: Array = np.add(_sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype))
+    left, right = _sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype)
+    total: Array = np.add(left, right, out=None if left is terms[0] else left)
     return total
 
 

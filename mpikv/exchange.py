@@ -21,8 +21,8 @@ from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Part, Plan, build
-from .publication import Publication
-from .typing import Array, Codec, Kernels, Key, Placement, RangeCodec, Transport, Updater
+from .publication import Cast, Publication
+from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
 from .updaters import Assign
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
@@ -366,10 +366,11 @@ class Exchange:
         self.table.stale[plan.rows] = False
 
     def _publish_bucket(self, bucket: Bucket) -> None:
-        if bucket.exact is None or self._publication is None:
-            self.placement.publish(bucket)
-        else:
-            self._publication.publish(bucket, self.updater.assigns)
+        if bucket.exact is not None and self._publication is not None:
+            if self._publication.publish(bucket, self.updater.assigns):
+                return
+            publication.end((bucket,))
+        self.placement.publish(bucket)
 
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees."""
@@ -475,7 +476,7 @@ class Exchange:
         assert self.compression is not None
         check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
 
-    def compress(self, codec: Codec | None, values: RangeCodec | None = None) -> None:
+    def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
 
         ``values`` packs what is pulled, where that travels.
@@ -490,7 +491,7 @@ class Exchange:
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
         self._begin_packing()
 
-    def _published_by(self, codec: RangeCodec) -> Publication | None:
+    def _published_by(self, codec: Cast) -> Publication | None:
         """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
         that it is made once.
         """
@@ -518,12 +519,20 @@ class Exchange:
 
     def _end_packing(self) -> None:
         """Give every rank the exact values, and forget that they were something else."""
-        if any(block.exact is not None for block in self._arena.blocks):
-            if len(self.table):
-                self.republish(self.plan(tuple(self.table)))
+        self.give_exact()
+        if self._holds_rounded:
             for block in self._arena.blocks:
                 block.exact = None
             self._forget_plans()
+
+    def give_exact(self) -> None:
+        """Give every rank the exact values, where those that it holds were packed."""
+        if self._holds_rounded and len(self.table):
+            self.republish(self.plan(tuple(self.table)))
+
+    @property
+    def _holds_rounded(self) -> bool:
+        return any(block.exact is not None for block in self._arena.blocks)
 
     def drop_residuals(self) -> None:
         """Forget what was left out of earlier pushes. Local."""

@@ -82,7 +82,7 @@ class LossScaler:
 
     Multiply the loss by :attr:`loss_scale`; a :class:`mpikv.Trainer` with ``loss_scaler=`` this divides the gradients
     by it, and asks all ranks whether one of them has met an inf or a nan. Then no rank makes the update, and the factor
-    is halved; after ``window`` updates without one it is doubled. Without a Trainer, :meth:`overflown` asks the ranks.
+    is halved; after ``window`` updates without one it is doubled. Without a Trainer, :meth:`divisor` asks the ranks.
 
     Args:
         loss_scale: the first factor, from 2**-64 to 2**64, which bound it later, too.
@@ -116,19 +116,26 @@ class LossScaler:
         with np.errstate(all="ignore"):
             return not all(parameter.grad is None or _is_finite(parameter) for parameter in parameters)
 
-    def overflown(self, kv: Any, gradients: Any) -> bool:
-        """Return whether a gradient of any rank holds an inf or a nan, and take note of it: for a training that calls
-        ``push`` itself, which every rank leaves out then.
+    def divisor(self, kv: Any, gradients: Any) -> float | None:
+        """Return by what the gradients are to be divided, or None where one of any rank holds an inf or a nan: then
+        every rank leaves out the push. For a training that calls ``push`` itself.
 
-        Collective: every rank of the store calls it, before the push. The optimizer divides by the scale:
-        set its ``rescale_grad`` to ``1 / (loss_scale * batch_size)`` before each push, on every rank alike. What is
-        looked at are the arrays as they are given: pass those that are pushed, in the dtype of the stored value, in
-        which a larger dtype may be an inf. Their sum over ranks is made in float32 and may be one, too, where a value
-        of half precision is replaced by it; an optimizer is given it in float32.
+        Collective: every rank of the store calls it, between making the gradients and pushing them. It takes note of
+        what it has found, so that :attr:`loss_scale` is the factor of the *next* loss from then on, and may be another.
+        The optimizer divides by what is returned: set its ``rescale_grad`` to ``1 / (divisor * batch_size)`` before
+        the push, on every rank.
+
+        What is looked at are the arrays as they are given: pass those that are pushed, in the dtype of the stored
+        value, in which a larger dtype may be an inf. Their sum over ranks is made in float32 and may be one, too, where
+        a value of half precision is replaced by it; an optimizer is given it in float32.
 
         Args:
             kv: the store, or a scope of it.
             gradients: an array, a list of arrays, or a dict, nested or not.
+
+        Returns:
+            The factor that the loss of these gradients had, the same on every rank if the losses were multiplied by
+            :attr:`loss_scale`; never 0.
 
         Raises:
             TypeError: something else, on its rank; the others raise PeerFailed.
@@ -141,8 +148,9 @@ class LossScaler:
             >>> for slope in (0.25, 60000.0):
             ...     with np.errstate(over="ignore"):
             ...         gradient = np.full(2, slope, np.float16) * np.float16(scaler.loss_scale)
-            ...     kv.optimizer.rescale_grad = 1 / scaler.loss_scale
-            ...     if not scaler.overflown(kv, gradient):
+            ...     divisor = scaler.divisor(kv, gradient)
+            ...     if divisor is not None:
+            ...         kv.optimizer.rescale_grad = 1 / divisor
             ...         kv.push("w", gradient)
             >>> kv.pull("w"), scaler.loss_scale
             (array([0.75, 0.75], dtype=float16), 4.0)
@@ -150,15 +158,15 @@ class LossScaler:
         try:
             mine = not all(np.isfinite(source(array)).all() for array in _arrays(gradients))
         except Exception as error:
-            kv.refuse(error, "overflown")
+            kv.refuse(error, "divisor")
             raise  # never reached: the store has raised it
-        overflow = bool(kv.vote(mine))
+        overflow, scale = bool(kv.vote(mine)), self.loss_scale
         self.record(overflow)
-        return overflow
+        return None if overflow else scale
 
     def record(self, overflow: bool) -> None:
         """Take note of what the ranks found together, and change the factor. Local; called by the Trainer, and by
-        :meth:`overflown`.
+        :meth:`divisor`.
         """
         self._without = 0 if overflow else self._without + 1
         if overflow:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .typing import Array
 
-__all__ = ["add_widened", "narrow", "widen"]
+__all__ = ["add_widened", "narrow", "subnormals_vanish", "widen"]
 
 # Elements that are worked on at once: with what is read and written some 600 KB.
 _BLOCK = 1 << 15
@@ -25,6 +25,7 @@ _FEW = 8192
 _SHIFT = 13
 _MOVED = np.uint32(0x8FFFE000).view(np.int32)
 _TOO_SMALL = np.float32(2.0**112)
+_SMALLEST = np.float32(2.0**-149)
 _NOT_FINITE = 0x7C00
 # What is rounded to infinity, and more.
 _TOO_LARGE = np.float32(65520)
@@ -56,11 +57,18 @@ def widen(halves: Array, out: Array) -> None:
     >>> [float(each) for each in wide]
     [0.0999755859375, -65504.0]
     """
-    if halves.dtype != np.float16 or halves.size < _FEW:
+    if halves.dtype != np.float16 or halves.size < _FEW or subnormals_vanish():
         np.copyto(out, halves)
         return
     for low in range(0, halves.size, _BLOCK):
         _widen_float16(halves[low : low + _BLOCK], out[low : low + _BLOCK])
+
+
+def subnormals_vanish() -> bool:
+    """Return whether this thread's processor takes subnormal numbers for zero, as other libraries may tell it to:
+    torch's ``set_flush_denormal``, and what is compiled for speed alone. A float16 that is moved is one on its way.
+    """
+    return bool(_SMALLEST * _TOO_SMALL == 0)
 
 
 def add_widened(total: Array, halves: Array) -> None:

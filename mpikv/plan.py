@@ -104,6 +104,12 @@ class Bucket:
             for send in self.sends
         )
 
+    @cached_property
+    def owned(self) -> tuple[slice, ...]:
+        """Which elements of the bucket are this rank's, and of a key of the call."""
+        edges = [(max(low, self.share.low), min(high, self.share.high)) for _, low, high in merged(self.pieces)]
+        return tuple(slice(low, high) for low, high in edges if low < high)
+
     @property
     def dtype(self) -> np.dtype[Any]:
         return self.value.dtype

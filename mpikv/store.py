@@ -714,6 +714,9 @@ class KVStore(KVStoreBase):
         An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
         the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
 
+        Where what is pulled is compressed, every rank has the exact values afterwards, as after :meth:`load`: a run
+        goes on from here as one that loads the file.
+
         Args:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
             residuals: whether to save what compressed pushes have left out, which takes as much as float32 values, once
@@ -752,7 +755,8 @@ class KVStore(KVStoreBase):
         as the file's, which is replaced: :attr:`optimizer` is a new object.
 
         Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
-        found good, for which it is read twice. What compressed pushes have left out is dropped.
+        found good, for which it is read twice. What compressed pushes of this store have left out is dropped; in its
+        place comes what those of the file's have, as far as the store's compression has error feedback.
 
         Raises:
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.
@@ -797,6 +801,8 @@ class KVStore(KVStoreBase):
 
     def load_optimizer_states(self, fname: Any) -> None:
         """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
+
+        Where what is pulled is compressed, every rank has the exact values afterwards.
 
         Collective, as :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps its
         settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision`` the

@@ -202,7 +202,7 @@ def compressed(tmp_path: Path) -> Path:
     [
         (change("ranks", to=10**15), "3 arrays and its description says 1000000000000002"),
         (change("ranks", to=2), "3 arrays and its description says 4"),
-        (change("ranks", to=0), "array 'residual/0/0/w' is"),
+        (change("ranks", to=0), "what 0 ranks have left out, of no array"),
         (change("ranks", to=-1), "-1 is no length"),
         (change("ranks", to=True), "a place of another type"),
         (change("compression", to=None), "a place of another type"),
@@ -223,6 +223,37 @@ def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tre
     header, described, arrays = parts(compressed)
     spoil(header, described)
     assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+@pytest.mark.deadline(20)
+@pytest.mark.parametrize("count", [0, 1, 10**15])
+@pytest.mark.parametrize("positions", [0, 10**15])
+def test_numbers_of_no_array(good: Path, tmp_path: Path, count: int, positions: int) -> None:
+    """Nobody counts up to a number that no array stands for."""
+    header, described, arrays = parts(good)
+    keys = [one | {"positions": positions, "codec": {}} for one in described["keys"]]
+    described |= {"version": 2, "compression": "2bit()", "ranks": count, "keys": keys}
+    text = (
+        "arrays and its description says" if ranks and positions else f"what {ranks} ranks have left out, of no array"
+    )
+    assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+@pytest.mark.deadline(20)
+def test_any_number_of_ranks_that_have_left_nothing(compressed: Path, tmp_path: Path) -> None:
+    header, described, arrays = parts(compressed)
+    residual = header.pop("residual/0/0/w")
+    low, high = residual["data_offsets"]
+    for entry in header.values():
+        if entry.get("data_offsets", [0])[0] >= high:
+            entry["data_offsets"] = [edge - (high - low) for edge in entry["data_offsets"]]
+    described["keys"][0]["positions"] = 0
+    described["ranks"] = 10**15
+    path = forge(tmp_path / "forged", header, described, arrays[:low] + arrays[high:])
+    assert inspect(str(path)).header.contents.ranks == 10**15
+    with mpikv.create(compression={"type": "lowrank", "rank": 1}) as kv:
+        kv.load(path)
+        np.testing.assert_array_equal(kv.pull("w"), np.ones((5, 4), np.float32))
 
 
 def factor(**arguments: Any) -> Callable[[Tree, Tree], None]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -117,3 +121,50 @@ def test_halves_are_added_in_float32(dtype: np.dtype[Any], size: int) -> None:
         expected = total + part.astype(np.float32)
         halves.add_widened(total, part)
         assert (bits(total) == bits(expected)).all()
+
+
+# Of the state of a processor's vector instructions: subnormal numbers are zero, as what is read and what is written.
+_VANISH = 0x8040
+
+
+@contextmanager
+def flushing() -> Iterator[None]:
+    """Let this thread's processor take subnormal numbers for zero, as torch's set_flush_denormal does."""
+    libm = ctypes.CDLL("libm.so.6")
+    state = (ctypes.c_uint32 * 8)()  # the last is MXCSR
+    libm.fegetenv(state)
+    before = state[7]
+    try:
+        state[7] = before | _VANISH
+        libm.fesetenv(state)
+        yield
+    finally:
+        state[7] = before
+        libm.fesetenv(state)
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc", reason="what sets the flags is x86's, by glibc"
+)
+@pytest.mark.parametrize("kernels", ["numpy", "numba"])
+def test_halves_do_not_vanish_with_subnormal_numbers(kernels: str) -> None:
+    """Which are normal ones in float32, wherever the sum is made."""
+    if kernels == "numba":
+        pytest.importorskip("numba")
+        from mpikv.optimizers import compiled_halves
+    dtype = np.dtype(np.float16)
+    finite = every(dtype)[np.isfinite(every(dtype))]
+    expected, doubled = finite.astype(np.float32), (2 * finite.astype(np.float32)).astype(dtype)
+    wide, total, value = np.empty_like(expected), expected.copy(), np.empty_like(finite)
+    with flushing():
+        vanished = np.multiply(np.float32(2.0**-149), np.float32(2.0**100)) == 0
+        if kernels == "numpy":
+            halves.widen(finite, wide)
+            halves.add_widened(total, finite)
+            halves.narrow(total, value)
+        else:
+            compiled_halves.adding(value)(finite, finite, None)
+    assert vanished
+    assert (bits(value) == bits(doubled)).all()
+    if kernels == "numpy":
+        assert (bits(wide) == bits(expected)).all()

@@ -83,7 +83,7 @@ class Checkpoints:
         is_root = self._transport.rank == self._root
         extras: Sequence[Mapping[str, Array]] = ()
         if residuals and (more := with_residuals(self._exchange, contents)) is not contents:
-            contents, extras = more, held(self._exchange, more)
+            contents, extras = more, self._together(call, held, self._exchange, more)
             start = len(self._together(call, _checked_blank, contents))
         try:
             # By the name that the root has drawn the others know whether they see its file.
@@ -99,6 +99,9 @@ class Checkpoints:
             self._together(call, draft.commit, contents, sums, only=is_root)
         finally:
             draft.close()
+        if contents.values:
+            # The file has the exact values: the run goes on with what it would go on with if it were loaded.
+            self._exchange.give_exact()
 
     # --- Load
 

@@ -201,10 +201,12 @@ class Contents:
     @property
     def _extras(self) -> list[tuple[int, str, str, tuple[int, ...]]]:
         """What there is beside values and state: item, slot, dtype and shape."""
+        # Of ranks that have left nothing there may be any number.
+        left = [(item, one) for item, one in enumerate(self.keys) if one.positions]
         residuals = [
             (item, residual_slot(rank, position), "float32", one.shape)
-            for rank in range(self.ranks)
-            for item, one in enumerate(self.keys)
+            for rank in range(self.ranks if left else 0)
+            for item, one in left
             for position in range(one.positions)
         ]
         kept = [
@@ -308,7 +310,7 @@ def parse(text: bytes, size: int) -> Header:
         contents = _contents(_tree(described))
     except KeyError as error:
         raise CheckpointError(f"the description of its contents lacks {error}") from None
-    if contents.ranks and len(tree) != contents.count:  # which may be any number
+    if contents.ranks and len(tree) != contents.count:  # before they are listed, as it may be any number
         raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(contents.count, 40)}")
     expected = {
         one.name: {"dtype": one.dtype, "shape": [*one.shape], "data_offsets": [one.begin, one.end]}
@@ -371,7 +373,11 @@ def _contents(tree: Mapping[str, Any]) -> Contents:
     values = _typed(tree["values"], bool)
     if not extended:
         return Contents(keys, values, updater)
-    return Contents(keys, values, updater, _typed(tree["compression"], str), _count(tree["ranks"]))
+    compression, ranks = _typed(tree["compression"], str), _count(tree["ranks"])
+    # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
+    if not ranks or not any(one.positions or one.codec for one in keys):
+        raise CheckpointError(f"it is said to have what {ranks} ranks have left out, of no array")
+    return Contents(keys, values, updater, compression, ranks)
 
 
 def _saved_key(tree: Mapping[str, Any], extended: bool) -> SavedKey:

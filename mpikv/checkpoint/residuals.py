@@ -110,7 +110,7 @@ def _residuals_for(
 ) -> Iterator[tuple[str, Target]]:
     """Yield the slots of a value's residuals that this rank reads, in the order of the file, and where they go."""
     begun: set[int] = set()
-    for rank in range(transport.rank, ranks, transport.size):
+    for rank in range(transport.rank, ranks, transport.size) if positions else ():
         for position in range(positions):
             to = min(position, len(room) - 1)
             yield residual_slot(rank, position), Target(room[to] if room else None, to in begun)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Unsupported
-from ..typing import Codec, RangeCodec
+from ..typing import Codec
 from .casts import Bfloat16, Float16
 from .options import checked
 
@@ -38,9 +38,9 @@ class BothDirections:
             )
 
     @property
-    def cast(self) -> RangeCodec:
+    def cast(self) -> Float16 | Bfloat16:
         """What packs without feedback."""
-        cast: RangeCodec = _innermost(self.codec)
+        cast: Float16 | Bfloat16 = _innermost(self.codec)
         return cast
 
     def settings(self) -> str:

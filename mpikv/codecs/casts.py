@@ -14,8 +14,6 @@ from .options import BLOCK, Scratch
 
 __all__ = ["Bfloat16", "Float16"]
 
-_LARGEST_HALF = np.float32(65504)
-
 
 @dataclass(frozen=True)
 class Float16:
@@ -34,6 +32,7 @@ class Float16:
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[False]] = False
+    largest: ClassVar[float] = 65504.0
 
     def settings(self) -> str:
         """Return the name."""
@@ -48,7 +47,7 @@ class Float16:
         halves, spare = payload.view(np.float16), self._spare.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            narrow(np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=spare[: part.size]), halves[low : low + BLOCK])
+            narrow(np.clip(part, -self.largest, self.largest, out=spare[: part.size]), halves[low : low + BLOCK])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
@@ -74,6 +73,7 @@ class Bfloat16:
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[False]] = False
+    largest: ClassVar[float] = 255 * 2.0**120
 
     def settings(self) -> str:
         """Return the name."""

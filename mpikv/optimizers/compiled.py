@@ -18,18 +18,14 @@ This module imports numba, and is imported when numba's kernels are asked for.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from types import FunctionType
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard
 
-import llvmlite.binding as llvm
-import numba
 import numpy as np
 
-from ..compiling import inner
+from ..compiling import inner, kept
 from ..typing import Array, Updater
 from .adadelta import AdaDelta
 from .adagrad import AdaGrad
@@ -57,7 +53,6 @@ Form: TypeAlias = Callable[[Any, Step], Call]
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 # Division by zero gives inf or nan, as in numpy, instead of raising.
-_OPTIONS = {"error_model": "numpy"}
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
@@ -126,19 +121,8 @@ def _bound(
 
 @cache
 def _compiled(loop: Loop, dtype: np.dtype[Any], adding: bool) -> Loop:
-    """Return the loop, to be compiled at its first call, for arrays of a dtype, with a second term or without.
-
-    What was compiled is kept on disk. numba numbers the versions of one function there, and ranks that compile
-    different ones at the same time give out one number twice. So each of them, on each processor, has its own function.
-    """
-    assert isinstance(loop, FunctionType)
-    named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
-    processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
-    named.__qualname__ = f"{loop.__name__}-{dtype.name}-{'adding-' * adding}{processor:08x}"
-    try:
-        return cast(Loop, numba.njit(named, cache=True, **_OPTIONS))
-    except RuntimeError:  # there is no directory that can be written
-        return cast(Loop, numba.njit(named, **_OPTIONS))
+    """Return the loop, to be compiled at its first call, for arrays of a dtype, with a second term or without."""
+    return kept(loop, kind=f"{dtype.name}-{'adding-' * adding}")
 
 
 # --- Parts, for one element

@@ -8,6 +8,7 @@ This module imports numba, and is imported when numba's kernels are asked for.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,9 @@ import numba
 import numpy as np
 
 from ..compiling import inner, kept
-from ..halves import add_widened, widen
+from ..halves import add_widened, subnormals_vanish, widen
 from ..typing import Array
+from .optimizer import BLOCK
 
 __all__ = ["adding", "is_half", "rounding"]
 
@@ -28,6 +30,16 @@ _ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
 _CHUNK = 1024
 # The exponent of a float16 begins at 1 where that of such a power of two begins at 126.
 _BIAS = -(126 << 10) & 0xFFFF
+
+
+class _Total(threading.local):
+    """Memory for the sum of a part, each thread's own."""
+
+    def __init__(self) -> None:
+        self.array = np.empty(BLOCK, np.float32)
+
+
+_total = _Total()
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
@@ -47,13 +59,14 @@ def adding(value: Array) -> Callable[[Array, Array, Any], None]:
         kept(loop, signature) for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
     )
     halves, dtype = _bits(value), value.dtype
+    moves = dtype == np.float16
 
     def add(first: Array, second: Array, step: Any) -> None:
-        if first.dtype == dtype == second.dtype:
+        if first.dtype == dtype == second.dtype and not (moves and subnormals_vanish()):
             add_halves(first.view(np.uint16), second.view(np.uint16), halves)
             return
         # With more than two terms all but the last are added up by now.
-        total = np.empty(halves.size, np.float32)
+        total = _total.array[: halves.size]
         np.copyto(total, first) if first.dtype == total.dtype else widen(first, total)
         np.add(total, second, out=total) if second.dtype == total.dtype else add_widened(total, second)
         round_singles(total, halves)

@@ -209,6 +209,24 @@ def test_a_rank_that_saves_without(comm, folder):
         assert not list(folder.iterdir())
 
 
+@pytest.mark.ranks(2, 3)
+def test_too_little_memory_for_residuals_on_one_rank(comm, folder, monkeypatch):
+    with mpikv.create(comm=comm, compression=CODECS[0], timeout=5) as kv:
+        kv.init("w", np.zeros(3, F32))
+        kv.push("w", np.full(3, 0.25, F32))
+
+        def short(*arguments):
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as patch:
+            if kv.rank == kv.size - 1:
+                patch.setattr("mpikv.checkpoint.residuals._residuals_of", short)
+            with pytest.raises(MemoryError if kv.rank == kv.size - 1 else mpikv.PeerFailed, match="no more"):
+                kv.save(folder / "checkpoint")
+        assert not list(folder.iterdir())
+        kv.save(folder / "checkpoint")
+
+
 def test_a_damaged_residual_changes_nothing(comm, folder):
     path = folder / "checkpoint"
     with mpikv.create(comm=comm, compression=CODECS[0]) as kv:

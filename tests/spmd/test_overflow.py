@@ -20,10 +20,12 @@ def test_an_overflow_of_one_rank_skips_the_update_on_all(comm, ranks):
             grads = {"w": np.full(3, 0.25 * scaler.loss_scale, np.float16), "b": np.full(2, 0.5 * scaler.loss_scale)}
             if kv.rank == culprit:
                 grads["b" if step == 1 else "w"][1] = np.nan if step == 1 else np.inf
-            kv.optimizer.rescale_grad = 1 / (scaler.loss_scale * ranks)
-            overflown = scaler.overflown(kv, grads)
-            assert overflown is (culprit is not None)
-            if not overflown:
+            before = scaler.loss_scale
+            divisor = scaler.divisor(kv, grads)
+            assert divisor == (before if culprit is None else None)
+            if divisor is not None:
+                # As late as can be: by now the scale is that of the next loss.
+                kv.optimizer.rescale_grad = 1 / (divisor * ranks)
                 kv.push(grads)
                 updates += 1
             scales.append(scaler.loss_scale)
@@ -39,10 +41,10 @@ def test_all_forms_of_gradients_are_looked_at(comm):
         mine = infinite if kv.is_root else finite
         for given in (mine, [finite, mine], {"a": {"b": mine}}, [[finite, mine], [finite]], [np.array([np.inf])]):
             scaler = mpikv.LossScaler(4.0)
-            assert scaler.overflown(kv.scope("layer"), given) is True
+            assert scaler.divisor(kv.scope("layer"), given) is None
             assert scaler.loss_scale == 2
         for given in (finite, {}, [], {"a": [np.arange(3)]}):
-            assert mpikv.LossScaler().overflown(kv, given) is False
+            assert mpikv.LossScaler().divisor(kv, given) == 2.0**16
 
 
 def test_what_is_no_array_is_told_to_all(comm, ranks):
@@ -50,6 +52,6 @@ def test_what_is_no_array_is_told_to_all(comm, ranks):
         scaler = mpikv.LossScaler(4.0)
         for culprit in range(ranks):
             with pytest.raises(TypeError if kv.rank == culprit else mpikv.PeerFailed, match="expected an array"):
-                scaler.overflown(kv, "gradient" if kv.rank == culprit else np.full(1, np.nan))
+                scaler.divisor(kv, "gradient" if kv.rank == culprit else np.full(1, np.nan))
         assert scaler.loss_scale == 4
-        assert scaler.overflown(kv, np.full(1, np.nan))
+        assert scaler.divisor(kv, np.full(1, np.nan)) is None
