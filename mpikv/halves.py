@@ -3,8 +3,8 @@
 numpy was built for any processor and converts float16 one by one, which takes twenty times as long as adding. Here
 every step is an operation on a whole block of integers or float32, which stays in the cache, so that it takes a quarter
 to half of that; looking halves up in a table takes twice as long as moving their bits. The bits are those of numpy:
-nearest, ties to even. It is given the blocks with what that would get
-wrong: NaN, infinities, and what becomes one. The conversions of bfloat16 that ml_dtypes brings are fast as they are.
+nearest, ties to even. It is given the blocks with what that would get wrong: NaN, infinities, and what becomes one. The
+conversions of bfloat16 that ml_dtypes brings are fast as they are.
 """
 
 from __future__ import annotations

@@ -715,7 +715,7 @@ class KVStore(KVStoreBase):
         the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
 
         Where what is pulled is compressed, every rank has the exact values afterwards, as after :meth:`load`: a run
-        goes on from here as one that loads the file.
+        that pulls them then goes on as one that loads the file.
 
         Args:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
