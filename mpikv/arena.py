@@ -43,6 +43,9 @@ class Block:
     residuals: list[Array] = field(default_factory=list)
     """What this rank's compressed pushes have left out so far: an array parallel to ``values`` for each position in the
     lists that were pushed."""
+    exact: Array | None = None
+    """The owners' values where ranks hold what they were sent of them, packed: parallel to ``values``. Only the owner
+    of an element has it."""
     used: int = 0
 
     def grid(self, element: int) -> tuple[int, int]:
@@ -56,6 +59,21 @@ class Block:
         written.
         """
         return np.empty(self.values.size, accumulator(self.values.dtype))
+
+    def ensure_residuals(self, positions: int) -> None:
+        """Have residuals for so many positions in lists; new ones are zero."""
+        while len(self.residuals) < positions:
+            self.residuals.append(np.zeros(self.values.size, np.float32))
+
+    @property
+    def updated(self) -> Array:
+        """What pushes change at the owners."""
+        return self.values if self.exact is None else self.exact
+
+    def ensure_exact(self) -> None:
+        """Have memory for exact values where they travel as something shorter: single precision."""
+        if self.exact is None and self.values.dtype == np.float32:
+            self.exact = np.zeros(self.values.size, np.float32)
 
     def drop_sums(self) -> None:
         """Give the memory for sums back. No plan may refer to it."""

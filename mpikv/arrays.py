@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from .errors import Unsupported, ValueMismatch
+from .halves import add_widened, widen
 from .typing import Array
 
 __all__ = [
@@ -170,15 +171,25 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
     """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype, from the first to the last."""
     if high - low < terms[0].size:
         terms = [term[low:high] for term in terms]
-    if len(terms) == 1:
-        np.copyto(out, terms[0], casting="safe")
+    if terms[0].dtype != out.dtype:
+        _add_halves(terms, out)
         return
-    if terms[0].dtype == out.dtype:
-        np.add(terms[0], terms[1], out=out)
-    else:
-        np.add(terms[0], terms[1], out=out, dtype=out.dtype)
+    if len(terms) == 1:
+        np.copyto(out, terms[0])
+        return
+    np.add(terms[0], terms[1], out=out)
     for term in terms[2:]:
         np.add(out, term, out=out)
+
+
+def _add_halves(terms: Sequence[Array], out: Array) -> None:
+    """Put the sum of terms into float32 memory. The first is of half precision, and the others may be."""
+    widen(terms[0], out)
+    for term in terms[1:]:
+        if term.dtype == out.dtype:
+            np.add(out, term, out=out)
+        else:
+            add_widened(out, term)
 
 
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
@@ -191,9 +202,15 @@ def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> Non
 
 def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
     if len(terms) == 1:
-        return terms[0]
+        if terms[0].dtype == dtype:
+            return terms[0]
+        wide = np.empty(terms[0].size, dtype)
+        widen(terms[0], wide)
+        return wide
     middle = len(terms) // 2
-    return np.add(_sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype), dtype=dtype)
+    left, right = _sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype)
+    total: Array = np.add(left, right, out=None if left is terms[0] else left)
+    return total
 
 
 def zeros(nbytes: int, alignment: int = 64) -> Array:

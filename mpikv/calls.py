@@ -24,7 +24,7 @@ from .arguments import (
     targets,
     writable,
 )
-from .errors import RankMismatch, ValueMismatch
+from .errors import RankMismatch, Unsupported, ValueMismatch
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
 from .kernels import find_codec
 from .keys import Form, flatten, parse
@@ -54,8 +54,10 @@ class Calls:
 
     def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
         self._exchange, self._rows, self._agreement, self._rank = exchange, rows, agreement, rank
-        self.choice = asked_for(None)
+        self.choice = asked_for("None")
         """How pushes are compressed, and why."""
+        self.packed: codecs.BothDirections | None = None
+        """What packs what is pulled, too, if that was asked for."""
 
     # --- Verbs
 
@@ -143,6 +145,11 @@ class Calls:
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> Prepared:
         plan = self.known(key)
+        if self._exchange.packs_values:
+            raise Unsupported(
+                "rows are pulled as they are, and both_directions packs what is pulled; pull the whole value, or leave "
+                "both_directions out of set_gradient_compression"
+            )
         asked, result = asked_of(plan.entries, key, out, row_ids)
         return self._planned("row_sparse_pull", plan, priority), (_run_for, result, self._pull_rows, plan, asked)
 
@@ -196,7 +203,9 @@ class Calls:
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
             return call, (self._run_choice, self._codec(meant.codec, kernels), settings)
-        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels))
+        if isinstance(meant, codecs.BothDirections):
+            return call, (self._run_compression, self._codec(meant.codec, kernels), settings, meant)
+        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels), settings)
 
     def _codec(self, codec: Codec, kernels: str) -> Codec | None:
         """Return what does the work of a codec, whose payloads messages can hold."""
@@ -321,7 +330,8 @@ class Calls:
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""
         compression = self._exchange.compression
-        packed = [] if compression is None else [f"compression {compression.codec.settings()}"]
+        said = "" if compression is None else (self.packed or compression.codec).settings()
+        packed = [f"compression {said}"] * bool(said)
         return [f"updater {self._exchange.updater.settings()}", *packed]
 
     def _with_steps(self, call: Call, steps: Steps) -> Call:
@@ -346,13 +356,14 @@ class Calls:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
 
-    def _run_compression(self, codec: Codec | None) -> None:
-        self._exchange.compress(codec)
-        self.choice = asked_for(codec)
+    def _run_compression(self, codec: Codec | None, settings: str, packed: codecs.BothDirections | None = None) -> None:
+        self._exchange.compress(codec, None if packed is None else packed.cast)
+        self.choice, self.packed = asked_for(settings), packed
 
     def _run_choice(self, codec: Codec, asked: str) -> None:
         chosen, self.choice = choose(self._exchange, codec, asked)
         self._exchange.compress(chosen)
+        self.packed = None
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)

@@ -123,8 +123,7 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]]) -> None:
             _check_finite(entry, array)
     positions = lengths[-1] if lengths and codec.elementwise else 1
     for block in dict.fromkeys(entry.place.block for entry in plan.entries) if codec.feedback else ():
-        while len(block.residuals) < positions:
-            block.residuals.append(np.zeros(block.values.size, np.float32))
+        block.ensure_residuals(positions)
 
 
 def _check_finite(entry: Entry, array: Array) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from . import publication
 from .arena import Arena
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
@@ -20,6 +21,7 @@ from .errors import ConfigError, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Part, Plan, build
+from .publication import Cast, Publication
 from .rowsparse import Presence
 from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
 from .updaters import Assign
@@ -62,6 +64,9 @@ class Exchange:
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
         self._may_add = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
         self.compression: Compression | None = None
+        # How values are sent to those who pull them, where packed.
+        self._publication: Publication | None = None
+        self._publications: dict[str, Publication] = {}
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision
@@ -241,11 +246,13 @@ class Exchange:
                     np.copyto(array, entry.value, casting="unsafe")
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of the keys, which their owners have changed in place."""
+        """Give every rank the values of the keys, to the last bit, which their owners have changed in place."""
         for present in plan.present:
             present.fill()
-        self.table.stale[plan.rows] = not self._current
-        self._refresh(plan)
+        publication.end(plan.buckets)
+        for bucket in () if self._current else plan.buckets:
+            self.placement.publish(bucket)
+        self.table.stale[plan.rows] = False
         self.transport.fence()
 
     def _refresh(self, plan: Plan) -> None:
@@ -334,7 +341,7 @@ class Exchange:
     def _deliver(self, bucket: Bucket, outs: Sequence[Sequence[Array]]) -> None:
         """Copy an updated bucket to the callers' flat arrays."""
         if not self.transport.shared:
-            self.placement.publish(bucket)
+            self._publish_bucket(bucket)
         for piece in bucket.pieces if outs else ():
             for array in outs[piece.item]:
                 np.copyto(array[piece.begin : piece.end], bucket.value[piece.at : piece.until], casting="unsafe")
@@ -360,10 +367,10 @@ class Exchange:
     def _update_owned(self, plan: Plan, steps: Steps, changed: list[tuple[Array, Array]]) -> None:
         for entry, total, step in zip(plan.entries, plan.totals, steps.each, strict=True):
             if total is not None:
-                value, state = entry.value, entry.state
+                value, state = entry.updated, entry.state
                 if self.updater.fallible:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
-                    changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
+                    changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
                 try:
                     self.updater.update(step, total, value, state)
                 except BaseException as error:
@@ -380,13 +387,21 @@ class Exchange:
     def _publish(self, plan: Plan) -> None:
         """Give every rank the newest values of the keys."""
         for bucket in plan.buckets:
-            self.placement.publish(bucket)
+            self._publish_bucket(bucket)
         self.table.stale[plan.rows] = False
+
+    def _publish_bucket(self, bucket: Bucket) -> None:
+        if bucket.exact is not None and self._publication is not None:
+            if self._publication.publish(bucket, self.updater.assigns):
+                return
+            publication.end((bucket,))
+        self.placement.publish(bucket)
 
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees."""
         self._forget_plans()
         self.table, self._arena, self._scratch, self._trials = KeyTable(), Arena(self.transport), zeros(0), None
+        self._publication, self._publications = None, {}
 
     # --- The table
 
@@ -408,6 +423,8 @@ class Exchange:
         self.delete([key for key in keys if key in self.table])
         for key, array, where in zip(keys, arrays, places, strict=True):
             where.block.ensure_state(self.updater.slots(array.dtype))
+            if self.packs_values:
+                where.block.ensure_exact()
             self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
 
     def add_buffers(self, plan: Plan) -> None:
@@ -459,6 +476,8 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()
         self.transport.fence()
+        if self.packs_values:
+            publication.begin(self.plan(tuple(keys)).buckets)
         self.start_masters(tuple(keys))
 
     def delete(self, keys: Sequence[Key]) -> None:
@@ -484,12 +503,63 @@ class Exchange:
         assert self.compression is not None
         check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
 
-    def compress(self, codec: Codec | None) -> None:
-        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped."""
+    def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
+        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
+
+        ``values`` packs what is pulled, where that travels.
+        """
+        # Before anything changes, as there may be too little memory.
+        publishing = None if values is None else self._published_by(values)
+        self._end_packing()
+        self._publication = publishing
         self.compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
         self.drop_residuals()
         # Sums are no longer, or again, left to the rules.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
+        self._begin_packing()
+
+    def _published_by(self, codec: Cast) -> Publication | None:
+        """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
+        that it is made once.
+        """
+        if self.transport.shared or self.transport.size == 1:
+            return None
+        name = codec.settings()
+        if name not in self._publications:
+            self._publications[name] = Publication(codec, self.transport)
+        return self._publications[name]
+
+    @property
+    def packs_values(self) -> bool:
+        """Whether values are packed that ranks pull."""
+        return self._publication is not None and not self._current
+
+    def _begin_packing(self) -> None:
+        """Have the owners keep exact values from now on, if what is pulled is packed. Every rank has the newest ones.
+        Local.
+        """
+        if self.packs_values and len(self.table):
+            for block in {entry.place.block for entry in self.table.entries()}:
+                block.ensure_exact()
+            self._forget_plans()
+            publication.begin(self.plan(tuple(self.table)).buckets)
+
+    def _end_packing(self) -> None:
+        """Give every rank the exact values, and forget that they were something else."""
+        self.give_exact()
+        if self._holds_rounded:
+            for block in self._arena.blocks:
+                block.exact = None
+            self._forget_plans()
+
+    def give_exact(self) -> None:
+        """Give every rank the exact values, where those that it holds were packed."""
+        if self._holds_rounded and len(self.table):
+            self.republish(self.plan(tuple(self.table)))
+
+    @property
+    def _holds_rounded(self) -> bool:
+        return any(block.exact is not None for block in self._arena.blocks)
 
     def drop_residuals(self) -> None:
         """Forget what was left out of earlier pushes. Local."""
@@ -517,6 +587,7 @@ class Exchange:
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""
         # Its placement may have other owners, who need the newest values.
+        self._end_packing()
         stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
         if stale:
             self._publish(self.plan(stale))
@@ -531,6 +602,7 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
         self.table.start_counts()
+        self._begin_packing()
         if len(self.table):
             self.start_masters(tuple(self.table))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from .arrays import target
+from .arrays import source, target
 from .errors import ConfigError
 from .parameter import Parameter
 from .typing import Array
@@ -82,7 +82,7 @@ class LossScaler:
 
     Multiply the loss by :attr:`loss_scale`; a :class:`mpikv.Trainer` with ``loss_scaler=`` this divides the gradients
     by it, and asks all ranks whether one of them has met an inf or a nan. Then no rank makes the update, and the factor
-    is halved; after ``window`` updates without one it is doubled.
+    is halved; after ``window`` updates without one it is doubled. Without a Trainer, :meth:`divisor` asks the ranks.
 
     Args:
         loss_scale: the first factor, from 2**-64 to 2**64, which bound it later, too.
@@ -116,13 +116,74 @@ class LossScaler:
         with np.errstate(all="ignore"):
             return not all(parameter.grad is None or _is_finite(parameter) for parameter in parameters)
 
+    def divisor(self, kv: Any, gradients: Any) -> float | None:
+        """Return by what the gradients are to be divided, or None where one of any rank holds an inf or a nan: then
+        every rank leaves out the push. For a training that calls ``push`` itself.
+
+        Collective: every rank of the store calls it, between making the gradients and pushing them. It takes note of
+        what it has found, so that :attr:`loss_scale` is the factor of the *next* loss from then on, and may be another.
+        The optimizer divides by what is returned: set its ``rescale_grad`` to ``1 / (divisor * batch_size)`` before
+        the push, on every rank.
+
+        What is looked at are the arrays as they are given: pass those that are pushed, in the dtype of the stored
+        value, in which a larger dtype may be an inf. Their sum over ranks is made in float32 and may be one, too, where
+        a value of half precision is replaced by it; an optimizer is given it in float32.
+
+        Args:
+            kv: the store, or a scope of it.
+            gradients: an array, a list of arrays, or a dict, nested or not.
+
+        Returns:
+            The factor that the loss of these gradients had, the same on every rank if the losses were multiplied by
+            :attr:`loss_scale`; never 0.
+
+        Raises:
+            TypeError: something else, on its rank; the others raise PeerFailed.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv, scaler = mpikv.create(), mpikv.LossScaler(8.0)
+            >>> kv.init("w", np.ones(2, np.float16))
+            >>> kv.set_optimizer("sgd", learning_rate=1.0, multi_precision=True)
+            >>> for slope in (0.25, 60000.0):
+            ...     with np.errstate(over="ignore"):
+            ...         gradient = np.full(2, slope, np.float16) * np.float16(scaler.loss_scale)
+            ...     divisor = scaler.divisor(kv, gradient)
+            ...     if divisor is not None:
+            ...         kv.optimizer.rescale_grad = 1 / divisor
+            ...         kv.push("w", gradient)
+            >>> kv.pull("w"), scaler.loss_scale
+            (array([0.75, 0.75], dtype=float16), 4.0)
+        """
+        try:
+            mine = not all(np.isfinite(source(array)).all() for array in _arrays(gradients))
+        except Exception as error:
+            kv.refuse(error, "divisor")
+            raise  # never reached: the store has raised it
+        overflow, scale = bool(kv.vote(mine)), self.loss_scale
+        self.record(overflow)
+        return None if overflow else scale
+
     def record(self, overflow: bool) -> None:
-        """Take note of what the ranks found together, and change the factor. Local; called by the Trainer."""
+        """Take note of what the ranks found together, and change the factor. Local; called by the Trainer, and by
+        :meth:`divisor`.
+        """
         self._without = 0 if overflow else self._without + 1
         if overflow:
             self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)
         elif self._without % self._window == 0:
             self.loss_scale = min(self.loss_scale * 2, _MOST_SCALE)
+
+
+def _arrays(gradients: Any) -> Iterator[Any]:
+    """Yield the arrays of a tree of dicts and lists."""
+    if isinstance(gradients, Mapping):
+        gradients = list(gradients.values())
+    if not isinstance(gradients, (list, tuple)):
+        yield gradients
+        return
+    for each in gradients:
+        yield from _arrays(each)
 
 
 def _is_finite(parameter: Parameter) -> bool:

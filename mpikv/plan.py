@@ -89,6 +89,8 @@ class Bucket:
     """The shapes of the keys of the pieces."""
     direct: bool
     """Whether it pays to look for the message where it lies in a caller's array."""
+    exact: Array | None
+    """The values as their owners know them, where the others hold what was sent of them."""
     buffered: Buffered | None
     """Where the message lies when it is made in the keys' buffers, if they have any."""
 
@@ -102,6 +104,12 @@ class Bucket:
             )
             for send in self.sends
         )
+
+    @cached_property
+    def owned(self) -> tuple[slice, ...]:
+        """Which elements of the bucket are this rank's, and of a key of the call."""
+        edges = [(max(low, self.share.low), min(high, self.share.high)) for _, low, high in merged(self.pieces)]
+        return tuple(slice(low, high) for low, high in edges if low < high)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -334,6 +342,7 @@ class _Cutter:
             items=self._items(pieces),
             shapes=tuple(self._entries[piece.item].shape for piece in pieces),
             direct=len(pieces) == 1 and self._may_be_direct(nbytes),
+            exact=None if block.exact is None else block.exact[start:stop],
             buffered=_buffered(block, start, stop, share, self._transport),
         )
 
@@ -349,7 +358,7 @@ class _Cutter:
             return block.sums[own] if share.high > share.low else np.empty(0, dtype)
         # What lies between the pieces is no business of this call.
         if self._updater.assigns and dtype == block.values.dtype and (dense or self._transport.neighbours > 1):
-            return block.values[own]
+            return block.updated[own]
         return self._scratch[: (share.high - share.low) * dtype.itemsize].view(dtype)
 
     def _items(self, pieces: Sequence[Piece]) -> slice | None:
@@ -363,14 +372,14 @@ class _Cutter:
         self, block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array
     ) -> Iterator[Part]:
         """Yield what this rank owns of the ranges, which are in elements of the bucket."""
-        again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.values)
+        again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
         for item, begin, end in ranges:
             last = min(end, share.high) - share.low
             for low in range(max(begin, share.low) - share.low, last, BLOCK):
                 high = min(low + BLOCK, last)
                 where = slice(start + share.low + low, start + share.low + high)
                 part_total = total[: high - low] if again and not self.whole else total[low:high]
-                value, state = block.values[where], {name: array[where] for name, array in block.state.items()}
+                value, state = block.updated[where], {name: array[where] for name, array in block.state.items()}
                 both = self._kernels.bind_adding(self._updater, value, state) if self._adding else None
                 alone = not self.whole and both is None
                 update = self._kernels.bind(self._updater, part_total, value, state) if alone else None

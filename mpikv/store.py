@@ -166,7 +166,7 @@ class KVStore(KVStoreBase):
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
         compression = self._exchange.compression
-        return compression and compression.codec
+        return self._calls.packed or (compression and compression.codec)
 
     @property
     def _assigns(self) -> bool:
@@ -717,19 +717,24 @@ class KVStore(KVStoreBase):
         Collective; the same on every rank. A ``push`` and a ``pushpull`` then send codes in place of gradients, on
         every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
         feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
-        float32. ``init``, ``set``, ``broadcast`` and ``pull`` are never compressed. Residuals start at zero, and do so
-        again after this call, ``delete`` and ``init(..., overwrite=True)``; a push that fails leaves them as they were.
+        float32. ``init``, ``set`` and ``broadcast`` are never compressed, and what is pulled only with
+        ``both_directions``. Residuals start at zero, and do so again after this call, ``delete`` and ``init(...,
+        overwrite=True)``; a push that fails leaves them as they were.
 
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
                 ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
-                codec; or None, which turns compression off. ``auto``, with the option ``codec`` (default ``bf16``),
+                codec; or None, which turns compression off. With ``"both_directions": True`` in a dict of ``fp16`` or
+                ``bf16``, float32 values that travel in a pull do so as well packed; ranks then hold rounded values, all
+                the same, and their owners update exact ones. ``auto``, with the option ``codec`` (default ``bf16``),
                 makes some pushes with and without the codec now, and takes it if they were faster;
                 :meth:`statistics` says what was found. Set the optimizer before, which may change the placement.
 
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.
             TypeError: an argument is of a wrong type.
+            Unsupported: ``both_directions`` with another codec.
+            MemoryError: there is too little memory for packed values; the store was not changed.
             RankMismatch: ranks gave other settings.
 
         Example:
@@ -757,8 +762,9 @@ class KVStore(KVStoreBase):
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
 
-    def save(self, path: Any) -> None:
-        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules.
+    def save(self, path: Any, residuals: bool = True) -> None:
+        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules,
+        and what compressed pushes have left out.
 
         Collective; the same path on every rank, of a file system that all hosts share. Each rank writes the elements
         that it owns, without copying them. The file takes its place at ``path`` in one step when it is whole and on the
@@ -767,8 +773,13 @@ class KVStore(KVStoreBase):
         An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
         the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
 
+        Where what is pulled is compressed, every rank has the exact values afterwards, as after :meth:`load`: a run
+        that pulls them then goes on as one that loads the file.
+
         Args:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
+            residuals: whether to save what compressed pushes have left out, which takes as much as float32 values, once
+                per rank. Of no effect without compression.
 
         Raises:
             OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. If it is in
@@ -792,7 +803,7 @@ class KVStore(KVStoreBase):
             >>> other.pushpull({"w": np.ones(2)})
             {'w': array([-0.25, -0.25])}
         """
-        self._collective("save", self._checkpoints.save, path)
+        self._collective("save", self._checkpoints.save, path, residuals)
 
     def load(self, path: Any) -> None:
         """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any
@@ -803,7 +814,8 @@ class KVStore(KVStoreBase):
         as the file's, which is replaced: :attr:`optimizer` is a new object.
 
         Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
-        found good, for which it is read twice. What compressed pushes have left out is dropped.
+        found good, for which it is read twice. What compressed pushes of this store have left out is dropped; in its
+        place comes what those of the file's have, as far as the store's compression has error feedback.
 
         Raises:
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.
@@ -848,6 +860,8 @@ class KVStore(KVStoreBase):
 
     def load_optimizer_states(self, fname: Any) -> None:
         """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
+
+        Where what is pulled is compressed, every rank has the exact values afterwards.
 
         Collective, as :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps its
         settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision`` the

@@ -39,9 +39,8 @@ class Choice(NamedTuple):
     """What a push took in the trial, on the slowest rank: ``with`` and ``without`` the codec. Empty without a trial."""
 
 
-def asked_for(codec: Codec | None) -> Choice:
+def asked_for(settings: str) -> Choice:
     """Return the choice that needs no trial."""
-    settings = "None" if codec is None else codec.settings()
     return Choice(settings, settings, "asked for", {})
 
 

@@ -49,9 +49,12 @@ class Transport(Protocol):
     :class:`~mpikv.errors.TransportError`.
 
     The three sums return *terms*: arrays of the size of ``recv`` whose sum, from the first to the last, is what this
-    rank receives. A transport whose library adds returns ``recv`` as the only one. One whose memory all ranks see
-    returns where the terms lie, in rank order; they may be read until the next sum, and ``recv`` was not used. So
-    whoever adds them can do it in pieces that stay in the cache. A rank that receives nothing gets anything.
+    rank receives. Where the transport's library adds, ``recv`` itself is the only one. Else they are where the terms
+    lie, and ``recv`` was not used: where memory is seen by all ranks, where a library only carries, and where sums
+    would travel wider than their terms, as those of half precision do. One transport may do either, as the dtype and
+    the number of ranks have it. Terms come in rank order, or in one in which those of a host are added up, each in
+    the dtype of ``send`` or of ``recv``; they may be read until the next sum. So whoever adds them can do it in pieces
+    that stay in the cache. A rank that receives nothing gets anything.
 
     A rank's own term may be a view of its ``send``, which it must not change before it has added the terms, and where
     the transport :attr:`lends`, not before the next fence, agreement or exchange either.
@@ -194,7 +197,7 @@ class Placement(Protocol):
     def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
         """Sum ``send`` over ranks: return the terms of the sum of the elements that this rank owns.
 
-        Where the transport's library adds, the only term is ``total`` itself.
+        Where the transport's library adds this sum, the only term is ``total`` itself; else ``total`` was not used.
         """
         ...
 

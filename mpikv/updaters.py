@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ValueMismatch
+from .halves import narrow
 from .rowsparse import RowSparse
 from .typing import Array, Key, Slots
 
@@ -35,7 +36,9 @@ class Assign:
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
         if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
             return _nothing  # the sum was made in its place
-        return lambda step: np.copyto(value, total, casting="same_kind")
+        if total.dtype == value.dtype:
+            return lambda step: np.copyto(value, total)
+        return lambda step: narrow(total.reshape(-1), value.reshape(-1))
 
     def settings(self) -> str:
         return "assign"

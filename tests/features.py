@@ -228,12 +228,12 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("compression-bad-options", "unknown types and options, and thresholds that are none, raise"),
         _row("compression-residual-per-array", "each array of a list has a residual of its own"),
         _row("compression-everywhere", "every transport and placement, buffers and `pushpull` included"),
-        _row("compression-init-pull-exact", "`init`, `set`, `broadcast` and `pull` are never compressed"),
+        _row("compression-init-pull-exact", "`init`, `set`, `broadcast` never are, `pull` only with `both_directions`"),
         _row("compression-half", "float16 and bfloat16 are compressed in float32"),
         _refused("compression-other-dtypes", "other dtypes raise `Unsupported`"),
         _refused("compression-not-finite", "what is not finite raises, instead of staying in the residual for good"),
         _row("compression-threshold-exact", "the threshold is compared between ranks, not rounded"),
-        _row("compression-residuals-in-checkpoints", "residuals start at zero after a load, and the page says so"),
+        _row("compression-residuals-in-checkpoints", "checkpoints keep residuals, and not with `residuals=False`"),
     ),
     "Facts, control and faults": (
         _row(

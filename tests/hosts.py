@@ -84,6 +84,16 @@ class Hosts:
         """Pull the cable out."""
         run("ip", "-n", self.names[1], "link", "set", "eth0", "down")
 
+    def slow_down(self, rate: str) -> None:
+        """Let the cable carry so much each way, as ``100mbit``.
+
+        Raises:
+            OSError: ``tc`` is missing, or the kernel has no token buckets.
+        """
+        for name in self.names:
+            limits = ["rate", rate, "burst", "32kbit", "latency", "400ms"]
+            run("ip", "netns", "exec", name, tool("tc"), "qdisc", "add", "dev", "eth0", "root", "tbf", *limits)
+
     def processes(self) -> list[int]:
         """Return the processes that were started on either host and are still there."""
         mark = f"TWO_HOSTS={self.folder}\0".encode()

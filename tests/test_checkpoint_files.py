@@ -187,6 +187,74 @@ def change(*where: Any, to: Any) -> Callable[[Tree, Tree], None]:
     return run
 
 
+@pytest.fixture
+def compressed(tmp_path: Path) -> Path:
+    path = tmp_path / "compressed"
+    with mpikv.create(compression={"type": "lowrank", "rank": 1}) as kv:
+        kv.init("w", np.zeros((5, 4), np.float32))
+        kv.push("w", np.ones((5, 4), np.float32))
+        kv.save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (change("ranks", to=10**15), "3 arrays and its description says 1000000000000002"),
+        (change("ranks", to=2), "3 arrays and its description says 4"),
+        (change("ranks", to=0), "what 0 ranks have left out, of no array"),
+        (change("ranks", to=-1), "-1 is no length"),
+        (change("ranks", to=True), "a place of another type"),
+        (change("compression", to=None), "a place of another type"),
+        (change("keys", 0, "positions", to=10**15), "3 arrays and its description says 1000000000000002"),
+        (change("keys", 0, "positions", to="1"), "a place of another type"),
+        (change("keys", 0, "codec", to={}), "3 arrays and its description says 2"),
+        (change("keys", 0, "codec", to={"end": ["float32", [4, 1]]}), "array 'codec/start/w' is"),
+        (change("keys", 0, "codec", "start", to=["float32", [4, 2]]), "array 'codec/start/w'"),
+        (change("keys", 0, "codec", "start", to=["float31", [4, 1]]), "of dtype 'float31'"),
+        (change("keys", 0, "codec", "start", to=["complex64", [4, 1]]), "of dtype 'complex64'"),
+        (change("keys", 0, "codec", "start", to=["float32", [1 << 40, 1 << 40]]), "which no array has"),
+        (change("keys", 0, "codec", "start", to=["float32"]), "of which ['float32'] is said"),
+        (change("keys", 0, "codec", to={"a/b": ["float32", [4, 1]]}), "keeps 'a/b'"),
+        (change("version", to=1), "array 'residual/0/0/w' is"),
+    ],
+)
+def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], None], text: str) -> None:
+    header, described, arrays = parts(compressed)
+    spoil(header, described)
+    assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+@pytest.mark.deadline(20)
+@pytest.mark.parametrize("count", [0, 1, 10**15])
+@pytest.mark.parametrize("positions", [0, 10**15])
+def test_numbers_of_no_array(good: Path, tmp_path: Path, count: int, positions: int) -> None:
+    """Nobody counts up to a number that no array stands for."""
+    header, described, arrays = parts(good)
+    keys = [one | {"positions": positions, "codec": {}} for one in described["keys"]]
+    described |= {"version": 2, "compression": "2bit()", "ranks": count, "keys": keys}
+    none = f"what {count} ranks have left out, of no array"
+    text = "arrays and its description says" if count and positions else none
+    assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
+
+
+@pytest.mark.deadline(20)
+def test_any_number_of_ranks_that_have_left_nothing(compressed: Path, tmp_path: Path) -> None:
+    header, described, arrays = parts(compressed)
+    residual = header.pop("residual/0/0/w")
+    low, high = residual["data_offsets"]
+    for entry in header.values():
+        if entry.get("data_offsets", [0])[0] >= high:
+            entry["data_offsets"] = [edge - (high - low) for edge in entry["data_offsets"]]
+    described["keys"][0]["positions"] = 0
+    described["ranks"] = 10**15
+    path = forge(tmp_path / "forged", header, described, arrays[:low] + arrays[high:])
+    assert inspect(str(path)).header.contents.ranks == 10**15
+    with mpikv.create(compression={"type": "lowrank", "rank": 1}) as kv:
+        kv.load(path)
+        np.testing.assert_allclose(kv.pull("w"), np.ones((5, 4)), rtol=1e-6)
+
+
 def factor(**arguments: Any) -> Callable[[Tree, Tree], None]:
     """Return a function that gives the schedule in the description other arguments."""
     return change(*OPTIONS, "lr_scheduler", to={"schedule": "Factor", "arguments": arguments})
@@ -229,7 +297,8 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (no_array, "array 'value/w' is None and its description says"),
         (no_key, "lacks 'shape'"),
         (twice, "not all different"),
-        (change("version", to=2), "version 2 of the format; this mpikv reads version 1"),
+        (change("version", to=3), "version 3 of the format; this mpikv reads versions 1 and 2"),
+        (change("version", to=2), "lacks 'positions'"),
         (change("values", to=1), "a place of another type"),
         (change("values", to=False), "array 'value/"),
         (change("keys", to={}), "a place of another type"),

@@ -243,8 +243,14 @@ def signatures(optimizer, dtype):
     return compiled._compiled(loop, np.dtype(dtype), False).signatures
 
 
-def test_a_push_finds_everything_compiled(monkeypatch):
+def start_anew(monkeypatch):
+    """Forget, until the test ends, what was compiled in this process."""
     monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    monkeypatch.setattr(compiled, "kept", compiled.kept.__wrapped__)
+
+
+def test_a_push_finds_everything_compiled(monkeypatch):
+    start_anew(monkeypatch)
     optimizer = optimizers.Adam()
     with mpikv.create(kernels="numba") as kv:
         kv.init("a", np.zeros(3, np.float32))
@@ -268,7 +274,7 @@ def test_without_a_directory_for_what_was_compiled(monkeypatch):
         return njit(function, **options)
 
     monkeypatch.setattr(numba, "njit", refuse)
-    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    start_anew(monkeypatch)
     compiled.prepare(optimizers.SGD(), np.dtype(np.float32), False)
     assert len(signatures(optimizers.SGD(), "float32")) == 1
 

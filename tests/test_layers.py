@@ -17,13 +17,13 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
     ("errors", "typing"),
-    ("arrays", "config", "waiting", "work", "world"),
+    ("arrays", "compiling", "config", "halves", "waiting", "work", "world"),
     (
         *("arena", "board", "codecs", "optimizers", "parameter", "passing", "plugins", "rowsparse", "schedules"),
         *("transports", "updaters"),
     ),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
-    ("agreement", "arguments", "compression", "placement", "scope"),
+    ("agreement", "arguments", "compression", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "rowarguments", "rows", "store", "trial"),
     ("storeless", "tracing"),
     ("registry",),
@@ -34,6 +34,7 @@ LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 # The imports inside one layer, besides those inside a subpackage.
 SIDEWAYS = {
+    ("arrays", "halves"),
     ("world", "arrays"),
     ("world", "config"),
     ("world", "waiting"),
@@ -57,7 +58,7 @@ SIDEWAYS = {
     ("testing", "__init__"),
 }
 
-NUMBA = {"codecs/compiled", "optimizers/compiled"}
+NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
 MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}

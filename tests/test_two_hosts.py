@@ -71,6 +71,53 @@ except mpikv.MPIKVError as error:
 """
 
 
+SLOW = """
+import time
+import numpy as np
+import mpikv
+
+with mpikv.create(timeout=20) as kv:
+    kv.init("w", np.zeros(500_000, np.float32))
+    kv.barrier()
+    started = time.perf_counter()
+    kv.pushpull("w", np.ones(500_000, np.float32))
+    if kv.rank == 0:
+        print("took", time.perf_counter() - started, flush=True)
+"""
+
+WIRE = """
+from pathlib import Path
+import numpy as np
+import mpikv
+
+def sent():
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        if line.strip().startswith("eth0:"):
+            return int(line.partition(":")[2].split()[8])
+
+WAYS = {
+    "sums": (None, None), "sums 2bit": (None, "2bit"), "weights": ("sgd", None), "weights bf16": ("sgd", "bf16"),
+    "weights both": ("sgd", {"type": "bf16", "both_directions": True}), "halves": (None, None),
+}
+for way, (optimizer, compression) in WAYS.items():
+    placement = "sharded" if way == "halves" else "auto"
+    with mpikv.create(compression=compression, placement=placement, timeout=20) as kv:
+        dtype = np.float16 if way == "halves" else np.float32
+        grads, out = np.full(1_000_000, 0.5, dtype), np.empty(1_000_000, dtype)
+        kv.init("w", np.zeros(1_000_000, dtype))
+        if optimizer:
+            kv.set_optimizer(optimizer, learning_rate=0.5)
+        kv.pushpull("w", grads, out=out)
+        kv.barrier()
+        before = sent()
+        kv.pushpull("w", grads, out=out)
+        kv.barrier()
+        assert (out == (-0.5 * kv.size if optimizer else 0.5 * kv.size)).all(), (way, out)
+        if kv.rank == 0:
+            print("sent", way.replace(" ", "-"), sent() - before, kv.transport, flush=True)
+"""
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     if reason := why_no_mpi():
@@ -83,11 +130,11 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield pair
 
 
-def start(hosts: Hosts, text: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start(hosts: Hosts, text: str, *arguments: str, ranks: int = 4) -> subprocess.Popen[bytes]:
     script = hosts.folder / "script.py"
     script.write_text(text)
-    places = ",".join(f"{address}:2" for address in ADDRESSES)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", "--hosts", places, str(script), *arguments]
+    places = ",".join(f"{address}:{ranks // 2}" for address in ADDRESSES)
+    command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), "--hosts", places, str(script), *arguments]
     return hosts.start(command)
 
 
@@ -108,6 +155,41 @@ def test_values(hosts: Hosts) -> None:
     lines = [f"{rank} {hosts.names[rank // 2]}" for rank in range(4)]
     assert sorted(line for line in output.splitlines() if line in lines) == lines, output
     assert hosts.processes() == []
+
+
+@pytest.mark.deadline(90)
+@pytest.mark.parametrize("each", [1, 2])
+def test_bytes_on_the_cable(hosts: Hosts, each: int) -> None:
+    """What a pushpull of a million elements sends from one host, in bytes, but for headers and what is small."""
+    job = start(hosts, WIRE, ranks=2 * each)
+    status, output = job.wait(80), hosts.output.read_text()
+    assert status == 0, output
+    sent = {line.split()[1]: int(line.split()[2]) for line in output.splitlines() if line.startswith("sent ")}
+    # With one rank on each host every rank has a copy of sums, for which codes travel whole, and halves of the others.
+    # With more, packed gradients go to each rank that owns them, as nothing is added up inside of a host.
+    expected = {
+        "sums": 4e6,
+        "sums-2bit": 0.25e6 if each == 1 else each * 0.125e6 + 2e6,
+        "weights": 4e6,
+        "weights-bf16": each * 1e6 + 2e6,
+        "weights-both": each * 1e6 + 1e6,
+        "halves": 2e6 if each == 1 else 3e6,
+    }
+    assert sent == {way: pytest.approx(nbytes, rel=0.12, abs=20_000) for way, nbytes in expected.items()}
+
+
+@pytest.mark.deadline(60)
+def test_a_slow_cable(hosts: Hosts) -> None:
+    """Two megabytes take what they take at that rate, no less."""
+    try:
+        hosts.slow_down("20mbit")
+    except OSError as error:
+        pytest.skip(f"a cable cannot be slowed down here: {error}")
+    job = start(hosts, SLOW, ranks=2)
+    status, output = job.wait(50), hosts.output.read_text()
+    assert status == 0, output
+    (took,) = [float(line.split()[1]) for line in output.splitlines() if line.startswith("took ")]
+    assert 0.7 < took < 10, output
 
 
 @pytest.mark.deadline(120)

@@ -25,6 +25,7 @@ from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order
 from .files import NONCE, Draft, Reader, Source
 from .fits import check_keys, check_slots, found, restored_for_states, slot_names
 from .pieces import Piece, check_sums, contributed, cut, read_pieces, spans, windows, write_pieces
+from .residuals import Targets, held, taken, targeted, whole, with_residuals
 from .settings import check_dumpable, described, restored
 
 __all__ = ["Checkpoints"]
@@ -39,9 +40,9 @@ class Checkpoints:
 
     # --- Save
 
-    def save(self, path: Any) -> Prepared:
+    def save(self, path: Any, residuals: bool) -> Prepared:
         self._check_kept()
-        return self._saving("save", path, described(self._exchange.updater), values=True)
+        return self._saving("save", path, described(self._exchange.updater), values=True, residuals=bool(residuals))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
         updater = self._optimizer()
@@ -49,16 +50,17 @@ class Checkpoints:
             check_dumpable(updater)
         return self._saving("save_optimizer_states", path, described(updater, bool(dump_optimizer)), values=False)
 
-    def _saving(self, verb: str, path: Any, updater: Mapping[str, Any], values: bool) -> Prepared:
+    def _saving(
+        self, verb: str, path: Any, updater: Mapping[str, Any], values: bool, residuals: bool = False
+    ) -> Prepared:
         check_byte_order()
         path = os.fsdecode(path)
         self._exchange.check_slots()
         contents = Contents(self._saved_keys(), values, updater)
         check_readable(contents)
-        # Its length says where the arrays begin.
-        blank = contents.header(np.zeros(contents.chunks, np.uint32))
-        call = _call(verb, path, contents)
-        return call, (self._write, call, Draft(path), contents, len(blank))
+        blank = _blank(contents)
+        call = _call(verb, path, contents, *["with residuals"] * residuals)
+        return call, (self._write, call, Draft(path), contents, len(blank), residuals)
 
     def _saved_keys(self) -> tuple[SavedKey, ...]:
         table, slots = self._exchange.table, self._exchange.updater.slots
@@ -78,8 +80,12 @@ class Checkpoints:
             for entry in table.entries()
         )
 
-    def _write(self, call: Call, draft: Draft, contents: Contents, start: int) -> None:
+    def _write(self, call: Call, draft: Draft, contents: Contents, start: int, residuals: bool) -> None:
         is_root = self._transport.rank == self._root
+        extras: Sequence[Mapping[str, Array]] = ()
+        if residuals and (more := with_residuals(self._exchange, contents)) is not contents:
+            contents, extras = more, self._together(call, held, self._exchange, more)
+            start = len(self._together(call, _checked_blank, contents))
         try:
             # By the name that the root has drawn the others know whether they see its file.
             nonce = np.zeros(NONCE, np.uint8)
@@ -87,12 +93,16 @@ class Checkpoints:
             self._transport.broadcast(nonce, self._root)
             self._together(call, draft.attach, nonce, only=not is_root)
             sums = np.zeros(contents.chunks, np.uint32)
-            for chunks, pieces in self._windows(contents, self._divided):
+            own_pieces = [*self._pieces(contents, self._divided), *whole(contents, extras)]
+            for chunks, (pieces,) in windows(contents.nbytes, own_pieces):
                 own = self._together(call, write_pieces, draft, pieces, start)
                 sums[chunks] = self._combined(contributed(own, pieces, chunks, contents.nbytes))
             self._together(call, draft.commit, contents, sums, only=is_root)
         finally:
             draft.close()
+        if contents.values:
+            # The file has the exact values: the run goes on with what it would go on with if it were loaded.
+            self._exchange.give_exact()
 
     # --- Load
 
@@ -150,9 +160,6 @@ class Checkpoints:
             reader.close()
         contents = source.header.contents
         self._settle_counts(contents)
-        if contents.values:
-            # They belong to pushes that these values have not seen.
-            self._exchange.drop_residuals()
 
     def _load_new(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
         """Load into a store without keys, which has none again if the file turns out to be damaged."""
@@ -202,12 +209,25 @@ class Checkpoints:
     def _read_arrays(self, call: Call, reader: Reader, header: Header) -> None:
         """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
         contents = header.contents
-        for chunks, pieces in self._windows(contents, _owned):
-            own = self._together(call, read_pieces, reader, pieces)
-            sums = contributed(own, pieces, chunks, contents.nbytes)
-            if not self._exchange.placement.everywhere:  # else this rank has read all of it
-                sums = self._combined(sums)
-            self._together(call, check_sums, sums, header, chunks)
+        targets: tuple[Targets, Targets] = (), ()
+        if contents.values:
+            # Those that are there belong to pushes that these values have not seen.
+            self._exchange.drop_residuals()
+            targets = self._together(call, taken, self._exchange, contents)
+        own_pieces, common = (list(targeted(contents, each)) for each in targets)
+        if self._transport.rank == 0:  # what all ranks read counts once
+            own_pieces, common = own_pieces + common, []
+        pieces = list(self._pieces(contents, _owned))
+        for chunks, (values, own, others) in windows(contents.nbytes, pieces, own_pieces, common):
+            sums = [
+                contributed(self._together(call, read_pieces, reader, part), part, chunks, contents.nbytes)
+                for part in (values, own, others)
+            ]
+            if self._exchange.placement.everywhere:  # this rank has read all values
+                total = sums[0] ^ self._combined(sums[1])
+            else:
+                total = self._combined(sums[0] ^ sums[1])
+            self._together(call, check_sums, total, header, chunks)
         self._exchange.republish(self._plan(contents))
 
     def _settle_counts(self, contents: Contents) -> None:
@@ -230,19 +250,14 @@ class Checkpoints:
         size, ranks, rank = bucket.value.size, self._transport.size, self._transport.rank
         return size * rank // ranks, size * (rank + 1) // ranks
 
-    def _windows(
-        self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]
-    ) -> Iterator[tuple[slice, Sequence[Piece]]]:
-        """Yield the chunks of each window, the same on all ranks, and this rank's pieces of them."""
-        return windows(self._pieces(contents, elements), contents.nbytes)
-
     def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[Piece]:
         """Yield what this rank has of the arrays, given its elements of a bucket."""
         plan = self._plan(contents)
-        memory = [{VALUE: entry.value, **entry.state} for entry in plan.entries]
+        memory = [{VALUE: entry.updated, **entry.state} for entry in plan.entries]
         arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
         for tensor in contents.tensors:
-            arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
+            if tensor.slot in memory[tensor.item]:
+                arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
         for bucket in plan.buckets:
             low, high = elements(bucket)
             for piece in bucket.pieces:
@@ -289,6 +304,16 @@ class Checkpoints:
         if not isinstance(updater, Optimizer):
             raise ConfigError("the store has no optimizer, whose state this is about; call set_optimizer first")
         return updater
+
+
+def _blank(contents: Contents) -> bytes:
+    """Return a header whose length says where the arrays begin."""
+    return contents.header(np.zeros(contents.chunks, np.uint32))
+
+
+def _checked_blank(contents: Contents) -> bytes:
+    check_readable(contents)
+    return _blank(contents)
 
 
 def _owned(bucket: Bucket) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -29,14 +29,17 @@ __all__ = [
     "CHUNK",
     "LARGEST_HEADER",
     "VALUE",
+    "CodecArray",
     "Contents",
     "Header",
     "SavedKey",
     "Tensor",
     "check_byte_order",
     "check_readable",
+    "codec_slot",
     "dtype_named",
     "parse",
+    "residual_slot",
 ]
 
 CHUNK = 1 << 20
@@ -47,6 +50,8 @@ VALUE = ""
 """Stands in the place of the name of a state for the value itself."""
 
 _VERSION = 1
+# Of files with residuals, which readers of the first version do not know.
+_WITH_RESIDUALS = 2
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
@@ -78,7 +83,7 @@ class Tensor(NamedTuple):
     item: int
     """The position of its key."""
     slot: str
-    """The name of a state, or :data:`VALUE`."""
+    """The name of a state, :data:`VALUE`, or what :func:`residual_slot` or :func:`codec_slot` returns."""
     name: str
     dtype: str
     """safetensors' name."""
@@ -87,6 +92,24 @@ class Tensor(NamedTuple):
     begin: int
     """Its first byte, counted from the first array."""
     end: int
+
+
+class CodecArray(NamedTuple):
+    """One array that a codec keeps for a value."""
+
+    dtype: str
+    """numpy's name."""
+    shape: tuple[int, ...]
+
+
+def residual_slot(rank: int, position: int) -> str:
+    """Return what stands in the place of the name of a state for what a rank's pushes have left out."""
+    return f"residual/{rank}/{position}"
+
+
+def codec_slot(name: str) -> str:
+    """Return what stands in the place of the name of a state for what a codec keeps."""
+    return f"codec/{name}"
 
 
 @dataclass(frozen=True)
@@ -105,6 +128,10 @@ class SavedKey:
     """The optimizer's state arrays: their names and numpy's names of their dtypes."""
     row_sparse: bool = False
     """Whether the key takes and clears rows; the file has all of them."""
+    positions: int = 0
+    """How many residuals every rank has, one for each position in the lists that were pushed."""
+    codec: Mapping[str, CodecArray] = field(default_factory=dict)
+    """What the codec keeps between pushes, by its names."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +143,10 @@ class Contents:
     """Whether the values are there, or the optimizer's state alone."""
     updater: Mapping[str, Any]
     """What :func:`~mpikv.checkpoint.settings.described` returned."""
+    compression: str | None = None
+    """The settings of the codec that left residuals; None where none are in the file."""
+    ranks: int = 0
+    """How many ranks have left them."""
 
     @cached_property
     def text(self) -> str:
@@ -128,10 +159,14 @@ class Contents:
                 "earlier": one.earlier,
                 "state": dict(one.state),
                 **({"row_sparse": True} if one.row_sparse else {}),
+                **({} if self.compression is None else {"positions": one.positions, "codec": dict(one.codec)}),
             }
             for one in self.keys
         ]
-        return json.dumps({"version": _VERSION, "values": self.values, "updater": self.updater, "keys": keys})
+        tree = {"version": _VERSION, "values": self.values, "updater": self.updater, "keys": keys}
+        if self.compression is not None:
+            tree |= {"version": _WITH_RESIDUALS, "compression": self.compression, "ranks": self.ranks}
+        return json.dumps(tree)
 
     @cached_property
     def checksum(self) -> int:
@@ -150,20 +185,45 @@ class Contents:
     def tensors(self) -> tuple[Tensor, ...]:
         """The arrays in the order of the file: those of large elements first, so that all are aligned."""
         arrays = [
-            (item, slot, dtype)
+            (item, slot, dtype, one.shape)
             for item, one in enumerate(self.keys)
             for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | dict(one.state)).items()
         ]
+        arrays += self._extras
         arrays.sort(key=lambda array: -_STORED[array[2]][1])
         tensors, begin = [], 0
-        for item, slot, dtype in arrays:
+        for item, slot, dtype, shape in arrays:
             key, (name, itemsize) = self.keys[item], _STORED[dtype]
-            shape = (*key.shape, 2) if dtype.startswith("complex") else key.shape
+            shape = (*shape, 2) if dtype.startswith("complex") else shape
             end = begin + math.prod(shape) * itemsize
-            title = f"state/{slot}/{key.key}" if slot else f"value/{key.key}"
+            title = f"{slot if '/' in slot else f'state/{slot}' if slot else 'value'}/{key.key}"
             tensors.append(Tensor(item, slot, title, name, shape, begin, end))
             begin = end
         return tuple(tensors)
+
+    @property
+    def _extras(self) -> list[tuple[int, str, str, tuple[int, ...]]]:
+        """What there is beside values and state: item, slot, dtype and shape."""
+        # Of ranks that have left nothing there may be any number.
+        left = [(item, one) for item, one in enumerate(self.keys) if one.positions]
+        residuals = [
+            (item, residual_slot(rank, position), "float32", one.shape)
+            for rank in range(self.ranks if left else 0)
+            for item, one in left
+            for position in range(one.positions)
+        ]
+        kept = [
+            (item, codec_slot(name), dtype, shape)
+            for item, one in enumerate(self.keys)
+            for name, (dtype, shape) in one.codec.items()
+        ]
+        return residuals + kept
+
+    @property
+    def count(self) -> int:
+        """How many arrays there are."""
+        extras = (self.ranks * one.positions + len(one.codec) for one in self.keys)
+        return sum(self.values + len(one.state) for one in self.keys) + sum(extras)
 
     @property
     def nbytes(self) -> int:
@@ -253,6 +313,8 @@ def parse(text: bytes, size: int) -> Header:
         contents = _contents(_tree(described))
     except KeyError as error:
         raise CheckpointError(f"the description of its contents lacks {error}") from None
+    if contents.ranks and len(tree) != contents.count:  # before they are listed, as it may be any number
+        raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(contents.count, 40)}")
     expected = {
         one.name: {"dtype": one.dtype, "shape": [*one.shape], "data_offsets": [one.begin, one.end]}
         for one in contents.tensors
@@ -295,10 +357,13 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _contents(tree: Mapping[str, Any]) -> Contents:
-    if tree["version"] != _VERSION:
+    if tree["version"] not in (_VERSION, _WITH_RESIDUALS):
         found = brief(tree["version"], 40)
-        raise CheckpointError(f"it has version {found} of the format; this mpikv reads version {_VERSION}")
-    keys = tuple(_saved_key(_typed(one, dict)) for one in _typed(tree["keys"], list))
+        raise CheckpointError(
+            f"it has version {found} of the format; this mpikv reads versions {_VERSION} and {_WITH_RESIDUALS}"
+        )
+    extended = tree["version"] == _WITH_RESIDUALS
+    keys = tuple(_saved_key(_typed(one, dict), extended) for one in _typed(tree["keys"], list))
     if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
     updater = _typed(tree["updater"], dict)
@@ -308,10 +373,17 @@ def _contents(tree: Mapping[str, Any]) -> Contents:
         raise CheckpointError(f"its updater is of an unknown kind {brief(repr(updater['kind']), 40)}")
     for name, kinds in expected[updater["kind"]].items():
         _typed(updater[name], kinds)
-    return Contents(keys, _typed(tree["values"], bool), updater)
+    values = _typed(tree["values"], bool)
+    if not extended:
+        return Contents(keys, values, updater)
+    compression, ranks = _typed(tree["compression"], str), _count(tree["ranks"])
+    # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
+    if not ranks or not any(one.positions or one.codec for one in keys):
+        raise CheckpointError(f"it is said to have what {ranks} ranks have left out, of no array")
+    return Contents(keys, values, updater, compression, ranks)
 
 
-def _saved_key(tree: Mapping[str, Any]) -> SavedKey:
+def _saved_key(tree: Mapping[str, Any], extended: bool) -> SavedKey:
     key: Key = _typed(tree["key"], (int, str))
     state: dict[str, str] = _typed(tree["state"], dict)
     dtypes = [_typed(name, str) for name in (tree["dtype"], *state.values())]
@@ -333,7 +405,21 @@ def _saved_key(tree: Mapping[str, Any]) -> SavedKey:
     row_sparse: bool = _typed(tree.get("row_sparse", False), bool)
     if row_sparse and not shape:
         raise CheckpointError(f"key {brief(repr(key), 40)} is a single number, and row-sparse")
-    return SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse)
+    positions = _count(tree["positions"]) if extended else 0
+    codec = {name: _codec_array(name, one) for name, one in _typed(tree["codec"], dict).items()} if extended else {}
+    return SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse, positions, codec)
+
+
+def _codec_array(name: str, tree: Any) -> CodecArray:
+    if len(_typed(tree, list)) != 2:
+        raise CheckpointError(f"a codec keeps {brief(name, 40)!r}, of which {brief(repr(tree), 40)} is said")
+    dtype: str = _typed(tree[0], str)
+    shape = tuple(_count(length) for length in _typed(tree[1], list))
+    if dtype not in _STORED or dtype.startswith("complex") or "/" in name or not name:
+        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of dtype {brief(repr(dtype), 40)}")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
+        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of shape {brief([*shape])}, which no array has")
+    return CodecArray(dtype, shape)
 
 
 def _count(value: Any) -> int:

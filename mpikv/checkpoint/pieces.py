@@ -32,6 +32,8 @@ class Piece(NamedTuple):
 
     offset: int
     memory: memoryview
+    total: Array | None = None
+    """What the numbers that are read are added to."""
 
 
 def spans(nbytes: int) -> Iterator[tuple[int, int]]:
@@ -40,12 +42,13 @@ def spans(nbytes: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + _WINDOW, nbytes)
 
 
-def windows(pieces: Iterable[Piece], nbytes: int) -> Iterator[tuple[slice, Sequence[Piece]]]:
-    """Yield the chunks of each window, the same on all ranks, and those of the pieces that lie in them."""
-    ordered = sorted(pieces, key=_offset)
+def windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list[Sequence[Piece]]]]:
+    """Yield the chunks of each window of so many bytes, the same on all ranks, and the pieces of each kind in them."""
+    ordered = [sorted(pieces, key=_offset) for pieces in kinds]
     for begin, end in spans(nbytes):
-        low, high = (bisect_left(ordered, edge, key=_offset) for edge in (begin, end))
-        yield slice(begin // CHUNK, -(-end // CHUNK)), ordered[low:high]
+        edges = [[bisect_left(pieces, edge, key=_offset) for edge in (begin, end)] for pieces in ordered]
+        chunks = slice(begin // CHUNK, -(-end // CHUNK))
+        yield chunks, [pieces[low:high] for pieces, (low, high) in zip(ordered, edges, strict=True)]
 
 
 def cut(offset: int, memory: memoryview) -> Iterator[Piece]:
@@ -74,6 +77,8 @@ def read_pieces(reader: Reader, pieces: Sequence[Piece]) -> list[int]:
     for piece in pieces:
         reader.read(piece.memory, piece.offset)
         sums.append(zlib.crc32(piece.memory))
+        if piece.total is not None:
+            np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
     return sums
 
 

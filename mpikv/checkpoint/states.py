@@ -72,7 +72,7 @@ def save_states(
     try:
         if writes:
             draft.create(np.zeros(NONCE, np.uint8))
-        for chunks, pieces in windows(_pieces(contents, kept), contents.nbytes):
+        for chunks, (pieces,) in windows(contents.nbytes, _pieces(contents, kept)):
             yield _text(path, contents, chunks)
             if writes:
                 sums[chunks] = contributed(write_pieces(draft, pieces, start), pieces, chunks, contents.nbytes)
@@ -121,7 +121,7 @@ def load_states(
     reader = Reader(source)
     try:
         reader.open()
-        for chunks, pieces in windows(_pieces(contents, kept), contents.nbytes):
+        for chunks, (pieces,) in windows(contents.nbytes, _pieces(contents, kept)):
             yield _text(source.path, contents, chunks)
             read = read_pieces(reader, pieces)
             check_sums(contributed(read, pieces, chunks, contents.nbytes), source.header, chunks)

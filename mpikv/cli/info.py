@@ -75,6 +75,7 @@ def _describe_checkpoint(source: Source) -> Report:
         "bytes": source.header.start + contents.nbytes,
         "values": contents.values,
         "updater": contents.updater,
+        "residuals": {"compression": contents.compression, "ranks": contents.ranks},
         "keys": [_describe_key(one) for one in contents.keys],
     }
 
@@ -99,6 +100,8 @@ def _checkpoint_lines(report: Report) -> Iterator[str]:
         rows.append(("", "its settings are not in the file"))
     elif report["updater"]["kind"] == "function":
         rows.append(("", "the function itself is not in the file"))
+    if (ranks := report["residuals"]["ranks"]) > 0:
+        rows.append(("residuals", f"of {ranks} ranks, left by {report['residuals']['compression']}"))
     rows.append(("keys", str(len(keys))))
     yield from _table([(title, _printable(text)) for title, text in rows])
     described = [

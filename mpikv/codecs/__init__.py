@@ -12,7 +12,8 @@ lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 ======== ========================================= ============================================
 
 Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``. ``auto``, with the
-option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere.
+option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere. ``fp16`` and ``bf16`` take
+``both_directions=True``, too.
 
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
@@ -54,6 +55,7 @@ from ..errors import ConfigError, known_names
 from ..typing import Codec
 from .auto import Auto
 from .bits import OneBit, TwoBit
+from .both import BothDirections
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
@@ -64,6 +66,7 @@ __all__ = [
     "LARGEST",
     "Auto",
     "Bfloat16",
+    "BothDirections",
     "ErrorFeedback",
     "Float16",
     "LowRank",
@@ -100,7 +103,7 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
     _KINDS[name] = kind
 
 
-def create(compression: Any) -> Codec | Auto | None:
+def create(compression: Any) -> Codec | Auto | BothDirections | None:
     """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
 
     Raises:
@@ -117,7 +120,7 @@ def create(compression: Any) -> Codec | Auto | None:
         return None
     if isinstance(compression, str):
         compression = {"type": compression}
-    if isinstance(compression, Auto):
+    if isinstance(compression, (Auto, BothDirections)):
         return compression
     if not isinstance(compression, Mapping):
         return checked(compression, _WANTED)
@@ -127,7 +130,12 @@ def create(compression: Any) -> Codec | Auto | None:
         )
     if compression["type"] == "auto":
         return _auto(**compression)
-    return _named(**compression)
+    compression = dict(compression)
+    both = compression.pop("both_directions", False)
+    if both is not True and both is not False:
+        raise TypeError(f"both_directions is True or False, not {both!r}")
+    codec = _named(**compression)
+    return BothDirections(codec) if both else codec
 
 
 # In both, ``type`` is MXNet's name in the dict that is unpacked here.
@@ -135,7 +143,7 @@ def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
     for option in unknown:
         raise ConfigError(known_names("option of compression 'auto'", option, ["codec"]))
     meant = create(codec)
-    if meant is None or isinstance(meant, Auto):
+    if meant is None or isinstance(meant, (Auto, BothDirections)):
         raise ConfigError(f"auto chooses between a codec and none, and codec={codec!r} is no codec")
     return Auto(meant)
 
@@ -149,6 +157,8 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     known = list(inspect.signature(kind).parameters)
     for option in options:
         if option not in known:
-            raise ConfigError(known_names(f"option of compression {type!r}", option, [*known, "error_feedback"]))
+            raise ConfigError(
+                known_names(f"option of compression {type!r}", option, [*known, "error_feedback", "both_directions"])
+            )
     codec = checked(kind(**options), _WANTED)
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

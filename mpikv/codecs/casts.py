@@ -8,12 +8,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ..halves import add_widened, narrow
 from ..typing import Array
 from .options import BLOCK, Scratch
 
 __all__ = ["Bfloat16", "Float16"]
-
-_LARGEST_HALF = np.float32(65504)
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Float16:
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[False]] = False
+    largest: ClassVar[float] = 65504.0
 
     def settings(self) -> str:
         """Return the name."""
@@ -47,16 +47,11 @@ class Float16:
         halves, spare = payload.view(np.float16), self._spare.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            halves[low : low + BLOCK] = np.clip(part, -_LARGEST_HALF, _LARGEST_HALF, out=spare[: part.size])
+            narrow(np.clip(part, -self.largest, self.largest, out=spare[: part.size]), halves[low : low + BLOCK])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        halves, spare = payload.view(np.float16), self._spare.array
-        for low in range(0, total.size, BLOCK):
-            part = total[low : low + BLOCK]
-            wide = spare[: part.size]
-            wide[:] = halves[low : low + BLOCK]
-            np.add(part, wide, out=part)
+        add_widened(total, payload.view(np.float16))
 
     @cached_property
     def _spare(self) -> Scratch:
@@ -78,6 +73,7 @@ class Bfloat16:
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[False]] = False
+    largest: ClassVar[float] = 255 * 2.0**120
 
     def settings(self) -> str:
         """Return the name."""

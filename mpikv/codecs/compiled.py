@@ -8,16 +8,13 @@ This module imports numba, and is imported when numba's kernels are asked for.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from functools import cache
-from types import FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import llvmlite.binding as llvm
 import numba
 import numpy as np
 
+from ..compiling import kept
 from ..typing import Array, Codec, RangeCodec
 from .bits import OneBit, TwoBit
 from .casts import Bfloat16
@@ -57,7 +54,7 @@ class CompiledRanges:
         """Compile, or read from disk what was compiled before."""
         self.codec = codec
         loops = _LOOPS[type(codec.codec)]
-        self._encode, self._decode_add = _kept(loops.encode, _ENCODE), _kept(loops.decode_add, _DECODE)
+        self._encode, self._decode_add = kept(loops.encode, _ENCODE), kept(loops.decode_add, _DECODE)
         self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
@@ -79,21 +76,6 @@ class CompiledRanges:
 
     def __repr__(self) -> str:
         return repr(self.codec)
-
-
-@cache
-def _kept(loop: Callable[..., None], signature: Any) -> Callable[..., Any]:
-    """Return the compiled loop, which is kept on disk for each kind of processor."""
-    assert isinstance(loop, FunctionType)
-    named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
-    processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
-    named.__qualname__ = f"{loop.__name__}-{processor:08x}"
-    make: Any = numba.njit  # whose stub knows no decorated signatures
-    try:
-        function: Callable[..., Any] = make(signature, cache=True, error_model="numpy")(named)
-    except RuntimeError:  # there is no directory that can be written
-        function = make(signature, error_model="numpy")(named)
-    return function
 
 
 # --- Loops. All numbers are float32: a Python number would make them float64. The inner loops select instead of

@@ -5,33 +5,33 @@ once, makes all of the update of it, and writes it once. Both give the same bits
 are as it happens). So each loop makes the operations of the rule in the rule's order and in the dtype of the arrays,
 numbers are rounded to that dtype first, as numpy does, and the compiler may not reorder or fuse: no ``fastmath``.
 
-Compiled are the rules of :data:`FORMS` for float32 and float64. All else is left to the updater: half precision,
-updaters of whole values, and classes that are not in the table, subclasses among them, whose rule may be another.
+Compiled are the rules of :data:`FORMS` for float32 and float64, and ASSIGN for half precision (``compiled_halves.py``).
+All else is left to the updater: optimizers of half precision, updaters of whole values, and classes that are not in the
+table, subclasses among them, whose rule may be another.
 
 A loop can make the sum of a push, too, or the last addition of several: it then reads two arrays instead of their sum,
 which is never written.
 
-This is the only module that imports numba, and it is imported when numba's kernels are asked for.
+This module imports numba, and is imported when numba's kernels are asked for.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
-from types import FunctionType
-from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, TypeAlias, TypeGuard
 
-import llvmlite.binding as llvm
-import numba
 import numpy as np
 
+from ..compiling import inner, kept
 from ..typing import Array, Updater
 from .adadelta import AdaDelta
 from .adagrad import AdaGrad
 from .adam import Adam, Adamax, AdamW, Nadam
+from .compiled_halves import adding as adding_halves
+from .compiled_halves import is_half, rounding
 from .ftrl import FTRL
 from .optimizer import Optimizer, Step
 from .rmsprop import RMSProp
@@ -51,16 +51,18 @@ Call: TypeAlias = "tuple[Loop, tuple[float, ...]]"
 Form: TypeAlias = Callable[[Any, Step], Call]
 """Returns the call that an optimizer's present options ask for."""
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 # Division by zero gives inf or nan, as in numpy, instead of raising.
-_OPTIONS = {"error_model": "numpy"}
 
 
 def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
     """Compile, or load, what the updater's present options need for values of this dtype. Local."""
     nothing = np.empty(0, dtype)
+    if updater.assigns and is_half(dtype):
+        with suppress(OSError):
+            rounding(np.empty(0, np.float32), nothing)
+            adding_halves(nothing)
+        return
     state = dict.fromkeys(updater.slots(dtype), nothing)
     if not _is_compiled(updater, nothing, *state.values()):
         return
@@ -71,6 +73,8 @@ def prepare(updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
 
 def bind(updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
     """Return what ``updater.bind`` does, compiled where there is a compiled form for these arrays."""
+    if updater.assigns and is_half(value.dtype):
+        return rounding(total, value)
     if not _is_compiled(updater, total, value, *state.values()):
         return updater.bind(total, value, state)
     return partial(_bound(updater, value, state), total.reshape(-1), None)
@@ -80,6 +84,8 @@ def bind_adding(
     updater: Updater, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array, Any], None] | None:
     """Return what does the same to the sum of two arrays, where there is a compiled form for these."""
+    if updater.assigns and is_half(value.dtype):
+        return adding_halves(value)
     return _bound(updater, value, state) if _is_compiled(updater, value, *state.values()) else None
 
 
@@ -115,59 +121,43 @@ def _bound(
 
 @cache
 def _compiled(loop: Loop, dtype: np.dtype[Any], adding: bool) -> Loop:
-    """Return the loop, to be compiled at its first call, for arrays of a dtype, with a second term or without.
-
-    What was compiled is kept on disk. numba numbers the versions of one function there, and ranks that compile
-    different ones at the same time give out one number twice. So each of them, on each processor, has its own function.
-    """
-    assert isinstance(loop, FunctionType)
-    named = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
-    processor = zlib.crc32(f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}".encode())
-    named.__qualname__ = f"{loop.__name__}-{dtype.name}-{'adding-' * adding}{processor:08x}"
-    try:
-        return cast(Loop, numba.njit(named, cache=True, **_OPTIONS))
-    except RuntimeError:  # there is no directory that can be written
-        return cast(Loop, numba.njit(named, **_OPTIONS))
-
-
-def _inner(function: Function) -> Function:
-    """Make a function callable in loops. A decorator."""
-    return cast(Function, numba.njit(function, **_OPTIONS))
+    """Return the loop, to be compiled at its first call, for arrays of a dtype, with a second term or without."""
+    return kept(loop, kind=f"{dtype.name}-{'adding-' * adding}")
 
 
 # --- Parts, for one element
 
 
-@_inner
+@inner
 def _sum(total: Any, term: Any, i: int) -> Any:
     # Which of the two it is, is decided when a loop is compiled.
     return total[i] if term is None else total[i] + term[i]
 
 
-@_inner
+@inner
 def _clipped(number: Any, bound: Any) -> Any:
     """``numpy.clip(number, -bound, bound)``, which keeps NaN and the sign of zero."""
     return -bound if number < -bound else bound if number > bound else number
 
 
-@_inner
+@inner
 def _decayed(gradient: Any, weight: Any, wd: Any, decays: bool) -> Any:
     # Adding zero would make NaN of a weight that is inf.
     return gradient + weight * wd if decays else gradient
 
 
-@_inner
+@inner
 def _averaged(mean: Any, sample: Any, kept: Any, taken: Any) -> Any:
     return mean * kept + sample * taken
 
 
-@_inner
+@inner
 def _maximum(left: Any, right: Any) -> Any:
     """``numpy.maximum(left, right)``, which keeps NaN; of two zeros it is the right one."""
     return right if left <= right or right != right else left
 
 
-@_inner
+@inner
 def _signed(number: Any) -> Any:
     """``numpy.sign(number)``, which keeps NaN and makes zero positive."""
     zero, one = type(number)(0), type(number)(1)

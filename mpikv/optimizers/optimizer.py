@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, Unsupported, known_names
+from ..halves import narrow, widen
 from ..schedules import Schedule
 from ..typing import Array, Key, Slots
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, count, describe, flag, number, rate
@@ -61,12 +62,12 @@ class Block:
     def load(self) -> None:
         """Begin an update: widen the stored elements."""
         if self.stored is not None and not self.kept:
-            np.copyto(self.weight, self.stored)
+            widen(self.stored, self.weight)
 
     def store(self) -> None:
         """End an update: round to the stored elements."""
         if self.stored is not None:
-            np.copyto(self.stored, self.weight, casting="unsafe")
+            narrow(self.weight, self.stored)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

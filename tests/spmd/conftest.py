@@ -1,7 +1,11 @@
-"""Two hosts for tests of the transport ``hosts``, which one machine has to be taken for."""
+"""Two hosts for tests of the transport ``hosts``, which one machine has to be taken for, and a folder for all ranks."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +29,18 @@ def two_hosts(request: pytest.FixtureRequest, ranks_per_host: int, monkeypatch: 
 def over(transport: str, ranks_per_host: int) -> dict[str, Any]:
     """Return the transport of a test for :func:`mpikv.testing.faulty.store_over`, which reads no variables."""
     return {"transport": transport, "ranks_per_host": ranks_per_host if transport == "hosts" else 0}
+
+
+@pytest.fixture
+def folder(comm: Any) -> Iterator[Path]:
+    """Return a new folder that all ranks see, under one name."""
+    made = tempfile.mkdtemp() if comm is None or comm.rank == 0 else None
+    made = Path(made if comm is None else comm.bcast(made))
+    yield made
+    if comm is not None:
+        comm.Barrier()
+    if comm is None or comm.rank == 0:
+        shutil.rmtree(made)
 
 
 def names_hosts(parameter: Any) -> bool:

@@ -1,0 +1,54 @@
+"""A codec for what is pulled, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import Unsupported
+from ..typing import Codec
+from .casts import Bfloat16, Float16
+from .options import checked
+
+__all__ = ["BothDirections"]
+
+
+@dataclass(frozen=True)
+class BothDirections:
+    """What a store is given to pack what it pulls as well as what it pushes. It is no codec itself.
+
+    Raises:
+        Unsupported: the codec is not ``fp16`` or ``bf16``.
+
+    Example:
+        >>> from mpikv import codecs
+        >>> codecs.create({"type": "bf16", "both_directions": True})
+        BothDirections(codec=ErrorFeedback(Bfloat16()))
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        checked(self.codec, "BothDirections takes a codec (see mpikv.typing)")
+        if not isinstance(_innermost(self.codec), (Float16, Bfloat16)):
+            raise Unsupported(
+                f"both_directions is for fp16 and bf16, and not for {self.codec.settings()}: a threshold, or a number "
+                "of elements, that fits gradients says nothing of changes of values, and ranks would go on with values "
+                "that are far from the owners'; leave it out, or choose one of those"
+            )
+
+    @property
+    def cast(self) -> Float16 | Bfloat16:
+        """What packs without feedback."""
+        cast: Float16 | Bfloat16 = _innermost(self.codec)
+        return cast
+
+    def settings(self) -> str:
+        """Describe the codec, and that it is for both directions."""
+        return f"{self.codec.settings()} in both directions"
+
+
+def _innermost(codec: Any) -> Any:
+    while (inside := getattr(codec, "codec", None)) is not None:
+        codec = inside
+    return codec

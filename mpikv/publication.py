@@ -1,0 +1,119 @@
+"""Values that travel packed to the ranks that pull them.
+
+An owner keeps the exact value, which it updates, beside what all ranks hold of it. What is sent is the difference of
+the two, rounded; every rank adds it, the owner too, so that all hold the same bits. What rounding leaves out is part of
+the next difference: so far the values that ranks hold are from the exact ones, and no further. Where a push replaces
+values by sums there is nothing to be near to, and the sums themselves are sent. Where there is a number that a cast
+cannot say, because it is too large or none, the exact values are sent as they are: of what is asked for alone, as
+between the keys of a call lie others, with pushes that ranks have not seen yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import numpy as np
+
+from .arrays import zeros
+from .plan import Bucket, merged
+from .typing import Array, RangeCodec, Transport
+
+__all__ = ["Cast", "Publication", "begin", "end"]
+
+# The part of an owner begins at a multiple of so many bytes, for the codec's sake.
+_ALIGNMENT = 8
+
+
+class Cast(RangeCodec, Protocol):
+    """A codec of ranges without feedback that rounds each number for itself."""
+
+    @property
+    def largest(self) -> float:
+        """The largest number that is sent as one as large, but for rounding."""
+        ...
+
+
+def begin(buckets: Sequence[Bucket]) -> None:
+    """Take the values as the exact ones. Local."""
+    for bucket in buckets:
+        if bucket.exact is not None:
+            for own in bucket.owned:
+                np.copyto(bucket.exact[own], bucket.value[own])
+
+
+def end(buckets: Sequence[Bucket]) -> None:
+    """Take the exact values as the owners', for the others to be given. Local."""
+    for bucket in buckets:
+        if bucket.exact is not None:
+            for own in bucket.owned:
+                np.copyto(bucket.value[own], bucket.exact[own])
+
+
+class Publication:
+    """Gives ranks the owners' values, packed by a cast."""
+
+    def __init__(self, cast: Cast, transport: Transport) -> None:
+        """Collective: it takes memory that neighbours share."""
+        self._cast, self._transport = cast, transport
+        elements = transport.limit // 4
+        self._memory = transport.allocate(cast.nbytes(elements) + 2 * _ALIGNMENT * transport.size)
+        self._change = zeros(4 * elements).view(np.float32)
+
+    def publish(self, bucket: Bucket, assigned: bool) -> bool:
+        """Give every rank the owners' values of a bucket, which has exact ones; ``assigned``: as they are. Collective.
+
+        Returns:
+            The same on all ranks: whether they hold them now. Else nothing has changed, and they have to be sent
+            without a cast, which cannot say one of them.
+        """
+        counts, mine, transport = bucket.share.counts, self._transport.rank, self._transport
+        starts = list(accumulate(counts, initial=0))
+        places = list(accumulate(map(self._room, counts), initial=0))
+        message = self._memory[: places[-1]]
+        if counts[mine]:
+            change = self._changed(bucket, assigned)
+            fits = -self._cast.largest <= change.min() and change.max() <= self._cast.largest  # neither holds of NaN
+            message[places[mine]] = not fits
+            if fits:
+                self._cast.encode(change, self._packed(message, places[mine], counts[mine]), None)
+        owners = [rank for rank, count in enumerate(counts) if count]
+        if len(owners) == 1:
+            transport.broadcast(message, owners[0])
+        else:
+            transport.all_gather(message, [last - first for first, last in pairwise(places)])
+        if any(message[places[rank]] for rank in owners):
+            return False
+        if transport.place == 0:  # neighbours share the values
+            if assigned:
+                for _, low, high in merged(bucket.pieces):
+                    bucket.value[low:high] = 0
+            for rank in owners:
+                packed = self._packed(message, places[rank], counts[rank])
+                self._cast.decode_add(packed, bucket.value[starts[rank] : starts[rank + 1]])
+        transport.fence()
+        return True
+
+    def _room(self, count: int) -> int:
+        """Return the bytes of an owner's part: whether it is unpacked, and its elements, packed."""
+        return _ALIGNMENT - (-self._cast.nbytes(count) // _ALIGNMENT) * _ALIGNMENT if count else 0
+
+    def _packed(self, message: Array, place: int, count: int) -> Array:
+        return message[place + _ALIGNMENT : place + _ALIGNMENT + self._cast.nbytes(count)]
+
+    def _changed(self, bucket: Bucket, assigned: bool) -> Array:
+        """Return what is to be sent of this rank's elements."""
+        assert bucket.exact is not None
+        low, high = bucket.share.low, bucket.share.high
+        change = self._change[: high - low]
+        if not bucket.dense:
+            change.fill(0)  # what lies between belongs to keys that are not asked for
+        for own in bucket.owned:
+            part = change[own.start - low : own.stop - low]
+            if assigned:
+                np.copyto(part, bucket.exact[own])
+            else:
+                with np.errstate(all="ignore"):
+                    np.subtract(bucket.exact[own], bucket.value[own], out=part)
+        return change

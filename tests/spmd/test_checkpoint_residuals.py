@@ -1,0 +1,252 @@
+"""What compressed pushes have left out, in checkpoints: the same bits on as many ranks, the same sum on others."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpikv
+from mpikv.checkpoint import inspect
+
+from .test_compression import gradients
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+F32 = np.float32
+CODECS = (
+    {"type": "2bit", "threshold": 0.5},
+    {"type": "1bit"},
+    {"type": "bf16"},
+    {"type": "topk", "ratio": 0.1},
+    {"type": "lowrank", "rank": 2},
+)
+VALUES = {"m": np.zeros((40, 30), F32), "v": np.zeros(7, F32), "h": np.zeros((3, 5), np.float16), "e": np.zeros(0, F32)}
+
+
+@pytest.fixture(params=["auto", "mpi"])
+def transport(request, comm):
+    if comm is None and request.param == "mpi":
+        pytest.skip("one rank needs no transport")
+    return request.param
+
+
+def push(kv, step, positions=1):
+    lists = {
+        key: list(gradients(value.shape or 1, step, kv.size, positions)[kv.rank].astype(value.dtype))
+        for key, value in VALUES.items()
+    }
+    kv.push(list(lists), list(lists.values()))
+
+
+def residuals(kv):
+    """Return the residuals of this rank's: for each key, those of each position."""
+    return {key: [each.copy() for each in kv._exchange.table[key].residuals()] for key in kv}
+
+
+def summed(comm, mine, positions):
+    """Return the sum of all ranks' residuals of each key and position."""
+    total = {}
+    for key, value in VALUES.items():
+        for position in range(positions):
+            own = mine[key][position] if position < len(mine[key]) else np.zeros(value.size, F32)
+            arrays = [own] if comm is None else comm.allgather(own)
+            total[key, position] = np.sum(np.asarray(arrays, np.float64), axis=0)
+    return total
+
+
+def of_ranks(comm, count):
+    """Return a communicator of the first ranks; None on the others."""
+    if comm is None:
+        return None
+    from mpi4py import MPI
+
+    part = comm.Split(0 if comm.rank < count else MPI.UNDEFINED)
+    return None if part == MPI.COMM_NULL else part
+
+
+@pytest.mark.feature("compression-residuals-in-checkpoints")
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(comm, transport, folder, codec, placement):
+    options = {"comm": comm, "transport": transport, "placement": placement, "compression": codec}
+    with mpikv.create(**options) as kv, mpikv.create(**options) as other:
+        kv.init(VALUES)
+        kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.5)
+        for step in range(3):
+            push(kv, step)
+        kv.save(folder / "checkpoint")
+        if kv.size > 1:
+            assert any(each.any() for arrays in residuals(kv).values() for each in arrays)
+        for target in (other, kv):
+            target.load(folder / "checkpoint")
+        for step in range(3, 6):
+            for store in (kv, other):
+                push(store, step)
+            for key in VALUES:
+                assert kv.pull(key).tobytes() == other.pull(key).tobytes()
+                mine, restored = residuals(kv)[key], residuals(other)[key]
+                assert [each.tobytes() for each in mine] == [each.tobytes() for each in restored]
+
+
+def test_the_run_that_went_on_is_the_one_that_did_not_stop(comm, folder):
+    """The loading store is compared with one that was never saved."""
+    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
+        kv.init(VALUES)
+        for step in range(2):
+            push(kv, step, positions=2)
+        kv.save(folder / "checkpoint")
+        before = residuals(kv)
+        with mpikv.create(comm=comm, compression=CODECS[0]) as other:
+            other.init(VALUES)
+            push(other, 7, positions=3)
+            other.load(folder / "checkpoint")
+            for key, arrays in residuals(other).items():
+                assert [each.tobytes() for each in arrays] == [each.tobytes() for each in before[key]]
+            for store in (kv, other):
+                push(store, 3, positions=2)
+            for key in VALUES:
+                assert kv.pull(key).tobytes() == other.pull(key).tobytes()
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+@pytest.mark.ranks(2, 3, 4)
+def test_nothing_is_lost_on_other_ranks(comm, folder, data):
+    """Saved on some ranks and loaded on others, of another number, with codecs and lists of other kinds."""
+    saving, loading = (data.draw(st.integers(1, comm.size), label=name) for name in ("saving", "loading"))
+    one, other = (data.draw(st.sampled_from(CODECS), label="codec") for _ in range(2))
+    most = data.draw(st.integers(1, 3), label="positions")
+    path, expected = folder / "checkpoint", None
+    if (part := of_ranks(comm, saving)) is not None:
+        with mpikv.create(comm=part, compression=one) as kv:
+            kv.init(VALUES)
+            for step in range(2):
+                # Ranks may bring lists of different lengths.
+                push(kv, step, positions=max(1, most - (kv.rank % 2)))
+            kv.save(path)
+            expected = summed(part, residuals(kv), most)
+        part.Free()
+    comm.Barrier()
+    if (part := of_ranks(comm, loading)) is not None:
+        with mpikv.create(comm=part, compression=other) as kv:
+            kv.load(path)
+            found = summed(part, residuals(kv), most)
+            if expected is not None:
+                for key in VALUES:
+                    whole, there = (sum(each[key, at] for at in range(most)) for each in (expected, found))
+                    np.testing.assert_allclose(there, whole, rtol=0, atol=1e-5)
+                    if one["type"] == other["type"] == "2bit":
+                        for at in range(most):
+                            np.testing.assert_allclose(found[key, at], expected[key, at], rtol=0, atol=1e-5)
+            push(kv, 5)
+        part.Free()
+    comm.Barrier()
+
+
+@pytest.mark.ranks(3, 4)
+def test_ranks_take_those_of_their_number(comm, folder):
+    """Two ranks that load what more ranks have saved: by the rule in the documentation."""
+    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
+        kv.init("w", np.zeros(100, F32))
+        kv.push("w", np.full(100, 0.0625 * (kv.rank + 1), F32))
+        kv.save(folder / "checkpoint")
+    if (part := of_ranks(comm, 2)) is not None:
+        with mpikv.create(comm=part, compression=CODECS[0]) as kv:
+            kv.load(folder / "checkpoint")
+            expected = sum(0.0625 * (rank + 1) for rank in range(kv.rank, comm.size, 2))
+            np.testing.assert_array_equal(kv._exchange.table["w"].residuals()[0], np.full(100, expected, F32))
+        part.Free()
+
+
+def test_a_store_that_cannot_send_them_says_so(comm, folder, caplog):
+    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
+        kv.init("w", np.zeros(100, F32))
+        kv.push("w", np.full(100, 0.25, F32))
+        kv.save(folder / "checkpoint")
+    for compression in (None, {"type": "2bit", "error_feedback": False}):
+        with mpikv.create(comm=comm, compression=compression) as kv, caplog.at_level(logging.WARNING, "mpikv"):
+            caplog.clear()
+            kv.load(folder / "checkpoint")
+            assert ("it is dropped" in caplog.text) is kv.is_root
+            np.testing.assert_array_equal(kv.pull("w"), np.zeros(100, F32))
+            assert not residuals(kv)["w"]
+
+
+def test_what_is_in_the_file(comm, folder):
+    with mpikv.create(comm=comm, compression={"type": "lowrank", "rank": 2}) as kv:
+        kv.init({"m": np.zeros((40, 30), F32), "half": np.zeros(5, np.float16)})
+        kv.save(folder / "before")
+        kv.push(["m", "half"], [np.full((40, 30), 0.25, F32), np.ones(5, np.float16)])
+        kv.save(folder / "after")
+        kv.save(folder / "without", residuals=False)
+        size = kv.size
+        if comm is not None:
+            comm.Barrier()
+    before, after, without = (inspect(str(folder / name)).header.contents for name in ("before", "after", "without"))
+    assert json.loads(before.text)["version"] == json.loads(without.text)["version"] == 1
+    assert json.loads(after.text)["version"] == 2
+    assert (after.compression, after.ranks) == ("lowrank(rank=2, seed=0) with error feedback", size)
+    names = [tensor.name for tensor in after.tensors]
+    expected = [f"residual/{rank}/0/{key}" for rank in range(size) for key in ("m", "half")]
+    assert sorted(names) == sorted(["value/m", "value/half", "codec/start/m", *expected])
+    assert after.nbytes == without.nbytes + size * 4 * 1205 + 4 * 2 * 30
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arrays = safetensors.load_file(folder / "after")
+    assert arrays["residual/0/0/m"].shape == (40, 30)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_saves_without(comm, folder):
+    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
+        kv.init("w", np.zeros(3, F32))
+        with pytest.raises(mpikv.RankMismatch, match="with residuals"):
+            kv.save(folder / "checkpoint", residuals=kv.is_root)
+        assert not list(folder.iterdir())
+
+
+@pytest.mark.ranks(2, 3)
+def test_too_little_memory_for_residuals_on_one_rank(comm, folder, monkeypatch):
+    with mpikv.create(comm=comm, compression=CODECS[0], timeout=5) as kv:
+        kv.init("w", np.zeros(3, F32))
+        kv.push("w", np.full(3, 0.25, F32))
+
+        def short(*arguments):
+            raise MemoryError("no more")
+
+        with monkeypatch.context() as patch:
+            if kv.rank == kv.size - 1:
+                patch.setattr("mpikv.checkpoint.residuals._residuals_of", short)
+            with pytest.raises(MemoryError if kv.rank == kv.size - 1 else mpikv.PeerFailed, match="no more"):
+                kv.save(folder / "checkpoint")
+        assert not list(folder.iterdir())
+        kv.save(folder / "checkpoint")
+
+
+def test_a_damaged_residual_changes_nothing(comm, folder):
+    path = folder / "checkpoint"
+    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
+        kv.init("w", np.zeros(1000, F32))
+        kv.push("w", np.full(1000, 0.25, F32))
+        kv.save(path)
+        source = inspect(str(path))
+        last = next(one for one in source.header.contents.tensors if one.name == f"residual/{kv.size - 1}/0/w")
+        if comm is not None:
+            comm.Barrier()
+        if kv.is_root:
+            with path.open("r+b") as file:
+                file.seek(source.header.start + last.begin + 5)
+                file.write(b"\xff")
+        if comm is not None:
+            comm.Barrier()
+        kv.push("w", np.full(1000, 0.125, F32))
+        with mpikv.create(comm=comm, compression=CODECS[0]) as other:
+            for store in (kv, other):
+                with pytest.raises((mpikv.CheckpointError, mpikv.PeerFailed), match="checksum"):
+                    store.load(path)
+            assert len(other) == 0
+        np.testing.assert_array_equal(kv._exchange.table["w"].residuals()[0], np.full(1000, 0.375, F32))
