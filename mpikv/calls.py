@@ -78,15 +78,7 @@ class Calls:
         return call, (exchange.push, plan, arrays, steps, confirm)
 
     def pull(self, key: Any, out: Any, priority: Any) -> Prepared:
-        plan = self._exchange.known(key)
-        if plan is None and isinstance(key, Mapping):
-            form = parse(key, out, "out")
-            plan, result = self._exchange.plan(form.keys), key
-            arrays: Arrays = targets(plan.entries, form.groups)
-        else:
-            plan = plan or self.known(key)
-            result = new_arrays(key, plan) if out is None else out
-            arrays = self._targets(plan, key, result)
+        plan, arrays, result = self.pulled(key, out)
         return self._planned("pull", plan, priority), (self._run_pull, plan, arrays, result)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
@@ -96,12 +88,7 @@ class Calls:
             exchange.check_compressible(plan, arrays)
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
-        if isinstance(key, Mapping):
-            result = key if out is None else out
-            filled: Arrays = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
-        else:
-            result = value if out is None else out
-            filled = arrays if out is None and are_plain(arrays) else self._targets(plan, key, result)
+        filled, result = (arrays, value) if out is None and are_plain(arrays) else self.filled(plan, key, value, out)
         call, steps, confirm = self._update_of("pushpull", plan, priority)
         exchange.stage(plan, arrays)
         return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
@@ -200,19 +187,30 @@ class Calls:
             raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
         return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
 
+    def pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
+        """Return the plan of what is to be pulled, the arrays to fill, and what the call returns."""
+        plan = self._exchange.known(key)
+        if plan is None and isinstance(key, Mapping):
+            form = parse(key, out, "out")
+            plan = self._exchange.plan(form.keys)
+            return plan, targets(plan.entries, form.groups), key
+        plan = plan or self.known(key)
+        result = new_arrays(key, plan) if out is None else out
+        return plan, self._targets(plan, key, result), result
+
     def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | None]:
         """Return the plan and the arrays of what is to be pushed, and perhaps filled; None for the buffers."""
         plan = self._exchange.known(key)
         if plan is not None and (arrays := plain(plan, key, value, filled)) is not None:
             return plan, arrays
         if value is not None or isinstance(key, Mapping):
-            return self._sources(key, value)
+            return self.brought(key, value)
         plan = plan or self.known(key)
         self._check_buffers(plan)
         return plan, None
 
-    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
-        """Return the plan and the arrays of any form."""
+    def brought(self, key: Any, value: Any) -> tuple[Plan, Sequence[tuple[Array, ...]]]:
+        """Return the plan of what is to be pushed, and the flat arrays of any form."""
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
         arrays = sources(plan.entries, form.groups)
@@ -224,6 +222,15 @@ class Calls:
         """Return the arrays to fill."""
         arrays = plain(plan, key, out, writable=True)
         return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
+
+    def filled(self, plan: Plan, key: Any, value: Any, out: Any) -> tuple[Arrays, Any]:
+        """Return the arrays that a pushpull fills, and what it returns."""
+        if isinstance(key, Mapping):
+            names, arrays = flatten(key) if out is None else (key, out)
+            outs = outs_of(names, arrays, plan.keys)
+            return targets(plan.entries, outs.groups), key if out is None else out
+        result = value if out is None else out
+        return self._targets(plan, key, result), result
 
     def _check_buffers(self, plan: Plan) -> None:
         if (key := self._exchange.unbuffered(plan)) is not None:
@@ -318,11 +325,6 @@ def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
         return call
     wish = f"priority {wishes}"
     return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
-
-
-def _filled(tree: Mapping[Any, Any], out: Any) -> tuple[Any, Any]:
-    """Return keys and arrays that a pushpull of a dict fills: its own, without others."""
-    return flatten(tree) if out is None else (tree, out)
 
 
 def _run_for(result: Any, run: Callable[..., None], *arguments: Any) -> Any:

@@ -7,10 +7,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from . import codecs
+from .asynchronous import AsyncKVStore, check_options
 from .board import Board
 from .config import Config
 from .errors import (
@@ -35,13 +36,9 @@ _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync"
 _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
-_LATER = {
-    **dict.fromkeys(
-        ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
-    ),
-    "p3": "slices by priority; 'dist_sync' has the same results",
-}
-_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
+_ASYNC = ("dist_async", "dist_async_device", "dist_device_async")
+_LATER = {"p3": "slices by priority; 'dist_sync' has the same results"}
+_NAMES = (*_HOST, *_STORELESS, *_DEVICE, *_ASYNC, *_NCCL, *_LATER, "teststore")
 
 
 def create(
@@ -58,6 +55,7 @@ def create(
     deterministic: bool | None = None,
     kernels: str | None = None,
     compression: Any = None,
+    staleness: int | None = None,
 ) -> KVStore:
     """Make a store.
 
@@ -67,6 +65,7 @@ def create(
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
+            ``dist_async`` (``dist_async_device``, ``dist_device_async``) for an :class:`AsyncKVStore`;
             ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
@@ -87,6 +86,8 @@ def create(
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
+        staleness: for ``dist_async``: how many pushes of a key a rank may be ahead of another, from 0. Default None,
+            any number.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
 
@@ -114,6 +115,7 @@ def create(
             "deterministic": deterministic,
             "kernels": kernels,
             "compression": compression,
+            "staleness": staleness,
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
@@ -133,15 +135,19 @@ def create(
         )
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
+        if kind in _ASYNC:
+            check_options(settings, staleness, compression)
+        elif staleness is not None:
+            raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {name!r} updates in rounds")
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise
     except Exception as error:
         problem = error
     group = connect(comm, settings)
     try:
-        problem = problem or _bad_root(root, group)
+        problem = problem or _bad_root(root, group) or _lacks_threads(name, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         del wanted["abort"]  # each rank's own affair
-        wanted["compression"] = compressing
+        wanted["compression"], wanted["staleness"] = compressing, repr(staleness)
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -153,6 +159,9 @@ def create(
         group.close()
         raise
     _prepare_endings()
+    if kind in _ASYNC:
+        again = partial(create, staleness=staleness)
+        return AsyncKVStore(group, board, mover, settings, name=kind, root=root, found=again, staleness=staleness)
     store = KVStore(group, board, mover, settings, name=kind, root=root, found=create)
     if codec is not None:
         try:
@@ -191,6 +200,12 @@ def _bad_root(root: object, group: Group) -> Exception | None:
     if isinstance(root, int) and 0 <= root < group.size:
         return None
     return ConfigError(f"root={root!r} is not a rank from 0 to {group.size - 1}")
+
+
+def _lacks_threads(name: Any, group: Group) -> Exception | None:
+    if not isinstance(name, str) or name.lower() not in _ASYNC or group.threads:
+        return None
+    return Unsupported(f"store {name!r} needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
 
 
 def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:

@@ -69,6 +69,9 @@ class KVStore(KVStoreBase):
                [8., 8., 8.]])
     """
 
+    _placement: str | None = None
+    """The placement of stores of a kind, whatever was asked for."""
+
     def __init__(
         self,
         group: Group,
@@ -85,7 +88,8 @@ class KVStore(KVStoreBase):
         self._type, self._root, self._found = name, root, found
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
-        self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
+        placement = self._placement or config.placement
+        self._exchange = Exchange(transport, placement, root, find_kernels(config.kernels), config.deterministic)
         self._calls = Calls(self._exchange, self._agreement, group.rank)
         self._pending = Pending(self._least)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)

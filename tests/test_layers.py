@@ -20,9 +20,9 @@ LAYERS = (
     ("arrays", "config", "waiting", "work", "world"),
     ("arena", "board", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
-    ("agreement", "arguments", "compression", "placement", "scope"),
+    ("agreement", "arguments", "compression", "ledger", "placement", "scope"),
     ("calls", "checkpoint", "exchange", "store", "trial"),
-    ("storeless",),
+    ("asynchronous", "storeless"),
     ("registry",),
     ("trainer",),
     ("__init__", "__main__", "cli", "testing"),
@@ -50,7 +50,7 @@ SIDEWAYS = {
 }
 
 NUMBA = {"codecs/compiled", "optimizers/compiled"}
-MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
+MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
 

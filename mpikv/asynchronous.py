@@ -1,0 +1,512 @@
+"""The store whose pushes and pulls no rank waits for: each push is applied by the owner of its key when it arrives.
+
+Every key has one owner. The calls of the other ranks come to it as letters, which a thread of its own answers while it
+computes; see :mod:`mpikv.transports.post`. What the owner does with them is in :mod:`mpikv.ledger`. All other calls
+are collective, and each begins with a rest: every rank waits until what it has pushed is answered, so that no letter is
+on its way when the ranks agree. Letters carry the number of the last collective call; one that arrives before its owner
+has made that call is answered afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+
+from .agreement import Call, told
+from .arguments import priorities
+from .arrays import local_sum
+from .board import Board
+from .calls import Prepared
+from .config import Config
+from .errors import ConfigError, PeerFailed, Stalled, TransportError, Unsupported, noted, settled
+from .keys import Entry
+from .ledger import Ledger
+from .plan import Plan, digest
+from .store import KVStore
+from .transports.post import Letter, Post
+from .typing import Array, Key, Transport
+from .waiting import Waiting
+from .world import Group
+
+__all__ = ["AsyncKVStore", "check_options"]
+
+Result = TypeVar("Result")
+
+_PUSH, _PULL, _LEAVE, _WHO = range(4)
+_NUMBERS = np.dtype(np.int64)
+# Seconds that an owner has to say whom it waits for.
+_PATIENCE = 1.0
+_INSTEAD = "'dist_sync' has it"
+
+
+class _Wanted(NamedTuple):
+    """An answer that has not come."""
+
+    owner: int
+    key: Key | None
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    take: Callable[[Array], None]
+    """Given what was asked for, which may change afterwards."""
+
+
+class AsyncKVStore(KVStore):
+    """A store that applies each rank's push when it arrives: ``create("dist_async", staleness=4)``.
+
+    :meth:`push`, :meth:`pull` and :meth:`pushpull` are *not* collective: a rank calls them when it likes, as often as
+    it likes, and needs no other rank but the owner of the key, whose thread answers while it computes. Every push makes
+    one update of its own; the sum over ranks of :class:`mpikv.KVStore` is not made. Updates of one key come one after
+    the other, none is lost, and a pull returns a whole value. In which order the pushes of several ranks come is not
+    said; those of one rank to one key come in its order, and it reads what it has pushed.
+
+    With ``staleness=s`` no rank is more than ``s`` pushes of a key ahead of another: a push that would be waits at the
+    owner, and with it the next call of its rank that needs it. So what a rank reads after ``c`` pushes of a key has at
+    least ``c - s`` of every rank's. With 0 the pushes of all ranks are added up, in rank order, before they make one
+    update: the result is that of ``dist_sync``. A rank that is in a collective call is not waited for, nor are pushes
+    counted across one.
+
+    All other methods are collective, as in :class:`mpikv.KVStore`, and begin with a rest: what any rank has pushed
+    before is in the values when they run. It has no ``buffer``, ``view``, ``join``, ``wait=False`` and compression.
+    Settings of an optimizer count for the keys that the rank owns which sets them: set them on every rank.
+
+    Example (one rank; on n ranks w becomes -n, once all have pushed):
+        >>> import mpikv, numpy as np
+        >>> with mpikv.create("dist_async", staleness=2) as kv:
+        ...     kv.init("w", np.zeros(2))
+        ...     kv.set_optimizer("sgd", learning_rate=1.0)
+        ...     kv.push("w", np.ones(2))
+        ...     kv.barrier()
+        ...     print(kv.pull("w"), kv.version("w"))
+        [-1. -1.] 1
+    """
+
+    _placement = "owners"
+
+    def __init__(
+        self,
+        group: Group,
+        board: Board,
+        transport: Transport,
+        config: Config,
+        *,
+        name: str = "dist_async",
+        root: int = 0,
+        found: Callable[..., KVStore] | None = None,
+        staleness: int | None = None,
+    ) -> None:
+        """Collective. Use :func:`mpikv.create`."""
+        super().__init__(group, board, transport, config, name=name, root=root, found=found)
+        self._bound = staleness
+        self._lock, self._holder = threading.Lock(), 0
+        self._ledger = Ledger(group.size, staleness, self._answer)
+        self._waiting = Waiting(config.timeout, config.warn_after, board.warn)
+        self._tickets = 0
+        self._wanted: dict[int, _Wanted] = {}
+        self._pushes: dict[Key, int] = {}
+        self._seen: dict[Key, int] = {}
+        self._failures: list[BaseException] = []
+        self._begin()
+        self._post = Post(group, self._serve) if group.size > 1 else None
+
+    # --- Facts
+
+    @property
+    def staleness(self) -> int | None:
+        """How many pushes of a key a rank may be ahead of another; None: any number."""
+        return self._bound
+
+    def is_capable(self, capability: str) -> bool:
+        """As :meth:`mpikv.KVStore.is_capable`; this store is capable of async. Local."""
+        capable = super().is_capable(capability)
+        return {"async": True, "compression": False}.get(capability.lower(), capable)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the store has found out about itself. Local.
+
+        ``staleness``: the bound, and the largest lead of one rank over another that this rank has seen as an owner.
+        ``updates``: how many it has made.
+        """
+        staleness = {"bound": self._bound, "largest": self._ledger.widest}
+        return {**super().statistics(), "staleness": staleness, "updates": self._ledger.applied}
+
+    def version(self, key: Key) -> int:
+        """Return how many updates the value of a key had seen when this rank last heard of it: by a pull, by a push of
+        which it knows the end, or in a collective call. Local.
+
+        Raises:
+            KeyNotInitialized: the key is unknown.
+        """
+        version = super().version(key)
+        return self._seen.get(key, version)
+
+    # --- Verbs
+
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> None:
+        """Send one value per key to its owner, whose updater changes the stored value by it: ``updater(key, value,
+        stored)``.
+
+        Not collective. Returns when the value is on its way; a later push of the same key waits until this one was
+        applied. An exception of the updater, which has then changed nothing, is raised by the first call after its
+        answer has come: at the latest by the next one that pulls or pushes the key, or by the next collective call, and
+        in place of it. Of a list of keys each is applied by itself.
+
+        Args:
+            key: as in :meth:`mpikv.KVStore.push`.
+            value: as there; needed. A list of arrays is summed on this rank first, and makes one update.
+            priority: accepted, and has no effect.
+            wait: must be True.
+
+        Raises:
+            ConfigError: there is no updater.
+            KeyNotInitialized, ValueMismatch: as in :meth:`mpikv.KVStore.push`.
+            PeerFailed: the updater raised, at the owner, in an earlier push.
+            Stalled: an owner, or a rank that is behind by the bound, did not come within the store's timeout.
+        """
+        self._check_wait("push", wait)
+        self._enter("push", self._run_push, key, value, priority)
+
+    def pull(
+        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
+    ) -> Any:
+        """Read the value of a key, or of each key of a list, from its owner.
+
+        Not collective. Each value is whole and has all that this rank has pushed; :meth:`version` says how many updates
+        it has seen. Values of a list need not be of one moment.
+
+        Args, and what is returned: as in :meth:`mpikv.KVStore.pull`. Raises: as :meth:`push`.
+        """
+        self._check_wait("pull", wait)
+        return self._enter("pull", self._run_pull, key, out, priority)
+
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
+        """Push, then pull. Not collective. Arguments as in :meth:`mpikv.KVStore.pushpull`; raises as :meth:`push`."""
+        self._check_wait("pushpull", wait)
+        return self._enter("pushpull", self._run_pushpull, key, value, out, priority)
+
+    def buffer(self, key: Any) -> Any:
+        """Not in this store. Raises Unsupported."""
+        self._lacks("buffer")
+
+    def view(self, key: Any) -> Any:
+        """Not in this store, whose values change at any time. Raises Unsupported."""
+        self._lacks("view")
+
+    def join(self) -> Any:
+        """Not in this store, whose ranks have unequal work anyway. Raises Unsupported."""
+        self._lacks("join")
+
+    def set_gradient_compression(self, compression: Any) -> None:
+        """Not in this store. Raises Unsupported."""
+        self._lacks("set_gradient_compression")
+
+    def _lacks(self, verb: str) -> NoReturn:
+        raise Unsupported(f"{verb}: the store {self.type!r} has no such call; {_INSTEAD}")
+
+    def _check_wait(self, verb: str, wait: bool) -> None:
+        if not wait:
+            raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
+
+    def _run_push(self, key: Any, value: Any, priority: Any) -> None:
+        plan, arrays = self._calls.brought(key, value)
+        priorities(priority, plan.keys)
+        self._send(plan, arrays)
+
+    def _run_pull(self, key: Any, out: Any, priority: Any) -> Any:
+        plan, arrays, result = self._calls.pulled(key, out)
+        priorities(priority, plan.keys)
+        self._fetch(plan, arrays)
+        return result
+
+    def _run_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Any:
+        plan, arrays = self._calls.brought(key, value)
+        filled, result = self._calls.filled(plan, key, value, out)
+        priorities(priority, plan.keys)
+        self._send(plan, arrays)
+        self._fetch(plan, filled)
+        return result
+
+    def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]]) -> None:
+        if self._exchange.updater.assigns:
+            raise ConfigError(
+                "no updater is set, and pushes that replace the value would be lost; "
+                "call set_optimizer(...) or set_updater(...) on every rank first"
+            )
+        self._await([self._pushes[key] for key in plan.keys if key in self._pushes])
+        self._raise_failures()
+        for entry, group in zip(plan.entries, arrays, strict=True):
+            payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
+            self._pushes[entry.key] = self._ask(_PUSH, _owner(entry), entry, payload)
+        self._raise_failures()
+
+    def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
+        tickets = []
+        for entry, given in zip(plan.entries, arrays, strict=True):
+            outs = (given,) if type(given) is np.ndarray else given
+            tickets.append(self._ask(_PULL, _owner(entry), entry, take=_filling(outs)))
+        self._await(tickets)
+        self._raise_failures()
+
+    # --- The doors
+
+    def _enter(self, verb: str, run: Callable[..., Result], *arguments: Any) -> Result:
+        """Make a call that is not collective."""
+
+        def checked() -> Result:
+            self._hear()
+            self._raise_failures()
+            return run(*arguments)
+
+        self._check_caller(verb)
+        return self._alone(verb, checked)
+
+    def _alone(self, verb: str, run: Callable[[], Result]) -> Result:
+        """Run what waits for other ranks, which do not come together; say what was wrong with it."""
+        self._running = verb
+        self._board.write(self._agreement.calls, verb.encode())
+        try:
+            with self._translated(), np.errstate(all="ignore"):
+                return run()
+        except BaseException as error:
+            if isinstance(error, TransportError) or not isinstance(error, Exception):
+                self._end_unless_settled(verb, error)
+            self._agreement.at_rank(verb, error)
+            raise
+        finally:
+            self._running = ""
+
+    def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
+        """Rest; learn how often the owners have updated; then make the call as any store."""
+        self._check_caller(verb)
+        failure = self._rest(verb)
+        try:
+            super()._collective(verb, self._rested, verb, failure)
+            return super()._collective(verb, prepare, *arguments)
+        finally:
+            self._begin()
+
+    def _rested(self, verb: str, failure: Exception | None) -> Prepared:
+        if failure is not None:
+            raise failure
+        return Call(verb, digest("rest")), (self._exchange.recount,)
+
+    def _rest(self, verb: str) -> Exception | None:
+        """Wait until this rank's pushes are applied, and let no rank wait for more; return what went wrong."""
+
+        def run() -> None:
+            if self._bound is not None:
+                for rank in range(self.size):
+                    self._ask(_LEAVE, rank)
+            self._await(list(self._wanted))
+            self._raise_failures()
+
+        try:
+            self._alone(verb, run)
+        except Exception as error:
+            if self._ended is not None:
+                raise
+            return error
+        return None
+
+    def _check_caller(self, verb: str) -> None:
+        if self._holder == threading.get_ident():
+            raise Unsupported(f"{verb}: an updater cannot call the store")
+        self._check_free(verb)
+
+    def _translated(self) -> Any:
+        return self._group.translated("asking other ranks") if self._group.comm else nullcontext()
+
+    def _raise_failures(self) -> None:
+        if not self._failures:
+            return
+        failures, self._failures = self._failures, []
+        if len(failures) > 1:
+            noted(failures[0], f"{len(failures) - 1} more pushes have failed")
+        raise failures[0]
+
+    # --- What this rank asks of owners
+
+    def _ask(
+        self,
+        kind: int,
+        owner: int,
+        entry: Entry | None = None,
+        body: Array | None = None,
+        take: Callable[[Array], None] = lambda array: None,
+    ) -> int:
+        """Send a request; return the ticket under which its answer will come."""
+        self._tickets = ticket = self._tickets + 1
+        key, row = (None, 0) if entry is None else (entry.key, entry.index)
+        dtype, shape = (_NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
+        self._wanted[ticket] = _Wanted(owner, key, dtype, shape, take)
+        if owner != self.rank:
+            assert self._post is not None
+            self._post.request(owner, (kind, self._epoch, ticket, row), body)
+            return ticket
+        with self._held(self._config.timeout):
+            # An update may overwrite it.
+            self._act(self.rank, kind, ticket, row, None if body is None else body.copy())
+        return ticket
+
+    def _await(self, tickets: Sequence[int]) -> None:
+        """Wait for answers."""
+        if self._post is not None and any(ticket in self._wanted for ticket in tickets):
+            self._waiting.until(lambda: self._heard_all(tickets), self._whom)
+
+    def _heard_all(self, tickets: Sequence[int]) -> bool:
+        self._hear()
+        return not any(ticket in self._wanted for ticket in tickets)
+
+    def _hear(self) -> None:
+        """Take the answers that have arrived."""
+        if self._post is None:
+            return
+        if self._post.failure is not None:
+            raise TransportError(f"the thread that answers other ranks has ended: {self._post.failure!r}")
+        while (letter := self._post.reply()) is not None:
+            ticket, version, failed = letter.head[:3]
+            if (wanted := self._wanted.get(ticket)) is None:
+                continue
+            if failed:
+                text = f"rank {letter.source}, the owner of key {wanted.key!r}, raised {bytes(letter.body).decode()}"
+                error = PeerFailed(f"{text} in a push of this rank; the value is as it was before it", letter.source)
+                self._take(ticket, version, error)
+            else:
+                self._take(ticket, version, letter.body.view(wanted.dtype).reshape(-1))
+
+    def _take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
+        """Take an answer: the bytes of a value, in any shape, what a push has raised, or nothing."""
+        if (wanted := self._wanted.get(ticket)) is None:
+            return  # of a call that was interrupted
+        if isinstance(answer, BaseException):
+            self._failures.append(answer)
+        elif answer is not None and answer.size:
+            wanted.take(answer.reshape(wanted.shape))
+        if wanted.key is not None:
+            self._seen[wanted.key] = version
+        # Last: then another thread may go on.
+        self._wanted.pop(ticket, None)
+
+    def _whom(self) -> list[int]:
+        """Find out for which ranks this one waits: owners that do not answer, and those for whom owners wait."""
+        found: list[int] = []
+        owners = sorted({wanted.owner for wanted in list(self._wanted.values())})
+        asked = {self._ask(_WHO, owner, take=lambda ranks: found.extend(ranks.tolist())): owner for owner in owners}
+        deadline = time.monotonic() + _PATIENCE
+        while not self._heard_all(list(asked)) and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        silent = [owner for ticket, owner in asked.items() if self._wanted.pop(ticket, None) is not None]
+        return sorted({*found, *silent})
+
+    # --- What this rank does as an owner
+
+    def _begin(self) -> None:
+        """Take requests of after the last collective call."""
+        table = self._exchange.table
+        with self._held():
+            self._epoch = self._agreement.calls
+            self._rows = {entry.index: entry for entry in table.entries()}
+            self._ledger.begin(self._rows, table.counts, self._exchange.updater, self._exchange.check_slots)
+        self._pushes.clear()
+        self._seen.clear()
+
+    def _serve(self, letter: Letter) -> bool:
+        kind, epoch, ticket, row = letter.head[:4]
+        with self._held():
+            if epoch > self._epoch:
+                return False
+            self._act(letter.source, kind, ticket, row, letter.body)
+        return True
+
+    @contextmanager
+    def _held(self, timeout: float = -1) -> Iterator[None]:
+        if not self._lock.acquire(timeout=timeout):
+            raise Stalled(f"waited {timeout:.1f} s for an update of this rank", [self.rank])
+        self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._holder = 0
+            self._lock.release()
+
+    def _act(self, rank: int, kind: int, ticket: int, row: int, body: Array | None) -> None:
+        """Do what a rank asks for."""
+        if kind == _PUSH:
+            assert body is not None
+            self._ledger.push(rank, ticket, row, body.reshape(-1).view(self._rows[row].dtype))
+        elif kind == _PULL:
+            self._ledger.pull(rank, ticket, row)
+        elif kind == _LEAVE:
+            self._ledger.leave(rank, ticket)
+        else:
+            self._answer(rank, ticket, 0, np.array(self._ledger.awaited(rank), _NUMBERS))
+
+    def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
+        if rank == self.rank:
+            # An error of the caller's own code is raised as it is.
+            self._take(ticket, version, settled(answer) if isinstance(answer, BaseException) else answer)
+            return
+        assert self._post is not None
+        if isinstance(answer, BaseException):
+            self._post.answer(rank, (ticket, version, 1), np.frombuffer(told(answer).encode(), np.uint8))
+        else:
+            self._post.answer(rank, (ticket, version, 0), answer)
+
+    # --- Ends
+
+    def _leave(self, why: str) -> bool:
+        left = super()._leave(why)
+        if left and self._post is not None:
+            self._post.stop(wait=False)
+        return left
+
+    def farewell(self) -> tuple[Callable[[], list[int]], float]:
+        """As :meth:`mpikv.KVStore.farewell`; meanwhile takes what other ranks have sent, for which MPI's end would
+        wait.
+        """
+        absent, seconds = super().farewell()
+        if (post := self._post) is None:
+            return absent, seconds
+        post.stop()
+
+        def still_absent() -> list[int]:
+            post.discard()
+            return absent()
+
+        return still_absent, seconds
+
+    def _free(self) -> None:
+        if self._post is not None:
+            self._post.close()
+        super()._free()
+
+
+def check_options(config: Config, staleness: Any, compression: Any) -> None:
+    """Raise if a store of this kind cannot have these options. Local."""
+    if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
+        raise ConfigError(f"staleness={staleness!r} is neither None nor an integer from 0")
+    asked = {
+        "placement": config.placement != "auto",
+        "kernels": config.kernels != "numpy",
+        "deterministic": config.deterministic,
+        "check": not config.check,
+        "compression": compression is not None,
+    }
+    if refused := [option for option, other in asked.items() if other]:
+        raise Unsupported(f"{', '.join(refused)}: not with updates on arrival; leave it out, or use 'dist_sync'")
+
+
+def _owner(entry: Entry) -> int:
+    return entry.place.block.owner
+
+
+def _filling(outs: Sequence[Array]) -> Callable[[Array], None]:
+    def fill(value: Array) -> None:
+        for out in outs:
+            np.copyto(out, value, casting="unsafe")
+
+    return fill
