@@ -112,6 +112,8 @@ class AsyncKVStore(KVStore):
         self._failures: list[BaseException] = []
         self._begin()
         self._post = Post(group, self._serve) if group.size > 1 else None
+        if self._post is not None:
+            self._post.start()
 
     # --- Facts
 
@@ -366,7 +368,8 @@ class AsyncKVStore(KVStore):
         if self._post is None:
             return
         if self._post.failure is not None:
-            raise TransportError(f"the thread that answers other ranks has ended: {self._post.failure!r}")
+            failure = self._post.failure
+            raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
         while (letter := self._post.reply()) is not None:
             ticket, version, failed = letter.head[:3]
             if (wanted := self._wanted.get(ticket)) is None:

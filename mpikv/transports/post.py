@@ -58,6 +58,9 @@ class Post:
         """What has ended the thread, if it was not told to end."""
         self._ending = False
         self._thread = threading.Thread(target=self._work, name="mpikv post", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
         self._thread.start()
 
     def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None:
@@ -72,14 +75,10 @@ class Post:
         """Return the next reply, if it has arrived."""
         return self._replies.take()
 
-    def runs_here(self) -> bool:
-        """Return whether this is the thread that answers."""
-        return self._thread.ident == threading.get_ident()
-
     def stop(self, wait: bool = True) -> None:
         """Answer no more requests."""
         self._ending = True
-        if wait and not self.runs_here():
+        if wait and self._thread.is_alive():
             self._thread.join()
 
     def discard(self) -> None:
