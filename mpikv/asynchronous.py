@@ -1,10 +1,11 @@
 """The store whose pushes and pulls no rank waits for: each push is applied by the owner of its key when it arrives.
 
 Every key has one owner. The calls of the other ranks come to it as letters, which a thread of its own answers while it
-computes; see :mod:`mpikv.transports.post`. What the owner does with them is in :mod:`mpikv.ledger`. All other calls
-are collective, and each begins with a rest: every rank waits until what it has pushed is answered, so that no letter is
-on its way when the ranks agree. Letters carry the number of the last collective call; one that arrives before its owner
-has made that call is answered afterwards.
+computes; see :mod:`mpikv.transports.post`. What the owner does with them is in :mod:`mpikv.ledger`, and how far ranks
+may be ahead of each other in :mod:`mpikv.clocks`, which one rank keeps for all. All other calls are collective, and
+each begins with a rest: every rank waits until what it has pushed is answered, so that no letter is on its way when the
+ranks agree. Letters carry the number of the last collective call; one that arrives before its owner has made that call
+is answered afterwards.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .arguments import priorities
 from .arrays import local_sum
 from .board import Board
 from .calls import Prepared
+from .clocks import Clocks
 from .config import Config
 from .errors import ConfigError, PeerFailed, Stalled, TransportError, Unsupported, noted, settled
 from .keys import Entry
@@ -37,8 +39,10 @@ __all__ = ["AsyncKVStore", "check_options"]
 
 Result = TypeVar("Result")
 
-_PUSH, _PULL, _LEAVE, _WHO = range(4)
+_PUSH, _PULL, _LEAVE, _TICK, _WAIT, _WHO = range(6)
 _NUMBERS = np.dtype(np.int64)
+# The rank that keeps the clocks.
+_KEEPER = 0
 # Seconds that an owner has to say whom it waits for.
 _PATIENCE = 1.0
 _INSTEAD = "'dist_sync' has it"
@@ -64,11 +68,11 @@ class AsyncKVStore(KVStore):
     the other, none is lost, and a pull returns a whole value. In which order the pushes of several ranks come is not
     said; those of one rank to one key come in its order, and it reads what it has pushed.
 
-    With ``staleness=s`` no rank is more than ``s`` pushes of a key ahead of another: a push that would be waits at the
-    owner, and with it the next call of its rank that needs it. So what a rank reads after ``c`` pushes of a key has at
-    least ``c - s`` of every rank's. With 0 the pushes of all ranks are added up, in rank order, before they make one
-    update: the result is that of ``dist_sync``. A rank that is in a collective call is not waited for, nor are pushes
-    counted across one.
+    With ``staleness=s`` no rank is more than ``s`` calls of push (or pushpull) ahead of another; one that would be
+    waits in that call. So what a rank reads after ``c`` of them has at least the first ``c - s`` of every rank's. With
+    0 the pushes of a key of all ranks are added up, in rank order, before they make one update, for which the next
+    pull, or push of the key, waits: the result is that of ``dist_sync``, and ranks must push keys in one order as
+    there. A rank that is in a collective call is not waited for, and all counts start there anew.
 
     All other methods are collective, as in :class:`mpikv.KVStore`, and begin with a rest: what any rank has pushed
     before is in the values when they run. It has no ``buffer``, ``view``, ``join``, ``wait=False`` and compression.
@@ -103,9 +107,12 @@ class AsyncKVStore(KVStore):
         super().__init__(group, board, transport, config, name=name, root=root, found=found)
         self._bound = staleness
         self._lock, self._holder = threading.Lock(), 0
-        self._ledger = Ledger(group.size, staleness, self._answer)
+        self._ledger = Ledger(group.size, staleness == 0, self._answer)
+        self._clocks = Clocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, board.warn)
         self._tickets = 0
+        # This rank's, and the last that was heard of the rank that is furthest behind.
+        self._clock = self._slowest = 0
         self._wanted: dict[int, _Wanted] = {}
         self._pushes: dict[Key, int] = {}
         self._seen: dict[Key, int] = {}
@@ -119,7 +126,7 @@ class AsyncKVStore(KVStore):
 
     @property
     def staleness(self) -> int | None:
-        """How many pushes of a key a rank may be ahead of another; None: any number."""
+        """How many calls of push a rank may be ahead of another; None: any number."""
         return self._bound
 
     def is_capable(self, capability: str) -> bool:
@@ -130,10 +137,10 @@ class AsyncKVStore(KVStore):
     def statistics(self) -> dict[str, Any]:
         """Return what the store has found out about itself. Local.
 
-        ``staleness``: the bound, and the largest lead of one rank over another that this rank has seen as an owner.
-        ``updates``: how many it has made.
+        ``staleness``: the bound, and on the first rank, which keeps the clocks if there is one from 1, the largest lead
+        of one rank over another that there was. ``updates``: how many this rank has made as an owner.
         """
-        staleness = {"bound": self._bound, "largest": self._ledger.widest}
+        staleness = {"bound": self._bound, "largest": self._clocks.widest}
         return {**super().statistics(), "staleness": staleness, "updates": self._ledger.applied}
 
     def version(self, key: Key) -> int:
@@ -152,10 +159,10 @@ class AsyncKVStore(KVStore):
         """Send one value per key to its owner, whose updater changes the stored value by it: ``updater(key, value,
         stored)``.
 
-        Not collective. Returns when the value is on its way; a later push of the same key waits until this one was
-        applied. An exception of the updater, which has then changed nothing, is raised by the first call after its
-        answer has come: at the latest by the next one that pulls or pushes the key, or by the next collective call, and
-        in place of it. Of a list of keys each is applied by itself.
+        Not collective. Returns when the value is on its way, with a staleness from 1 when it was applied; a later push
+        of the same key waits until this one was. An exception of the updater, which has then changed nothing, is raised
+        here, or by the first call after its answer has come: at the latest by the next one that pulls or pushes the
+        key, or by the next collective call, and in place of it. Of a list of keys each is applied by itself.
 
         Args:
             key: as in :meth:`mpikv.KVStore.push`.
@@ -240,10 +247,20 @@ class AsyncKVStore(KVStore):
             )
         self._await([self._pushes[key] for key in plan.keys if key in self._pushes])
         self._raise_failures()
+        self._wait_for_slower()
         for entry, group in zip(plan.entries, arrays, strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
             self._pushes[entry.key] = self._ask(_PUSH, _owner(entry), entry, payload)
+        if self._bound:
+            self._await([self._pushes[key] for key in plan.keys])
+            self._clock += 1
+            self._ask(_TICK, _KEEPER, number=self._clock)
         self._raise_failures()
+
+    def _wait_for_slower(self) -> None:
+        """Wait until the next push is not too far ahead."""
+        if self._bound and self._clock + 1 - self._bound > self._slowest:
+            self._await([self._ask(_WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         tickets = []
@@ -301,7 +318,7 @@ class AsyncKVStore(KVStore):
 
         def run() -> None:
             if self._bound is not None:
-                for rank in range(self.size):
+                for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
                     self._ask(_LEAVE, rank)
             self._await(list(self._wanted))
             self._raise_failures()
@@ -339,19 +356,21 @@ class AsyncKVStore(KVStore):
         entry: Entry | None = None,
         body: Array | None = None,
         take: Callable[[Array], None] = lambda array: None,
+        number: int = 0,
     ) -> int:
-        """Send a request; return the ticket under which its answer will come."""
+        """Send a request; return the ticket under which its answer will come. There is none to a tick."""
         self._tickets = ticket = self._tickets + 1
-        key, row = (None, 0) if entry is None else (entry.key, entry.index)
+        key, number = (None, number) if entry is None else (entry.key, entry.index)
         dtype, shape = (_NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
-        self._wanted[ticket] = _Wanted(owner, key, dtype, shape, take)
+        if kind != _TICK:
+            self._wanted[ticket] = _Wanted(owner, key, dtype, shape, take)
         if owner != self.rank:
             assert self._post is not None
-            self._post.request(owner, (kind, self._epoch, ticket, row), body)
+            self._post.request(owner, (kind, self._epoch, ticket, number), body)
             return ticket
         with self._held(self._config.timeout):
             # An update may overwrite it.
-            self._act(self.rank, kind, ticket, row, None if body is None else body.copy())
+            self._act(self.rank, kind, ticket, number, None if body is None else body.copy())
         return ticket
 
     def _await(self, tickets: Sequence[int]) -> None:
@@ -389,7 +408,9 @@ class AsyncKVStore(KVStore):
             self._failures.append(answer)
         elif answer is not None and answer.size:
             wanted.take(answer.reshape(wanted.shape))
-        if wanted.key is not None:
+        if wanted.key is None:
+            self._slowest = max(self._slowest, version)
+        else:
             self._seen[wanted.key] = version
         # Last: then another thread may go on.
         self._wanted.pop(ticket, None)
@@ -409,20 +430,21 @@ class AsyncKVStore(KVStore):
 
     def _begin(self) -> None:
         """Take requests of after the last collective call."""
-        table = self._exchange.table
+        exchange = self._exchange
         with self._held():
             self._epoch = self._agreement.calls
-            self._rows = {entry.index: entry for entry in table.entries()}
-            self._ledger.begin(self._rows, table.counts, self._exchange.updater, self._exchange.check_slots)
+            self._ledger.begin(exchange.table, exchange.updater, exchange.check_slots)
+            self._clocks.begin()
+        self._clock = self._slowest = 0
         self._pushes.clear()
         self._seen.clear()
 
     def _serve(self, letter: Letter) -> bool:
-        kind, epoch, ticket, row = letter.head[:4]
+        kind, epoch, ticket, number = letter.head[:4]
         with self._held():
             if epoch > self._epoch:
                 return False
-            self._act(letter.source, kind, ticket, row, letter.body)
+            self._act(letter.source, kind, ticket, number, letter.body)
         return True
 
     @contextmanager
@@ -436,17 +458,24 @@ class AsyncKVStore(KVStore):
             self._holder = 0
             self._lock.release()
 
-    def _act(self, rank: int, kind: int, ticket: int, row: int, body: Array | None) -> None:
-        """Do what a rank asks for."""
+    def _act(self, rank: int, kind: int, ticket: int, number: int, body: Array | None) -> None:
+        """Do what a rank asks for. The number is a row of the table, or a clock."""
         if kind == _PUSH:
             assert body is not None
-            self._ledger.push(rank, ticket, row, body.reshape(-1).view(self._rows[row].dtype))
+            self._ledger.push(rank, ticket, number, body)
         elif kind == _PULL:
-            self._ledger.pull(rank, ticket, row)
+            self._ledger.pull(rank, ticket, number)
+        elif kind == _TICK:
+            self._clocks.tick(rank, number)
+        elif kind == _WAIT:
+            self._clocks.wait(rank, ticket, number)
         elif kind == _LEAVE:
-            self._ledger.leave(rank, ticket)
+            self._ledger.leave(rank)
+            self._clocks.leave(rank)
+            self._answer(rank, ticket, 0, None)
         else:
-            self._answer(rank, ticket, 0, np.array(self._ledger.awaited(rank), _NUMBERS))
+            awaited = {*self._ledger.awaited(rank), *self._clocks.awaited(rank)}
+            self._answer(rank, ticket, 0, np.array(sorted(awaited), _NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         if rank == self.rank:

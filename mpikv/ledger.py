@@ -1,26 +1,20 @@
-"""What the owner of keys does with the pushes and pulls that arrive in any order, for a store without rounds.
+"""What the owner of keys does with the pushes and pulls that arrive in any order.
 
 It knows no messages and no threads: a request is a call, and an answer is a call of ``answer``, in the same call or in
-a later one. With a bound, the *clock* of a rank is the number of its pushes of a key that were applied, and
-
-    the clocks of a key never differ by more than the bound
-
-among the ranks that are active. A push that would break that is parked until the ranks behind have pushed, or left. A
-rank that has applied ``c`` pushes therefore reads a value that has at least ``c - bound`` of everybody's: the stale
-synchronous parallel model (Ho et al., NIPS 2013). A bound of 0 leaves no order of arrival: the pushes of all active
-ranks are added up in rank order and make one update, which is what a synchronous store does.
+a later one. A push is applied when it comes; or, in *rounds*, it is parked until every active rank has pushed the key,
+and the sum of theirs, in rank order, makes one update, which is what a synchronous store does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from .arrays import accumulator, add
 from .errors import noted
-from .keys import Entry
+from .keys import Entry, KeyTable
 from .typing import Array, Updater
 
 __all__ = ["Answer", "Ledger"]
@@ -44,43 +38,38 @@ class _Pull(NamedTuple):
 class Ledger:
     """The requests to one owner. Calls must come one at a time."""
 
-    def __init__(self, size: int, bound: int | None, answer: Answer) -> None:
-        """``bound`` is the largest difference of clocks; None is none."""
-        self._size, self._bound, self._answer = size, bound, answer
-        self.widest = 0
-        """The largest difference of clocks that there was."""
+    def __init__(self, size: int, rounds: bool, answer: Answer) -> None:
+        self._size, self._rounds, self._answer = size, rounds, answer
         self.applied = 0
         """How many updates were made."""
-        self._active = [True] * size
-        self._clocks: dict[int, list[int]] = {}
-        self._parked: dict[int, list[_Push]] = {}
-        self._pulls: dict[int, list[_Pull]] = {}
 
-    def begin(self, entries: Mapping[int, Entry], counts: Array, updater: Updater, check: Callable[[], None]) -> None:
-        """Start anew, when all ranks have met: all clocks are 0, and all ranks active.
+    def begin(self, table: KeyTable, updater: Updater, check: Callable[[], None]) -> None:
+        """Start anew, when all ranks have met: nothing is parked, and all ranks are active.
 
         Args:
-            entries: the keys that there are, by their rows.
-            counts: how often each row was updated, which is kept here.
+            table: the keys that there are, whose counts of updates are kept here.
             updater: what makes an update.
             check: raises if the updater, whose settings have changed since, needs other state than there is.
         """
-        self._entries, self._counts, self._updater = entries, counts, updater
+        self._table, self._updater = table, updater
+        self._entries = {entry.index: entry for entry in table.entries()}
         self._check, self._revision = check, updater.revision
-        self._active = [True] * self._size
-        self._clocks, self._parked, self._pulls = {}, {}, {}
+        self._active = set(range(self._size))
+        self._parked: dict[int, list[_Push]] = {}
+        self._pulls: dict[int, list[_Pull]] = {}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array) -> None:
-        """Update a value by what a rank has pushed, flat and of the value's dtype, now or when the bound permits.
+        """Update a value by what a rank has pushed, the elements or their bytes, now or when the round is complete.
 
         A rank's pushes of a key wait for each other: it has none that is parked. ``payload`` may be overwritten, and
         again by others when this returns.
         """
-        if self._bound is None or (self._bound > 0 and self._permitted(row, rank)):
+        payload = payload.reshape(-1).view(self._entries[row].dtype)
+        if not self._rounds:
             self._apply(row, [_Push(rank, ticket, payload)])
-        else:
-            self._parked.setdefault(row, []).append(_Push(rank, ticket, payload.copy()))
-        self._release(row)
+            return
+        self._parked.setdefault(row, []).append(_Push(rank, ticket, payload.copy()))
+        self._complete(row)
 
     def pull(self, rank: int, ticket: int, row: int) -> None:
         """Answer with the value, once it has all that the rank itself has pushed."""
@@ -89,79 +78,42 @@ class Ledger:
         else:
             self._show(row, _Pull(rank, ticket))
 
-    def leave(self, rank: int, ticket: int) -> None:
+    def leave(self, rank: int) -> None:
         """Wait for a rank no more: it pushes nothing until all have met."""
-        self._active[rank] = False
+        self._active.discard(rank)
         for row in list(self._parked):
-            self._release(row)
-        self._answer(rank, ticket, 0, None)
+            self._complete(row)
 
     def awaited(self, rank: int) -> list[int]:
-        """Return the ranks whose pushes the parked ones of a rank wait for."""
-        found: set[int] = set()
-        for row, pushes in self._parked.items():
-            if any(push.rank == rank for push in pushes):
-                here = {push.rank for push in pushes} if self._bound == 0 else set()
-                clocks = self._of(row)
-                behind = [other for other in self._working() if clocks[other] + (self._bound or 0) <= clocks[rank]]
-                found |= set(behind) - here
-        return sorted(found)
+        """Return the ranks for which the rounds of a rank's pushes wait."""
+        come = [{push.rank for push in pushes} for pushes in self._parked.values()]
+        return sorted(set().union(*(self._active - ranks for ranks in come if rank in ranks)))
 
-    def _of(self, row: int) -> list[int]:
-        return self._clocks.setdefault(row, [0] * self._size)
-
-    def _working(self) -> list[int]:
-        return [rank for rank, active in enumerate(self._active) if active]
-
-    def _permitted(self, row: int, rank: int) -> bool:
-        clocks = self._of(row)
-        slowest = min((clocks[other] for other in self._working()), default=clocks[rank])
-        return clocks[rank] + 1 <= slowest + (self._bound or 0)
-
-    def _release(self, row: int) -> None:
-        """Apply the parked pushes that the bound permits."""
-        while ready := self._ready(row):
-            self._parked[row] = [push for push in self._parked[row] if push not in ready]
-            self._apply(row, ready)
-        if not self._parked.get(row, True):
+    def _complete(self, row: int) -> None:
+        """Make the update of a round if all have come."""
+        pushes = sorted(self._parked[row], key=lambda push: push.rank)
+        if self._active <= {push.rank for push in pushes}:
             del self._parked[row]
-
-    def _ready(self, row: int) -> Sequence[_Push]:
-        """Return the parked pushes that make the next update."""
-        parked = self._parked.get(row, ())
-        if self._bound == 0:
-            complete = {push.rank for push in parked}.issuperset(self._working())
-            return sorted(parked, key=lambda push: push.rank) if complete else ()
-        # Where nobody is left to wait for, the rank that is behind comes first, which breaks no bound.
-        clocks = self._of(row)
-        free = [push for push in parked if self._permitted(row, push.rank) or not self._working()]
-        return [min(free, key=lambda push: clocks[push.rank])] if free else ()
+            self._apply(row, pushes)
 
     def _apply(self, row: int, pushes: Sequence[_Push]) -> None:
         entry, failure = self._entries[row], None
         try:
             with np.errstate(all="ignore"):
                 self._update(entry, [push.payload for push in pushes])
-            self._counts[row] += 1
+            self._table.counts[row] += 1
             self.applied += 1
         except BaseException as error:
             # sys.exit in a user's function, too. One that may not fail has left the value half changed.
             if not isinstance(error, Exception) and not self._updater.fallible:
                 raise
             failure = noted(error, f"updating key {entry.key!r}")
-        self._tick(row, [push.rank for push in pushes])
         for push in pushes:
-            self._answer(push.rank, push.ticket, int(self._counts[row]), failure)
-            self._show_to(row, push.rank)
+            self._answer(push.rank, push.ticket, self._version(row), failure)
+        for pull in self._pulls.pop(row, ()):  # of ranks that have pushed
+            self._show(row, pull)
         if isinstance(failure, KeyboardInterrupt):
             raise failure
-
-    def _tick(self, row: int, ranks: Sequence[int]) -> None:
-        clocks = self._of(row)
-        for rank in ranks:
-            clocks[rank] += 1
-        working = [clocks[rank] for rank in self._working()]
-        self.widest = max(self.widest, max(working, default=0) - min(working, default=0))
 
     def _update(self, entry: Entry, payloads: Sequence[Array]) -> None:
         """Make one update by the sum of the payloads. A failure changes nothing."""
@@ -169,7 +121,7 @@ class Ledger:
         if updater.revision != self._revision:
             self._check()
             self._revision = updater.revision
-        step = updater.step(entry.key, int(self._counts[entry.index]) + 1)
+        step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
         total = payloads[0]
         if len(payloads) > 1 or accumulator(entry.dtype) != entry.dtype:
             total = np.empty(entry.place.size, accumulator(entry.dtype))
@@ -186,14 +138,8 @@ class Ledger:
         for name, array in states.items():
             np.copyto(state[name], array)
 
-    def _show_to(self, row: int, rank: int) -> None:
-        """Answer the pulls of a rank that have waited for its push."""
-        waiting = self._pulls.get(row)
-        if waiting:
-            self._pulls[row] = [pull for pull in waiting if pull.rank != rank]
-            for pull in waiting:
-                if pull.rank == rank:
-                    self._show(row, pull)
-
     def _show(self, row: int, pull: _Pull) -> None:
-        self._answer(pull.rank, pull.ticket, int(self._counts[row]), self._entries[row].value)
+        self._answer(pull.rank, pull.ticket, self._version(row), self._entries[row].value)
+
+    def _version(self, row: int) -> int:
+        return int(self._table.counts[row] + self._table.earlier[row])

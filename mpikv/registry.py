@@ -86,8 +86,8 @@ def create(
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
-        staleness: for ``dist_async``: how many pushes of a key a rank may be ahead of another, from 0. Default None,
-            any number.
+        staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
+            number.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
 

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 LAYERS = (
     ("errors", "typing"),
     ("arrays", "config", "waiting", "work", "world"),
-    ("arena", "board", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
+    ("arena", "board", "clocks", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "compression", "ledger", "placement", "scope"),
     ("calls", "checkpoint", "exchange", "store", "trial"),
