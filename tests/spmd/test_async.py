@@ -614,7 +614,7 @@ for step in range(200000):
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1|one of the ranks 0, 1, 2 was killed"),
         ("os._exit(0)", "rank 1"),
         ("raise OSError('no data')", r"\[rank 1/3\] OSError: no data"),
-        ("os.kill(os.getpid(), signal.SIGSTOP)", r"waited 3\.\d s for ranks \[1\], in call .*: rank 1 began .* is stopped"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"waited 3\.\d s for ranks \[1\], in .*: rank 1 began .* is stopped"),
     ],
 )
 def test_a_rank_that_dies_ends_the_job(tmp_path, fault, text, staleness):

@@ -624,8 +624,7 @@ def test_a_rank_that_is_slow_in_its_updater(transport, comm):
         ({"root": 99}, ConfigError, "root=99 is not a rank"),
         ({"root": -1}, ConfigError, "root=-1 is not a rank"),
         ({"name": "p3"}, Unsupported, "'p3' is not in this version .*'dist_sync'"),
-        ({"name": "dist_async"}, Unsupported, "'dist_async' is not in this version .*'dist_sync'"),
-        ({"name": "Dist_Async"}, Unsupported, "'Dist_Async' is not in this version"),
+        ({"name": "P3"}, Unsupported, "'P3' is not in this version"),
         ({"name": "nccl"}, TransportUnavailable, "'nccl' sums on GPUs.*use 'dist_sync'"),
     ],
 )
