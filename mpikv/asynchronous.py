@@ -514,6 +514,8 @@ class AsyncKVStore(KVStore):
     def _free(self) -> None:
         if self._post is not None:
             self._post.close()
+        self._exchange.close()
+        self._begin()  # without keys, whose memory could not be freed while the ledger looks at it
         super()._free()
 
 

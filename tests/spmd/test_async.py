@@ -25,6 +25,7 @@ from mpikv import (
     Stalled,
     Unsupported,
     ValueMismatch,
+    world,
 )
 from mpikv.cli.launchers import clean
 
@@ -65,7 +66,7 @@ def adding(kv):
 
 @ALL
 @BOUNDS
-@TRANSPORTS
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
 def test_every_push_counts_once(staleness, transport):
     """Integers, whose sums are exact; every rank makes another number of pushes of each key, in an order of its own."""
     sizes = {"scalar": (), "few": (5,), "many": (7, 11), "large": (30_000,), "none": (0,)}
@@ -196,6 +197,24 @@ def test_an_owner_answers_while_it_computes(comm, work, transport):
                 kv.pushpull("w", np.ones(50_000))
         kv.barrier()
         np.testing.assert_array_equal(kv.pull("w"), np.full(50_000, 5.0 * (kv.size - 1)))
+
+
+@SEVERAL
+@BOUNDS
+def test_a_push_that_comes_before_its_owner_is_ready(monkeypatch, staleness):
+    """The owner is the last to leave a collective call. What others push is applied by what was agreed on there."""
+    with create(staleness=staleness) as kv:
+        begin = kv._begin
+        if kv.is_root:
+            monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
+        kv.init("clocks", np.zeros(kv.size))
+        adding(kv)
+        kv.push("clocks", unit(kv))
+        kv.init("clocks", np.ones(kv.size), overwrite=True)
+        kv.push("clocks", unit(kv))
+        assert kv.pull("clocks")[kv.rank] == 2
+        kv.barrier()
+        assert kv.pull("clocks").tolist() == [2] * kv.size
 
 
 @ALL
@@ -349,13 +368,25 @@ def test_a_group_of_ranks(ranks):
 @ALL
 def test_a_trainer():
     params = {"w": np.ones((3, 2)), "b": np.zeros(2)}
-    with mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, create(staleness=0)) as trainer:
+    with create(staleness=0) as kv:
+        trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kv)
         trainer.start()
         for _ in range(3):
             trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
-            trainer.step(mpikv.create().size)
-            size = trainer.kvstore.size if hasattr(trainer, "kvstore") else 1
-        assert size
+            trainer.step(kv.size)
+        for value, expected in ((params["w"], -0.5), (params["b"], -1.5)):
+            np.testing.assert_allclose(value, np.full(value.shape, expected), rtol=1e-12)
+
+
+@SEVERAL
+def test_memory_is_given_back():
+    """Also that which ranks share, which stays as long as anything of the store looks at it."""
+    with create(staleness=0, transport="shm") as kv:
+        kv.init(["v", "w"], [np.zeros(1000), np.zeros(300_000)])
+        adding(kv)
+        kv.pushpull(["v", "w"], [np.ones(1000), np.ones(300_000)])
+        kv.barrier()
+    assert world._kept == []
 
 
 # --- What goes wrong
