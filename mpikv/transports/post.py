@@ -24,6 +24,8 @@ _REQUEST, _REPLY = 1, 2
 _HEAD = 64
 _WORDS = _HEAD // 8
 _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-3
+# A message of so many bytes is there when MPI tells of it. Receiving a longer one takes its sender, too.
+_ARRIVED_WHOLE = 2048
 # Of messages on their way, as many are looked at when one is sent.
 _MOST_UNFINISHED = 16
 
@@ -138,7 +140,7 @@ class _Inbox:
             return None
         assert self._coming is not None
         request, source, nbytes = self._coming
-        if not request.Test():
+        if request is not None and not request.Test():
             return None
         self._coming = None
         return Letter(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
@@ -150,8 +152,12 @@ class _Inbox:
         source, nbytes = status.source, status.Get_count(mpi.BYTE)
         if nbytes > self._memory.size:
             self._memory = zeros(nbytes)
-        request = self._comm.Irecv([self._memory, nbytes, mpi.BYTE], source, self._tag)
-        self._coming = request, source, nbytes
+        memory = [self._memory, nbytes, mpi.BYTE]
+        if nbytes <= _ARRIVED_WHOLE:
+            self._comm.Recv(memory, source, self._tag)
+            self._coming = None, source, nbytes
+        else:
+            self._coming = self._comm.Irecv(memory, source, self._tag), source, nbytes
         return True
 
 
@@ -178,11 +184,10 @@ class _Outbox:
 
     def tidy(self) -> int:
         """Take the memory of what was sent back; return how many letters are still on their way."""
-        unfinished = []
-        for request, memory in self._sent:
-            if request.Test():
-                self._free.setdefault(memory.size, []).append(memory)
-            else:
-                unfinished.append((request, memory))
-        self._sent = unfinished
-        return len(unfinished)
+        # One call for all: after each, a thread waits for Python's lock, which the other may have for milliseconds.
+        if self._sent and self._mpi.Request.Testsome([request for request, _ in self._sent]):
+            for request, memory in self._sent:
+                if not request:
+                    self._free.setdefault(memory.size, []).append(memory)
+            self._sent = [(request, memory) for request, memory in self._sent if request]
+        return len(self._sent)
