@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,14 +177,15 @@ def test_a_rank_that_has_left_is_not_waited_for(staleness):
 @SEVERAL
 @pytest.mark.parametrize("work", ["python", "numpy", "sleep"])
 @TRANSPORTS
-def test_an_owner_answers_while_it_computes(comm, work, transport):
-    """It is in no call of the store, nor of MPI, until the others are done with it."""
+def test_an_owner_answers_while_it_computes(comm, tmp_path_factory, work, transport):
+    """It is in no call of the store, nor of MPI, until the others are done with it, as their files tell."""
+    folder = Path(comm.bcast(str(tmp_path_factory.mktemp("done"))))
     with create(transport=transport) as kv:
         kv.init("w", np.zeros(50_000))  # of rank 0, as the first key
         adding(kv)
         if kv.rank == 0:
-            busy, until = 0.0, time.monotonic() + 1.5
-            while time.monotonic() < until:
+            busy, until = 0.0, time.monotonic() + 12
+            while len(os.listdir(folder)) < kv.size - 1 and time.monotonic() < until:
                 if work == "python":
                     busy = sum(range(1000))
                 elif work == "numpy":
@@ -191,10 +193,11 @@ def test_an_owner_answers_while_it_computes(comm, work, transport):
                 else:
                     time.sleep(0.1)
             assert busy >= 0
-            assert kv.pull("w")[0] >= 5 * (kv.size - 1), "the others have waited for this rank"
+            assert len(os.listdir(folder)) == kv.size - 1, "the others have waited for this rank"
         else:
             for _ in range(5):
                 kv.pushpull("w", np.ones(50_000))
+            (folder / str(kv.rank)).touch()
         kv.barrier()
         np.testing.assert_array_equal(kv.pull("w"), np.full(50_000, 5.0 * (kv.size - 1)))
 
