@@ -373,6 +373,8 @@ class ValueCompression:
             terms = self._transport.allreduce(send, recv)
             if terms[0] is not recv:
                 self._add(terms, 0, recv.size, recv)
+        if self._transport.lends:
+            self._transport.fence()  # the codec may change what it has given
         return total
 
     def _gathered(self, asked: Gather, owner: int | None) -> Sequence[Array]:

@@ -21,7 +21,7 @@ TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "ranks_per_host")
+VARIABLES_ONLY = ("abort", "ranks_per_host", "single_copy")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Config:
     kernels: str = "numpy"
     """What runs the rules of optimizers: ``numpy``, or ``numba``, which compiles most of them to code that passes over
     memory once and gives the same bits."""
+    single_copy: bool = True
+    """Whether ranks of one host may read each other's large arrays where they lie, if the system lets them, instead of
+    copies in shared memory. A variable only."""
     abort: bool = True
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
     ranks_per_host: int = 0
@@ -62,6 +65,7 @@ class Config:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")
         _choose("check", self.check, (False, True))
         _choose("deterministic", self.deterministic, (False, True))
+        _choose("single_copy", self.single_copy, (False, True))
         _choose("abort", self.abort, (False, True))
         _bound("ranks_per_host", self.ranks_per_host, 0, 1 << 30, whole=True)
         _bound("timeout", self.timeout, 1e-3, 1e9)

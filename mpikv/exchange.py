@@ -34,9 +34,6 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks what an update raised here, if it did, and learns what it did there."""
 
 
-Packed: TypeAlias = "tuple[Array, Array | None]"
-"""A rank's message of a bucket, and what it owns of it itself, if that is left where it lies instead of put there."""
-
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
 or each is a tuple of any number of arrays; flat ones where they are pushed."""
@@ -72,7 +69,7 @@ class Exchange:
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
-        self.staged: Packed | None = None
+        self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
 
     @property
@@ -162,8 +159,8 @@ class Exchange:
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
-        # What is compressed changes residuals, for which it is too early.
-        if plan.buckets and self.compression is None:
+        # What is compressed changes residuals, for which it is too early; what stays where it lies is not prepared.
+        if plan.buckets and self.compression is None and not plan.buckets[0].direct:
             # Copies of plain arrays cannot overflow.
             pack = self._pack if are_plain(sources) else partial(run_quietly, self._pack)
             self.staged = pack(plan.buckets[0], sources)
@@ -174,6 +171,12 @@ class Exchange:
         ``confirm`` is called with what a fallible updater raised on this rank, or None; it raises if one raised
         anywhere.
         """
+        self._push(plan, sources, steps, confirm)
+        if self.transport.lends and plan.direct and self.compression is None:
+            self.transport.fence()
+
+    def _push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
+        """Push; other ranks may read the sources until the next fence."""
         if self.compression is not None and confirm is not None:
             confirm = restoring(plan, confirm)
         self._reduce(plan, sources, steps, None)
@@ -234,7 +237,7 @@ class Exchange:
     def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
         if self._whole or plan.nbytes < _STREAMED_BYTES or not self._fencing:
-            self.push(plan, sources, steps, confirm)
+            self._push(plan, sources, steps, confirm)
             self.transport.fence()
             self.pull(plan, targets)
             return
@@ -267,39 +270,30 @@ class Exchange:
 
     def _terms(self, bucket: Bucket, sources: Arrays) -> Sequence[Array]:
         """Run the collective of a bucket; return the terms of this rank's elements."""
-        packed, self.staged = self.staged, None
-        send, own = packed or self._pack(bucket, sources)
-        terms = self.placement.reduce(bucket, send, bucket.total)
-        if own is None:
-            return terms
-        rank = self.transport.rank
-        return (*terms[:rank], own, *terms[rank + 1 :])
+        send, self.staged = self.staged, None
+        return self.placement.reduce(bucket, self._pack(bucket, sources) if send is None else send, bucket.total)
 
-    def _pack(self, bucket: Bucket, sources: Arrays) -> Packed:
+    def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
         """Prepare this rank's contribution to a bucket: in the outbox, or where it lies when the transport would copy
         it anyway.
         """
         send = bucket.sends[self.transport.turn]
-        if bucket.direct and (whole := _in_place(bucket, sources)) is not None:
-            if self.transport.neighbours == 1:
-                return whole, None
-            # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
-            if not np.may_share_memory(whole, bucket.value):
-                low, high = bucket.share.low, bucket.share.high
-                send[:low], send[high:] = whole[:low], whole[high:]
-                return send, whole[low:high]
+        whole = _in_place(bucket, sources) if bucket.direct else None
+        # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
+        if whole is not None and (self.transport.neighbours == 1 or not np.may_share_memory(whole, bucket.value)):
+            return whole
         if not bucket.dense:
             send.fill(0)
         if bucket.items is not None and are_plain(sources):
             for slot, array in zip(bucket.slots[self.transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
-            return send, None
+            return send
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
             # A rank that has left join() brings no arrays.
             total = local_sum(arrays, bucket.dtype, self._in_pairs) if arrays else 0
             np.copyto(send[piece.at : piece.until], total, casting="unsafe")
-        return send, None
+        return send
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""

@@ -23,8 +23,9 @@ from .typing import Array, Kernels, Key, Placement, Share, Transport, Updater
 __all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label", "merged"]
 
 
-# From here on it pays not to write one's own part of a message to shared memory. Its lines are in another core's cache,
-# from which they have to be fetched or removed first: up to eight times as slow as writing to lines of one's own.
+# From here on it pays to leave a message where it lies, if the transport need not copy all of it. Lines of shared
+# memory are in another core's cache, from which they have to be fetched or removed before they can be written: up to
+# eight times as slow as writing to lines of one's own.
 _DIRECT_BYTES = 64 << 10
 
 
@@ -86,7 +87,7 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
     """The shapes of the keys of the pieces."""
     direct: bool
-    """Whether it pays to look for the message, or this rank's own part of it, where it lies in a caller's array."""
+    """Whether it pays to look for the message where it lies in a caller's array."""
     buffered: Buffered | None
     """Where the message lies when it is made in the keys' buffers, if they have any."""
 
@@ -137,6 +138,11 @@ class Plan:
     label: str
     memo: dict[Any, Any]
     """What the store worked out for the plan and can use again."""
+
+    @cached_property
+    def direct(self) -> bool:
+        """Whether a message may be left where it lies in a caller's array."""
+        return any(bucket.direct for bucket in self.buckets)
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:

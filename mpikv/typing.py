@@ -53,8 +53,8 @@ class Transport(Protocol):
     returns where the terms lie, in rank order; they may be read until the next sum, and ``recv`` was not used. So
     whoever adds them can do it in pieces that stay in the cache. A rank that receives nothing gets anything.
 
-    Where memory is :attr:`shared`, the terms are one per rank, and nobody but the rank itself reads what it owns of its
-    own ``send``, so that it may leave that out and replace its own term.
+    A rank's own term may be a view of its ``send``, which it must not change before it has added the terms, and where
+    the transport :attr:`lends`, not before the next fence, agreement or exchange either.
 
     Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of
     booleans is their logical or; integers wrap.
@@ -72,6 +72,8 @@ class Transport(Protocol):
     more, and ranks must not update the same elements."""
     place: int
     """This rank's number among those that share its allocated memory, from 0."""
+    lends: bool
+    """Whether other ranks may read a ``send`` that is not in the outbox where it lies, after the sum has returned."""
     limit: int
     """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
 

@@ -18,6 +18,7 @@ ENVIRON = {
     "MPIKV_KERNELS": "numba",
     "MPIKV_ABORT": "No",
     "MPIKV_RANKS_PER_HOST": "2",
+    "MPIKV_SINGLE_COPY": "no",
     "PATH": "/bin",
 }
 
@@ -26,14 +27,14 @@ def test_defaults():
     assert Config.read({}) == Config()
     assert (Config().transport, Config().placement, Config().bucket_bytes) == ("auto", "auto", 1 << 20)
     assert (Config().timeout, Config().check, Config().abort) == (60.0, True, True)
-    assert (Config().kernels, Config().ranks_per_host) == ("numpy", 0)
+    assert (Config().kernels, Config().ranks_per_host, Config().single_copy) == ("numpy", 0, True)
 
 
 def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
     assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
-    assert config.ranks_per_host == 2
+    assert (config.ranks_per_host, config.single_copy) == (2, False)
 
 
 def test_arguments_come_first():
@@ -79,6 +80,7 @@ def test_bad_variables(variable, text, pattern):
         {"bucket_bytes": 8192.0},
         {"bucket_bytes": True},
         {"ranks_per_host": -1},
+        {"single_copy": 1},
         {"ranks_per_host": True},
         {"timeout": 0},
         {"timeout": float("nan")},

@@ -33,7 +33,7 @@ class Wrapper:
         self._transport = transport
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.shared, self.limit = transport.shared, transport.limit
-        self.neighbours, self.place = transport.neighbours, transport.place
+        self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
 
     def before(self, call: str) -> None:
         """Do something before the collective of that name."""

@@ -27,7 +27,7 @@ class Recording:
         self._transport = transport
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.shared, self.limit = transport.shared, transport.limit
-        self.neighbours, self.place = transport.neighbours, transport.place
+        self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
         self.calls: list[str] = []
         """The names of the collectives that moved data, in order."""
 

@@ -51,7 +51,7 @@ def open_transport(group: Group, config: Config, warn: Warn | None = None) -> Tr
     if name == "shm":
         from .shm import ShmTransport
 
-        return ShmTransport(group, config.bucket_bytes, waiting)
+        return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy)
     if name == "hosts":
         from .hosts import HostsTransport
 

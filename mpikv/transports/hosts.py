@@ -53,6 +53,7 @@ class HostsTransport:
     """The transport of several ranks on each of several hosts."""
 
     name = "hosts"
+    lends = False
 
     def __init__(self, group: Group, limit: int, waiting: Waits) -> None:
         """Collective. ``limit`` is in bytes."""
@@ -63,7 +64,8 @@ class HostsTransport:
         self._requests = Requests(group, waiting)
         # What gains nothing by the hosts, and arrays that are nobody's but this rank's, go the straight way.
         self._flat = MpiTransport(group, limit, waiting)
-        self._inner = ShmTransport(group, limit, self._requests)
+        # What is remembered of a sum says where every rank's message lies, which is in a half then.
+        self._inner = ShmTransport(group, limit, self._requests, single_copy=False, large=limit + 1)
         # Sums of half precision are twice as wide. Pages that are never written take no memory.
         self._outgoing = zeros(2 * limit)
         self._incoming = [zeros(2 * limit) for _ in group.ranks_of_hosts[1:]]

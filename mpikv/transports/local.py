@@ -21,6 +21,7 @@ class LocalTransport:
     shared = False
     neighbours = 1
     place = 0
+    lends = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

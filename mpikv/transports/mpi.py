@@ -32,6 +32,7 @@ class MpiTransport:
     shared = False
     neighbours = 1
     place = 0
+    lends = False
 
     def __init__(self, group: Group, limit: int, waiting: Waits, *, gathers: bool = False) -> None:
         """Collective. ``limit`` is in bytes.

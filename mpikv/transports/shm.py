@@ -4,6 +4,9 @@ Every rank has two halves of staging memory that all ranks of the host can read.
 rank copies its contribution there, one barrier, and each rank reads the part it is to receive from every rank's half,
 in rank order, so that the bits of a sum depend on the number of ranks alone.
 
+Where the system lets ranks read each other's memory, what lies in a caller's array is not copied to the halves: the
+ranks that are to receive it copy their parts out of that array, into memory that stays in their caches.
+
 One barrier per exchange is enough. A rank that fills half c % 2 has passed the barrier of exchange c - 1; every rank
 entered that one after it had finished reading exchange c - 2, the last user of this half.
 
@@ -14,26 +17,37 @@ until they are as far. So a wait has a deadline, knows who is missing, and gives
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..arrays import zeros
 from ..errors import Stalled
 from ..typing import Array
 from ..waiting import Waits
 from ..world import Group
+from .attach import address_of, attach
+from .choice import Choice
 
 __all__ = ["ShmTransport"]
 
-# int64 words per rank: arrivals, then two tokens, in a pair of cache lines of its own (processors fetch lines in
-# pairs).
+# int64 words per rank: arrivals, two tokens, and for each half where its contribution lies instead, or 0; in a pair of
+# cache lines of its own (processors fetch lines in pairs).
 _SLOT = 16
-# In place of a token.
-_GONE = -1
+_ADDRESS = 3
+# What a rank does with a large message that is not in its outbox.
+_COPYING, _LENDING = 0, 1
+# In place of a number of arrivals: the rank has given up waiting.
+_GONE = 1 << 62
 # The same messages come again and again, and making an array over memory takes longer than looking it up.
 _MOST_VIEWS = 4096
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
 _SPINS = 500
+
+# From here on it pays to look for a way without a copy.
+LARGE = 64 << 10
+_Key: TypeAlias = "tuple[int, tuple[int, ...] | int, np.dtype[Any]]"
 
 
 class ShmTransport:
@@ -45,8 +59,12 @@ class ShmTransport:
     name = "shm"
     shared = True
 
-    def __init__(self, group: Group, limit: int, waiting: Waits) -> None:
-        """Collective. ``limit`` is in bytes."""
+    def __init__(self, group: Group, limit: int, waiting: Waits, single_copy: bool = True, large: int = LARGE) -> None:
+        """Collective. ``limit`` is in bytes.
+
+        From ``large`` bytes on, sums leave what is not in the outbox where it lies, as far as its own rank reads it;
+        with ``single_copy`` other ranks may read it there, too.
+        """
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
         self.neighbours, self.place = self.size, self.rank
         self._group, self._waiting = group, waiting
@@ -57,11 +75,18 @@ class ShmTransport:
         self._arrivals = 0
         self._spins = _SPINS if self.size <= group.host_cores else 0
         staging = group.share(2 * self.size * limit, zeroed=False)
+        self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
         self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.turn = 0
         self._shown = False
-        self._views: dict[tuple[int, Any, np.dtype[Any]], tuple[Array, ...]] = {}
+        self._views: dict[_Key, tuple[Array, ...]] = {}
+        self._attached = attach(group) if single_copy else None
+        self.lends = self._attached is not None
+        self._lent: Array | None = None
+        self._choice = Choice()
+        # A row for each rank. Pages that are never written take no memory.
+        self._inbox = zeros(self.size * limit if self.lends else 0).reshape(self.size, -1)
 
     def allocate(self, nbytes: int) -> Array:
         return self._group.share(nbytes)
@@ -70,17 +95,14 @@ class ShmTransport:
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        key = self._exchange(send), send.size, send.dtype
-        return self._views.get(key) or self._view(key, 0, send.size)
+        return self._terms(send, None)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        counts = tuple(counts)
-        key = self._exchange(send), counts, send.dtype
-        return self._views.get(key) or self._view(key, sum(counts[: self.rank]), counts[self.rank])
+        return self._terms(send, tuple(counts))
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         # The terms of a sum are what every rank sent.
-        return self.allreduce(send, send) if counts is None else self.reduce_scatter(send, send, counts)
+        return self._shown_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         starts = np.concatenate(([0], np.cumsum(counts))) * buffer.itemsize
@@ -110,16 +132,9 @@ class ShmTransport:
         word = 1 + (self._arrivals & 1)
         flags = self._flags
         flags[self._mine + word] = token
-        try:
-            self._arrive()
-        except Stalled:
-            # A rank that comes later must not believe that this one goes on with it.
-            flags[self._mine + word] = _GONE
-            raise
+        self._arrive()
         for peer in self._peers:
             if flags[peer + word] != token:
-                if _GONE in [flags[other + word] for other in self._peers]:
-                    raise Stalled("the other ranks have given up waiting for this one")
                 return False
         self._shown = showing
         return True
@@ -131,38 +146,104 @@ class ShmTransport:
         self._halves = np.empty(0, np.uint8)
         self.outboxes = ()
         self._views.clear()
+        # What is still lent is kept: other ranks may be about to read it.
+        self._attached, self._inbox = None, zeros(0)
+
+    def _terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
+        """Exchange; return every rank's elements for this one: all of them, or as many as ``counts`` says."""
+        if send.nbytes >= self._large:
+            return self._large_terms(send, counts)
+        return self._shown_terms(send, counts)
+
+    def _shown_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
+        """Do that in the halves alone."""
+        key = self._exchange(send), counts or send.size, send.dtype
+        return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
+
+    def _large_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
+        """Do the same where each rank decides by itself whether it copies its message or lends it."""
+        low, high = _part(self.rank, counts, send.size)
+        apart = send.base is not self._halves.base
+        way, attached = self._choice.next(), self._attached
+        lending = apart and way == _LENDING and attached is not None and attached.can_lend(send)
+        if lending:
+            self._flags[self._mine + _ADDRESS + self.turn] = address_of(send)
+        elif apart:
+            self._copy(send, *((low, high) if counts else (0, 0)))
+        half = self._show()
+        self._lent = send if lending else None
+        key = half, counts or send.size, send.dtype
+        terms = list(self._views.get(key) or self._view(key, low, high))
+        if apart:
+            terms[self.rank] = send[low:high]
+        for peer in self._peers if high > low else ():
+            if address := self._flags[peer + _ADDRESS + half]:
+                terms[peer // _SLOT] = self._read(peer // _SLOT, address + low * send.itemsize, terms[self.rank])
+        return terms
+
+    def _copy(self, send: Array, low: int, high: int) -> None:
+        """Copy what other ranks are to read, all but ``[low, high)``, to the outbox."""
+        outbox, began = self.outboxes[self.turn][: send.nbytes].view(send.dtype), perf_counter()
+        outbox[:low], outbox[high:] = send[:low], send[high:]
+        if copied := send.size - (high - low):
+            self._choice.took(_COPYING, perf_counter() - began, copied * send.itemsize)
+
+    def _read(self, place: int, address: int, like: Array) -> Array:
+        """Return a copy of what a rank has lent, as large as this rank's own part."""
+        assert self._attached is not None
+        copy, began = self._inbox[place, : like.nbytes].view(like.dtype), perf_counter()
+        self._attached.read(place, address, copy)
+        self._choice.took(_LENDING, perf_counter() - began, like.nbytes)
+        return copy
 
     def _exchange(self, send: Array) -> int:
-        """Show ``send`` to all ranks and wait for theirs; return the half in which they are."""
-        half = self.turn
+        """Show ``send``, or a copy, to all ranks and wait for theirs; return the half in which they are."""
         if send.base is not self._halves.base:
-            np.copyto(self.outboxes[half][: send.nbytes], send.view(np.uint8))
-        self.turn = 1 - half
+            np.copyto(self.outboxes[self.turn][: send.nbytes], send.view(np.uint8))
+        return self._show()
+
+    def _show(self) -> int:
+        """Let all ranks read this one's message and wait for theirs; return the half that they are in, or lent for."""
         if self._shown:
             self._shown = False
         else:
             self._arrive()
+        half, self.turn = self.turn, 1 - self.turn
         return half
 
-    def _view(self, key: tuple[int, Any, np.dtype[Any]], start: int, count: int) -> tuple[Array, ...]:
-        """Return where every rank's elements ``[start, start + count)`` are in a half, in rank order; remember it."""
+    def _view(self, key: _Key, low: int, high: int) -> tuple[Array, ...]:
+        """Return where every rank's elements ``[low, high)`` are in a half, in rank order; remember it."""
         if len(self._views) >= _MOST_VIEWS:
             self._views.clear()
         half, _, dtype = key
-        first, last = start * dtype.itemsize, (start + count) * dtype.itemsize
+        first, last = low * dtype.itemsize, high * dtype.itemsize
         terms = self._views[key] = tuple(part[first:last].view(dtype) for part in self._halves[half])
         return terms
 
     def _arrive(self) -> None:
-        """Wait until every rank has arrived as often as this one."""
+        """Wait until every rank has arrived as often as this one.
+
+        Raises:
+            Stalled: one did not come, or has given up: it does not go on with this rank, and may change what it lends.
+        """
         if self._order:
             self._order()
         flags = self._flags
         self._arrivals = arrivals = self._arrivals + 1
         flags[self._mine] = arrivals
-        for peer in self._peers:
-            if flags[peer] < arrivals:
-                self._wait(peer, arrivals)
+        try:
+            for peer in self._peers:
+                if flags[peer] < arrivals:
+                    self._wait(peer, arrivals)
+                if flags[peer] >= _GONE:
+                    raise Stalled("the other ranks have given up waiting for this one")
+        except Stalled:
+            flags[self._mine] = _GONE
+            raise
+        if self._lent is not None:
+            # All have left the exchange that it was lent for.
+            flags[self._mine + _ADDRESS + 1 - self.turn] = 0
+            self._lent = None
         if self._order:
             self._order()
 
@@ -175,3 +256,11 @@ class ShmTransport:
             lambda: flags[peer] >= arrivals,
             lambda: [self._group.host_ranks[other // _SLOT] for other in self._peers if flags[other] < arrivals],
         )
+
+
+def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
+    """Return which elements of a message are for a rank."""
+    if counts is None:
+        return 0, size
+    low = sum(counts[:rank])
+    return low, low + counts[rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,38 @@ class TestMpiThatGathers(TransportContract):
 class TestShm(TransportContract):
     def make(self, group: Group, limit: int, timeout: float) -> Transport:
         return ShmTransport(group, limit, Waiting(timeout))
+
+
+class Chosen:
+    """In place of a choice by time."""
+
+    def __init__(self, *ways: int) -> None:
+        self._ways = cycle(ways)
+
+    def next(self) -> int:
+        return next(self._ways)
+
+    def took(self, way: int, seconds: float, amount: int) -> None:
+        assert seconds >= 0 < amount
+
+
+class TestShmThatLends(TestShm):
+    """Every rank reads what others have where it lies."""
+
+    ways = (1, 1)
+
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        transport = super().make(group, limit, timeout)
+        if not transport.lends:
+            pytest.skip("the system does not let ranks read each other's memory")
+        transport._large, transport._choice = 1, Chosen(*self.ways[group.rank % 2 :])
+        return transport
+
+
+class TestShmThatChanges(TestShmThatLends):
+    """Ranks lend and copy as they like."""
+
+    ways = (0, 1, 1, 0, 1)
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -1,0 +1,100 @@
+"""Reading the memory of other processes of this host, as Linux lets a process do that may trace them.
+
+The system copies straight from the arrays of another rank into memory of this one: one copy, where shared memory takes
+two, and no cache line is written that another core has read. MPI libraries do the same (cross-memory attach). It is
+forbidden in some containers, and by the security module Yama to processes that are not parent and child; then
+:func:`attach` returns None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..errors import TransportError
+from ..typing import Array
+from ..world import Group
+
+__all__ = ["Attached", "address_of", "attach"]
+
+
+class _Range(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class Attached:
+    """The memories of the ranks of a host, by their local ranks."""
+
+    def __init__(self, pids: Sequence[int], ranks: Sequence[int]) -> None:
+        """``ranks`` are their numbers in the group, for messages.
+
+        Raises:
+            OSError: this system has no such call.
+        """
+        try:
+            self._call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        except AttributeError:
+            raise OSError("process_vm_readv is not in the system's library") from None
+        self._call.restype = ctypes.c_ssize_t
+        self._call.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
+        self._pids, self._ranks = tuple(pids), tuple(ranks)
+        self._into, self._from, self._ends = _Range(), _Range(), ctypes.create_string_buffer(2)
+        self._arguments = ctypes.addressof(self._into), 1, ctypes.addressof(self._from), 1, 0
+
+    def can_lend(self, array: Array) -> bool:
+        """Return whether others can read an array: not memory of a device, or what the system keeps secret."""
+        first = address_of(array)
+        ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
+        into = _Range(ctypes.addressof(self._ends), 2)
+        return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
+
+    def read(self, place: int, address: int, into: Array) -> None:
+        """Fill a contiguous array with what a rank has at an address of its own.
+
+        Raises:
+            TransportError: the process is gone, or has no such memory.
+        """
+        self._into.base, self._from.base = address_of(into), address
+        self._into.length = self._from.length = into.nbytes
+        count = self._call(self._pids[place], *self._arguments)
+        if count != into.nbytes:
+            why = os.strerror(ctypes.get_errno()) if count < 0 else f"{count} of {into.nbytes} bytes could be read"
+            raise TransportError(
+                f"the arrays of rank {self._ranks[place]} cannot be read: {why}; with "
+                "MPIKV_SINGLE_COPY=0 ranks copy them instead"
+            )
+
+
+def attach(group: Group) -> Attached | None:
+    """Return access to the memories of the ranks of this host, or None where one rank cannot read another's.
+
+    Collective over the host.
+    """
+    # A process of this number may be another one in this process's namespace, so that reading alone proves nothing.
+    secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
+    told = group.host_comm.allgather((os.getpid(), address_of(secret), secret.tobytes()))
+    found = None
+    try:
+        attached = Attached([pid for pid, _, _ in told], group.host_ranks)
+        copy = np.empty_like(secret)
+        for place, (_, address, expected) in enumerate(told):
+            attached.read(place, address, copy)
+            if copy.tobytes() != expected:
+                break
+        else:
+            found = attached
+    except (OSError, TransportError):
+        pass  # forbidden, or not Linux: the other way is there
+    return found if all(group.host_comm.allgather(found is not None)) else None
+
+
+def address_of(array: Array) -> int:
+    """Return where the first element of an array lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
