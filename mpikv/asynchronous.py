@@ -10,53 +10,40 @@ is answered afterwards.
 
 from __future__ import annotations
 
+import copy
+import operator
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from .agreement import Call, told
 from .arguments import priorities
 from .arrays import local_sum
+from .asking import NUMBERS, PATIENCE, Asking, Kind, Outcome
 from .board import Board
 from .calls import Prepared
 from .clocks import Clocks
 from .config import Config
-from .errors import ConfigError, PeerFailed, Stalled, TransportError, Unsupported, noted, settled
+from .errors import ConfigError, Stalled, TransportError, Unsupported, settled
 from .keys import Entry
-from .ledger import Ledger
+from .ledger import HalfUpdated, Ledger
 from .plan import Plan, digest
 from .store import KVStore
 from .transports.post import Letter, Post
-from .typing import Array, Key, Transport
+from .typing import Array, Key, Transport, Updater
 from .waiting import Waiting
 from .world import Group
 
-__all__ = ["AsyncKVStore", "check_options"]
+__all__ = ["AsyncKVStore", "bound_of", "check_options"]
 
 Result = TypeVar("Result")
 
-_PUSH, _PULL, _LEAVE, _TICK, _WAIT, _WHO = range(6)
-_NUMBERS = np.dtype(np.int64)
 # The rank that keeps the clocks.
 _KEEPER = 0
-# Seconds that an owner has to say whom it waits for.
-_PATIENCE = 1.0
 _INSTEAD = "'dist_sync' has it"
-
-
-class _Wanted(NamedTuple):
-    """An answer that has not come."""
-
-    owner: int
-    key: Key | None
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    take: Callable[[Array], None]
-    """Given what was asked for, which may change afterwards."""
 
 
 class AsyncKVStore(KVStore):
@@ -90,6 +77,9 @@ class AsyncKVStore(KVStore):
     """
 
     _placement = "owners"
+    _live: Updater | None = None
+    _revision = 0
+    _in_rounds = False
 
     def __init__(
         self,
@@ -110,15 +100,12 @@ class AsyncKVStore(KVStore):
         self._ledger = Ledger(group.size, staleness == 0, self._answer)
         self._clocks = Clocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, board.warn)
-        self._tickets = 0
-        # This rank's, and the last that was heard of the rank that is furthest behind.
-        self._clock = self._slowest = 0
-        self._wanted: dict[int, _Wanted] = {}
+        self._clock = 0
         self._pushes: dict[Key, int] = {}
-        self._seen: dict[Key, int] = {}
-        self._failures: list[BaseException] = []
-        self._begin()
         self._post = Post(group, self._serve) if group.size > 1 else None
+        self._asking = Asking(group.rank, self._post, self._act_here, self._waiting)
+        self._freeze()
+        self._begin()
         if self._post is not None:
             self._post.start()
 
@@ -151,7 +138,7 @@ class AsyncKVStore(KVStore):
             KeyNotInitialized: the key is unknown.
         """
         version = super().version(key)
-        return self._seen.get(key, version)
+        return self._asking.seen.get(key, version)
 
     # --- Verbs
 
@@ -161,8 +148,8 @@ class AsyncKVStore(KVStore):
 
         Not collective. Returns when the value is on its way, with a staleness from 1 when it was applied; a later push
         of the same key waits until this one was. An exception of the updater, which has then changed nothing, is raised
-        here, or by the first call after its answer has come: at the latest by the next one that pulls or pushes the
-        key, or by the next collective call, and in place of it. Of a list of keys each is applied by itself.
+        here, or by the next call that pulls or pushes the key, or by the next collective one, and in place of it. Of a
+        list of keys each is applied by itself.
 
         Args:
             key: as in :meth:`mpikv.KVStore.push`.
@@ -171,7 +158,7 @@ class AsyncKVStore(KVStore):
             wait: must be True.
 
         Raises:
-            ConfigError: there is no updater.
+            ConfigError: there is no updater; or an option of the optimizer was set, on which ranks have not agreed yet.
             KeyNotInitialized, ValueMismatch: as in :meth:`mpikv.KVStore.push`.
             PeerFailed: the updater raised, at the owner, in an earlier push.
             Stalled: an owner, or a rank that is behind by the bound, did not come within the store's timeout.
@@ -196,6 +183,26 @@ class AsyncKVStore(KVStore):
         """Push, then pull. Not collective. Arguments as in :meth:`mpikv.KVStore.pushpull`; raises as :meth:`push`."""
         self._check_wait("pushpull", wait)
         return self._enter("pushpull", self._run_pushpull, key, value, out, priority)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the optimizer's learning rate for the pushes that come after. Collective in this store, whose owners
+        apply the pushes of all ranks.
+
+        Raises:
+            ConfigError: no optimizer is set, its rate is given by a schedule, or this is no rate.
+            RankMismatch: ranks have other rates.
+        """
+        self._collective("set_learning_rate", self._rated, learning_rate)
+
+    def _rated(self, learning_rate: float) -> Prepared:
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise ConfigError("no optimizer is set; call set_optimizer(...) first")
+        trial = copy.copy(optimizer)
+        trial.learning_rate = learning_rate
+        settings = trial.settings()
+        call = Call("set_learning_rate", digest(settings), str(learning_rate), describe=lambda: [settings])
+        return call, (setattr, optimizer, "learning_rate", learning_rate)
 
     def buffer(self, key: Any) -> Any:
         """Not in this store. Raises Unsupported."""
@@ -245,30 +252,37 @@ class AsyncKVStore(KVStore):
                 "no updater is set, and pushes that replace the value would be lost; "
                 "call set_optimizer(...) or set_updater(...) on every rank first"
             )
-        self._await([self._pushes[key] for key in plan.keys if key in self._pushes])
-        self._raise_failures()
+        if self._exchange.updater.revision != self._revision:
+            raise ConfigError(
+                "an option of the optimizer was set, which counts from the next collective call on, where ranks "
+                "compare it; call kv.barrier() on every rank first, or kv.set_learning_rate(...), which is one"
+            )
+        asking = self._asking
+        asking.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
+        asking.raise_failures(plan.keys)
         self._wait_for_slower()
         for entry, group in zip(plan.entries, arrays, strict=True):
             payload = local_sum(group, entry.dtype).astype(entry.dtype, copy=False)
-            self._pushes[entry.key] = self._ask(_PUSH, _owner(entry), entry, payload)
+            self._pushes[entry.key] = asking.ask(Kind.PUSH, _owner(entry), entry, payload)
         if self._bound:
-            self._await([self._pushes[key] for key in plan.keys])
+            asking.wait([self._pushes[key] for key in plan.keys])
             self._clock += 1
-            self._ask(_TICK, _KEEPER, number=self._clock)
-        self._raise_failures()
+            asking.ask(Kind.TICK, _KEEPER, number=self._clock)
+        if self._bound != 0:  # in rounds all ranks raise in the same call, the next one, whoever has come last
+            asking.raise_failures(plan.keys)
 
     def _wait_for_slower(self) -> None:
         """Wait until the next push is not too far ahead."""
-        if self._bound and self._clock + 1 - self._bound > self._slowest:
-            self._await([self._ask(_WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
+        if self._bound and self._clock + 1 - self._bound > self._asking.slowest:
+            self._asking.wait([self._asking.ask(Kind.WAIT, _KEEPER, number=self._clock + 1 - self._bound)])
 
     def _fetch(self, plan: Plan, arrays: Sequence[Any]) -> None:
         tickets = []
         for entry, given in zip(plan.entries, arrays, strict=True):
             outs = (given,) if type(given) is np.ndarray else given
-            tickets.append(self._ask(_PULL, _owner(entry), entry, take=_filling(outs)))
-        self._await(tickets)
-        self._raise_failures()
+            tickets.append(self._asking.ask(Kind.PULL, _owner(entry), entry, take=_filling(outs)))
+        self._asking.wait(tickets)
+        self._asking.raise_failures(plan.keys)
 
     # --- The doors
 
@@ -276,8 +290,7 @@ class AsyncKVStore(KVStore):
         """Make a call that is not collective."""
 
         def checked() -> Result:
-            self._hear()
-            self._raise_failures()
+            self._asking.hear()
             return run(*arguments)
 
         self._check_caller(verb)
@@ -304,24 +317,45 @@ class AsyncKVStore(KVStore):
         failure = self._rest(verb)
         try:
             super()._collective(verb, self._rested, verb, failure)
-            return super()._collective(verb, prepare, *arguments)
+            result = super()._collective(verb, prepare, *arguments)
+            if self._ended is None:
+                self._freeze()  # what the call has set, on all ranks alike
+            return result
         finally:
-            self._begin()
+            if self._ended is None:
+                self._begin()
 
     def _rested(self, verb: str, failure: Exception | None) -> Prepared:
+        """Prepare to go on with the settings that the optimizer has now, if all ranks have the same."""
         if failure is not None:
             raise failure
-        return Call(verb, digest("rest")), (self._exchange.recount,)
+        updater = self._exchange.updater
+        if updater.revision != self._revision:
+            self._exchange.check_slots()
+        settings = f"updater {updater.settings()}"
+        return Call(verb, digest(f"rest {settings}"), describe=lambda: [settings]), (self._recount,)
+
+    def _recount(self) -> None:
+        self._exchange.recount()
+        self._freeze()
+
+    def _freeze(self) -> None:
+        """Let this rank's pushes be applied by the updater as it is now, whatever is set meanwhile."""
+        updater = self._exchange.updater
+        if updater is not self._live or updater.revision != self._revision:
+            self._live, self._revision = updater, updater.revision
+            self._applied: Updater = copy.copy(updater)
 
     def _rest(self, verb: str) -> Exception | None:
         """Wait until this rank's pushes are applied, and let no rank wait for more; return what went wrong."""
 
         def run() -> None:
+            asking = self._asking
             if self._bound is not None:
                 for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
-                    self._ask(_LEAVE, rank)
-            self._await(list(self._wanted))
-            self._raise_failures()
+                    asking.ask(Kind.LEAVE, rank)
+            asking.wait_for_all()
+            asking.raise_failures()
 
         try:
             self._alone(verb, run)
@@ -339,113 +373,29 @@ class AsyncKVStore(KVStore):
     def _translated(self) -> Any:
         return self._group.translated("asking other ranks") if self._group.comm else nullcontext()
 
-    def _raise_failures(self) -> None:
-        if not self._failures:
-            return
-        failures, self._failures = self._failures, []
-        if len(failures) > 1:
-            noted(failures[0], f"{len(failures) - 1} more pushes have failed")
-        raise failures[0]
-
-    # --- What this rank asks of owners
-
-    def _ask(
-        self,
-        kind: int,
-        owner: int,
-        entry: Entry | None = None,
-        body: Array | None = None,
-        take: Callable[[Array], None] = lambda array: None,
-        number: int = 0,
-    ) -> int:
-        """Send a request; return the ticket under which its answer will come. There is none to a tick."""
-        self._tickets = ticket = self._tickets + 1
-        key, number = (None, number) if entry is None else (entry.key, entry.index)
-        dtype, shape = (_NUMBERS, (-1,)) if entry is None else (entry.dtype, entry.shape)
-        if kind != _TICK:
-            self._wanted[ticket] = _Wanted(owner, key, dtype, shape, take)
-        if owner != self.rank:
-            assert self._post is not None
-            self._post.request(owner, (kind, self._epoch, ticket, number), body)
-            return ticket
-        with self._held(self._config.timeout):
-            # An update may overwrite it.
-            self._act(self.rank, kind, ticket, number, None if body is None else body.copy())
-        return ticket
-
-    def _await(self, tickets: Sequence[int]) -> None:
-        """Wait for answers."""
-        if self._post is not None and any(ticket in self._wanted for ticket in tickets):
-            self._waiting.until(lambda: self._heard_all(tickets), self._whom)
-
-    def _heard_all(self, tickets: Sequence[int]) -> bool:
-        self._hear()
-        return not any(ticket in self._wanted for ticket in tickets)
-
-    def _hear(self) -> None:
-        """Take the answers that have arrived."""
-        if self._post is None:
-            return
-        if self._post.failure is not None:
-            failure = self._post.failure
-            raise TransportError(f"the thread that answers other ranks has ended: {failure!r}") from failure
-        while (letter := self._post.reply()) is not None:
-            ticket, version, failed = letter.head[:3]
-            if (wanted := self._wanted.get(ticket)) is None:
-                continue
-            if failed:
-                text = f"rank {letter.source}, the owner of key {wanted.key!r}, raised {bytes(letter.body).decode()}"
-                error = PeerFailed(f"{text} in a push of this rank; the value is as it was before it", letter.source)
-                self._take(ticket, version, error)
-            else:
-                self._take(ticket, version, letter.body.view(wanted.dtype).reshape(-1))
-
-    def _take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:
-        """Take an answer: the bytes of a value, in any shape, what a push has raised, or nothing."""
-        if (wanted := self._wanted.get(ticket)) is None:
-            return  # of a call that was interrupted
-        if isinstance(answer, BaseException):
-            self._failures.append(answer)
-        elif answer is not None and answer.size:
-            wanted.take(answer.reshape(wanted.shape))
-        if wanted.key is None:
-            self._slowest = max(self._slowest, version)
-        else:
-            self._seen[wanted.key] = version
-        # Last: then another thread may go on.
-        self._wanted.pop(ticket, None)
-
-    def _whom(self) -> list[int]:
-        """Find out for which ranks this one waits: owners that do not answer, and those for whom owners wait."""
-        found: list[int] = []
-        owners = sorted({wanted.owner for wanted in list(self._wanted.values())})
-        asked = {self._ask(_WHO, owner, take=lambda ranks: found.extend(ranks.tolist())): owner for owner in owners}
-        deadline = time.monotonic() + _PATIENCE
-        while not self._heard_all(list(asked)) and time.monotonic() < deadline:
-            time.sleep(1e-3)
-        silent = [owner for ticket, owner in asked.items() if self._wanted.pop(ticket, None) is not None]
-        return sorted({*found, *silent})
-
     # --- What this rank does as an owner
 
     def _begin(self) -> None:
         """Take requests of after the last collective call."""
-        exchange = self._exchange
-        with self._held():
+        self._asking.begin(self._agreement.calls)
+        with self._held(self._config.timeout):
             self._epoch = self._agreement.calls
-            self._ledger.begin(exchange.table, exchange.updater, exchange.check_slots)
+            self._ledger.begin(self._exchange.table, self._applied)
             self._clocks.begin()
-        self._clock = self._slowest = 0
+        self._clock = 0
         self._pushes.clear()
-        self._seen.clear()
 
     def _serve(self, letter: Letter) -> bool:
         kind, epoch, ticket, number = letter.head[:4]
         with self._held():
             if epoch > self._epoch:
                 return False
-            self._act(letter.source, kind, ticket, number, letter.body)
+            self._act(letter.source, Kind(kind), ticket, number, letter.body)
         return True
+
+    def _act_here(self, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
+        with self._held(PATIENCE if kind == Kind.WHO else self._config.timeout):
+            self._act(self.rank, kind, ticket, number, body)
 
     @contextmanager
     def _held(self, timeout: float = -1) -> Iterator[None]:
@@ -458,71 +408,80 @@ class AsyncKVStore(KVStore):
             self._holder = 0
             self._lock.release()
 
-    def _act(self, rank: int, kind: int, ticket: int, number: int, body: Array | None) -> None:
-        """Do what a rank asks for. The number is a row of the table, or a clock."""
-        if kind == _PUSH:
+    def _act(self, rank: int, kind: Kind, ticket: int, number: int, body: Array | None) -> None:
+        """Do what a rank asks for."""
+        if kind == Kind.PUSH:
             assert body is not None
             self._ledger.push(rank, ticket, number, body)
-        elif kind == _PULL:
+        elif kind == Kind.PULL:
             self._ledger.pull(rank, ticket, number)
-        elif kind == _TICK:
+        elif kind == Kind.TICK:
             self._clocks.tick(rank, number)
-        elif kind == _WAIT:
+        elif kind == Kind.WAIT:
             self._clocks.wait(rank, ticket, number)
-        elif kind == _LEAVE:
+        elif kind == Kind.LEAVE:
             self._ledger.leave(rank)
             self._clocks.leave(rank)
             self._answer(rank, ticket, 0, None)
         else:
             awaited = {*self._ledger.awaited(rank), *self._clocks.awaited(rank)}
-            self._answer(rank, ticket, 0, np.array(sorted(awaited), _NUMBERS))
+            self._answer(rank, ticket, 0, np.array(sorted(awaited), NUMBERS))
 
     def _answer(self, rank: int, ticket: int, version: int, answer: Array | BaseException | None) -> None:
         if rank == self.rank:
             # An error of the caller's own code is raised as it is.
-            self._take(ticket, version, settled(answer) if isinstance(answer, BaseException) else answer)
+            if isinstance(answer, BaseException) and not isinstance(answer, HalfUpdated):
+                settled(answer)
+            self._asking.take(ticket, version, answer)
             return
         assert self._post is not None
         if isinstance(answer, BaseException):
-            self._post.answer(rank, (ticket, version, 1), np.frombuffer(told(answer).encode(), np.uint8))
+            outcome = Outcome.HALFWAY if isinstance(answer, HalfUpdated) else Outcome.RAISED
+            self._post.answer(rank, (ticket, version, outcome), np.frombuffer(told(answer).encode(), np.uint8))
         else:
-            self._post.answer(rank, (ticket, version, 0), answer)
+            self._post.answer(rank, (ticket, version, Outcome.WELL), answer)
 
     # --- Ends
 
     def _leave(self, why: str) -> bool:
         left = super()._leave(why)
         if left and self._post is not None:
-            self._post.stop(wait=False)
+            self._post.stop()
         return left
 
-    def farewell(self) -> tuple[Callable[[], list[int]], float]:
-        """As :meth:`mpikv.KVStore.farewell`; meanwhile takes what other ranks have sent, for which MPI's end would
-        wait.
+    def _parting(self) -> Callable[[], list[int]]:
+        """As in any store, but not before the thread has ended, and what this rank has sent has arrived; meanwhile it
+        takes what others have sent. For a message on its way MPI's end waits without a deadline, or reads memory that
+        is gone.
         """
-        absent, seconds = super().farewell()
         if (post := self._post) is None:
-            return absent, seconds
-        post.stop()
+            return super()._parting()
+        said: list[Callable[[], list[int]]] = []
+        parting = super()._parting
 
-        def still_absent() -> list[int]:
-            post.discard()
-            return absent()
+        def absent() -> list[int]:
+            if post.answering:
+                return [self.rank]
+            if around := post.discard():
+                return around
+            if not said:
+                said.append(parting())
+            return said[0]()
 
-        return still_absent, seconds
+        return absent
 
     def _free(self) -> None:
         if self._post is not None:
-            self._post.close()
+            self._post.close(self._waiting)
         self._exchange.close()
         self._begin()  # without keys, whose memory could not be freed while the ledger looks at it
         super()._free()
 
 
-def check_options(config: Config, staleness: Any, compression: Any) -> None:
-    """Raise if a store of this kind cannot have these options. Local."""
-    if staleness is not None and (isinstance(staleness, bool) or not isinstance(staleness, int) or staleness < 0):
-        raise ConfigError(f"staleness={staleness!r} is neither None nor an integer from 0")
+def check_options(config: Config, given: Mapping[str, Any], compression: Any) -> None:
+    """Raise if a store of this kind cannot have these options, of which some were given and others come from the
+    environment. Local.
+    """
     asked = {
         "placement": config.placement != "auto",
         "kernels": config.kernels != "numpy",
@@ -530,8 +489,19 @@ def check_options(config: Config, staleness: Any, compression: Any) -> None:
         "check": not config.check,
         "compression": compression is not None,
     }
-    if refused := [option for option, other in asked.items() if other]:
-        raise Unsupported(f"{', '.join(refused)}: not with updates on arrival; leave it out, or use 'dist_sync'")
+    if refused := [name for name, other in asked.items() if other]:
+        names = [name if given.get(name) is not None else f"MPIKV_{name.upper()}" for name in refused]
+        raise Unsupported(f"{', '.join(names)}: not with updates on arrival; leave it out, or use 'dist_sync'")
+
+
+def bound_of(staleness: Any) -> int | None:
+    """Return the bound that was asked for, or raise. Local."""
+    try:
+        if staleness is None or (not isinstance(staleness, (bool, np.bool_)) and operator.index(staleness) >= 0):
+            return None if staleness is None else operator.index(staleness)
+    except TypeError:
+        pass
+    raise ConfigError(f"staleness={staleness!r} is neither None nor an integer from 0")
 
 
 def _owner(entry: Entry) -> int:

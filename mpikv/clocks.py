@@ -36,8 +36,8 @@ class Clocks:
         self._waits: list[_Wait] = []
 
     def tick(self, rank: int, clock: int) -> None:
-        """Set the clock of an active rank."""
-        self._clocks[rank] = clock
+        """Set the clock of an active rank, which never goes back."""
+        self._clocks[rank] = max(clock, self._clocks.get(rank, 0))
         self.widest = max(self.widest, max(self._clocks.values()) - min(self._clocks.values()))
         self._release()
 

@@ -13,15 +13,21 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from .arrays import accumulator, add
-from .errors import noted
+from .errors import TransportError, noted
 from .keys import Entry, KeyTable
 from .typing import Array, Updater
 
-__all__ = ["Answer", "Ledger"]
+__all__ = ["Answer", "HalfUpdated", "Ledger"]
 
 Answer: TypeAlias = "Callable[[int, int, int, Array | BaseException | None], None]"
 """Told the rank, its ticket, the version of the value, and for a pull the value, which may change when it returns; for
-a push that has changed nothing, what its updater raised."""
+a push that has changed nothing, what its updater raised; or a :class:`HalfUpdated`."""
+
+
+class HalfUpdated(TransportError):
+    """An optimizer has failed in the middle of its rule: nobody knows what the value is. The store cannot be used any
+    more.
+    """
 
 
 class _Push(NamedTuple):
@@ -43,17 +49,15 @@ class Ledger:
         self.applied = 0
         """How many updates were made."""
 
-    def begin(self, table: KeyTable, updater: Updater, check: Callable[[], None]) -> None:
+    def begin(self, table: KeyTable, updater: Updater) -> None:
         """Start anew, when all ranks have met: nothing is parked, and all ranks are active.
 
         Args:
             table: the keys that there are, whose counts of updates are kept here.
-            updater: what makes an update.
-            check: raises if the updater, whose settings have changed since, needs other state than there is.
+            updater: what makes an update. Nobody else uses or changes it until the next call.
         """
         self._table, self._updater = table, updater
         self._entries = {entry.index: entry for entry in table.entries()}
-        self._check, self._revision = check, updater.revision
         self._active = set(range(self._size))
         self._parked: dict[int, list[_Push]] = {}
         self._pulls: dict[int, list[_Pull]] = {}
@@ -110,17 +114,16 @@ class Ledger:
             failure = noted(error, f"updating key {entry.key!r}")
         for push in pushes:
             self._answer(push.rank, push.ticket, self._version(row), failure)
+        if isinstance(failure, HalfUpdated):
+            raise failure
         for pull in self._pulls.pop(row, ()):  # of ranks that have pushed
             self._show(row, pull)
         if isinstance(failure, KeyboardInterrupt):
             raise failure
 
     def _update(self, entry: Entry, payloads: Sequence[Array]) -> None:
-        """Make one update by the sum of the payloads. A failure changes nothing."""
+        """Make one update by the sum of the payloads. A failure but :class:`HalfUpdated` changes nothing."""
         updater = self._updater
-        if updater.revision != self._revision:
-            self._check()
-            self._revision = updater.revision
         step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
         total = payloads[0]
         if len(payloads) > 1 or accumulator(entry.dtype) != entry.dtype:
@@ -130,7 +133,11 @@ class Ledger:
         if not updater.fallible:
             shape = (-1,) if updater.elementwise else entry.shape
             flat = {name: array.reshape(shape) for name, array in state.items()}
-            updater.update(step, total.reshape(shape), value.reshape(shape), flat)
+            try:
+                updater.update(step, total.reshape(shape), value.reshape(shape), flat)
+            except Exception as error:
+                text = f"the update of key {entry.key!r} has failed in the middle, by {error!r}"
+                raise HalfUpdated(f"{text}; value and state may be half changed: go on from a checkpoint") from error
             return
         changed, states = value.copy(), {name: array.copy() for name, array in state.items()}
         updater.update(step, total.reshape(entry.shape), changed, states)

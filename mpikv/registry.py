@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, cast
 
 from . import codecs
-from .asynchronous import AsyncKVStore, check_options
+from .asynchronous import AsyncKVStore, bound_of, check_options
 from .board import Board
 from .config import Config
 from .errors import (
@@ -123,20 +123,22 @@ def create(
     problem: Exception | None = None
     try:
         kind = _known(name)
-        settings = Config.read(
-            placement=placement,
-            timeout=timeout,
-            warn_after=warn_after,
-            check=check,
-            transport=transport,
-            bucket_bytes=bucket_bytes,
-            deterministic=deterministic,
-            kernels=kernels,
-        )
+        given = {
+            "placement": placement,
+            "timeout": timeout,
+            "warn_after": warn_after,
+            "check": check,
+            "transport": transport,
+            "bucket_bytes": bucket_bytes,
+            "deterministic": deterministic,
+            "kernels": kernels,
+        }
+        settings = Config.read(**given)
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
         if kind in _ASYNC:
-            check_options(settings, staleness, compression)
+            check_options(settings, {**given, "compression": compression}, compression)
+            staleness = bound_of(staleness)
         elif staleness is not None:
             raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {name!r} updates in rounds")
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise

@@ -934,7 +934,10 @@ class KVStore(KVStoreBase):
             What says which ranks have not told the same yet, and how many seconds they may take.
         """
         # One that does not know of the failure yet finds it when it closes the store, after the timeout.
-        return self._group.farewell(), self._config.timeout + _LAST_STEPS
+        return self._parting(), self._config.timeout + _LAST_STEPS
+
+    def _parting(self) -> Callable[[], list[int]]:
+        return self._group.farewell()
 
     def __enter__(self) -> KVStore:
         return self

@@ -20,7 +20,7 @@ LAYERS = (
     ("arrays", "config", "waiting", "work", "world"),
     ("arena", "board", "clocks", "codecs", "optimizers", "parameter", "plugins", "schedules", "transports", "updaters"),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
-    ("agreement", "arguments", "compression", "ledger", "placement", "scope"),
+    ("agreement", "arguments", "asking", "compression", "ledger", "placement", "scope"),
     ("calls", "checkpoint", "exchange", "store", "trial"),
     ("asynchronous", "storeless"),
     ("registry",),

@@ -33,10 +33,7 @@ class Owner:
         self.begin()
 
     def begin(self):
-        self.ledger.begin(self.table, self.updater, self.check)
-
-    def check(self):
-        raise AssertionError("nothing was changed")
+        self.ledger.begin(self.table, self.updater)
 
     def answer(self, rank, ticket, version, answer):
         assert ticket not in self.answers

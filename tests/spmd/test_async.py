@@ -184,15 +184,14 @@ def test_an_owner_answers_while_it_computes(comm, tmp_path_factory, work, transp
         kv.init("w", np.zeros(50_000))  # of rank 0, as the first key
         adding(kv)
         if kv.rank == 0:
-            busy, until = 0.0, time.monotonic() + 12
+            until = time.monotonic() + 12
             while len(os.listdir(folder)) < kv.size - 1 and time.monotonic() < until:
                 if work == "python":
-                    busy = sum(range(1000))
+                    sum(range(1000))
                 elif work == "numpy":
-                    busy = float(np.sqrt(np.arange(200_000.0)).sum())
+                    np.sqrt(np.arange(200_000.0)).sum()
                 else:
                     time.sleep(0.1)
-            assert busy >= 0
             assert len(os.listdir(folder)) == kv.size - 1, "the others have waited for this rank"
         else:
             for _ in range(5):
@@ -369,16 +368,16 @@ def test_a_group_of_ranks(ranks):
 
 
 @ALL
-def test_a_trainer():
-    params = {"w": np.ones((3, 2)), "b": np.zeros(2)}
-    with create(staleness=0) as kv:
-        trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5}, kv)
-        trainer.start()
-        for _ in range(3):
-            trainer.set_grads({name: np.ones_like(value) for name, value in params.items()})
-            trainer.step(kv.size)
-        for value, expected in ((params["w"], -0.5), (params["b"], -1.5)):
-            np.testing.assert_allclose(value, np.full(value.shape, expected), rtol=1e-12)
+@BOUNDS
+@pytest.mark.parametrize("on_store", [None, False])
+def test_a_trainer_is_refused(staleness, on_store):
+    """Its rescale_grad belongs to one step of one rank, and an owner updates for other ranks outside of its own."""
+    with create(staleness=staleness) as kv:
+        for store in (kv, kv.scope("part")):
+            trainer = mpikv.Trainer({"w": np.ones(3)}, "sgd", {}, store, update_on_kvstore=on_store)
+            with pytest.raises(Unsupported, match=r"start: the store .* knows nothing of a batch size"):
+                trainer.start()
+        assert kv.keys() == ()
 
 
 @SEVERAL
@@ -645,7 +644,7 @@ for step in range(200000):
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1|one of the ranks 0, 1, 2 was killed"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1|one of the ranks .* was killed"),
         ("os._exit(0)", "rank 1"),
         ("raise OSError('no data')", r"\[rank 1/3\] OSError: no data"),
         ("os.kill(os.getpid(), signal.SIGSTOP)", r"waited 3\.\d s for ranks \[1\], in .*: rank 1 began .* is stopped"),
