@@ -479,10 +479,13 @@ class Exchange:
         told = np.zeros((self.transport.size, counts.size), np.int64)
         told[self.transport.rank] = counts
         self.transport.all_gather(told.reshape(-1), (counts.size,) * self.transport.size)
-        for entry in self.table.entries():
-            row, owner = entry.index, entry.place.block.owner
-            self.table.stale[row] |= not self._current and bool((told[:, row] != told[owner, row]).any())
-            counts[row] = told[owner, row]
+        entries = list(self.table.entries())
+        rows = np.fromiter((entry.index for entry in entries), np.intp)
+        owners = np.fromiter((entry.place.block.owner for entry in entries), np.intp)
+        latest = told[owners, rows]
+        if not self._current:
+            self.table.stale[rows] |= (told[:, rows] != latest).any(axis=0)
+        counts[rows] = latest
 
     def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
         """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpikv.arena import Arena
 from mpikv.clocks import Clocks
 from mpikv.keys import KeyTable
-from mpikv.ledger import Ledger
+from mpikv.ledger import HalfUpdated, Ledger
 from mpikv.optimizers import Test as Plainest
 from mpikv.transports.local import LocalTransport
 from mpikv.updaters import CallableUpdater
@@ -186,6 +186,37 @@ def test_an_updater_that_raises_changes_nothing(rounds):
     assert failures[0] is None
     assert [str(failure) for failure in failures[1:]] == ["two", "two"]
     assert owner.value().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_an_optimizer_that_fails_in_the_middle(rounds):
+    """Nobody is told that nothing has changed, and who has waited for the value is not shown it."""
+
+    class Breaking(Plainest):
+        def rule(self, step, block):
+            super().rule(step, block)
+            raise MemoryError("no more")
+
+    owner = Owner(2, rounds, updater=Breaking(learning_rate=1.0))
+    if rounds:
+        owner.ledger.push(0, 1, 0, unit(2, 0))
+        owner.ledger.pull(0, 2, 0)
+    with pytest.raises(HalfUpdated, match=r"key 'a' has failed in the middle, by MemoryError.*may be half changed"):
+        owner.ledger.push(1, 3, 0, unit(2, 1))
+    assert owner.answers.keys() == ({1, 3} if rounds else {3})
+    assert all(isinstance(answer, HalfUpdated) for _, _, answer in owner.answers.values())
+
+
+def test_a_clock_never_goes_back():
+    clocks = Clocks(2, lambda rank, ticket, slowest: None)
+    clocks.tick(0, 2)
+    clocks.tick(0, 1)
+    clocks.wait(1, 1, 3)
+    assert clocks.awaited(1) == [0, 1]
+    clocks.tick(1, 3)
+    assert clocks.awaited(1) == [0]
+    clocks.tick(0, 3)
+    assert clocks.awaited(1) == []
 
 
 def test_ranks_that_meet_start_anew():

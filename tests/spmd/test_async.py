@@ -119,6 +119,58 @@ def test_without_a_lead_it_is_the_synchronous_store(transport, optimizer):
     assert results[0] == results[1]
 
 
+@ALL
+@BOUNDS
+def test_settings_that_change(staleness):
+    """By a call of all ranks, for the pushes after it: each takes the step of its time, however late a rank comes."""
+    with create(staleness=staleness) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        for step in range(3):
+            time.sleep(0.05 * (kv.rank == kv.size - 1))
+            kv.set_learning_rate(10.0**-step)
+            kv.push("w", np.ones(2))
+        kv.barrier()
+        np.testing.assert_allclose(kv.pull("w"), [-1.11 * kv.size] * 2, rtol=1e-12)
+        kv.optimizer.momentum = 0.5
+        with pytest.raises(ConfigError, match=r"push: an option .* call kv\.barrier\(\) on every rank first"):
+            kv.push("w", np.ones(2))
+        with pytest.raises((ConfigError, PeerFailed), match=r"keep .*momentum.* per element"):
+            kv.barrier()
+        kv.optimizer.momentum = 0.0
+        kv.optimizer.learning_rate = 1.0
+        kv.barrier()
+        kv.push("w", np.full(2, 0.11))
+        kv.barrier()
+        np.testing.assert_allclose(kv.pull("w"), [-1.22 * kv.size] * 2, rtol=1e-12)
+        for rate, text in ((-1.0, "learning_rate"), ("fast", "learning_rate")):
+            with pytest.raises(ConfigError, match=text):
+                kv.set_learning_rate(rate)
+        assert kv.optimizer.learning_rate == 1.0
+
+
+@SEVERAL
+def test_settings_that_differ():
+    """Are found by the next collective call, and pushed with by nobody."""
+    with create() as kv:
+        kv.init("clocks", np.zeros(kv.size))
+        kv.set_optimizer("test", learning_rate=1.0)
+        with pytest.raises(RankMismatch, match=r"calls set_learning_rate\(0.5\).* calls set_learning_rate\(2.0\)"):
+            kv.set_learning_rate(2.0 if kv.rank == 1 else 0.5)
+        assert kv.optimizer.learning_rate == 1.0
+        if kv.rank == 1:
+            kv.optimizer.learning_rate = 2.0
+            with pytest.raises(ConfigError, match="an option of the optimizer was set"):
+                kv.push("clocks", unit(kv))
+        else:
+            kv.push("clocks", unit(kv))
+        with pytest.raises(RankMismatch, match=r"rank 1 calls barrier\(\) \(item 0: updater .*=1.0.*=2.0"):
+            kv.barrier()
+        kv.optimizer.learning_rate = 1.0
+        kv.barrier()
+        assert kv.pull("clocks").tolist() == [-float(rank != 1) for rank in range(kv.size)]
+
+
 @SEVERAL
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_no_rank_is_further_ahead_than_the_bound(staleness):
@@ -447,6 +499,7 @@ def test_bad_calls_concern_one_rank(call, kind, text):
         ({"staleness": -1}, ConfigError, "staleness=-1 is neither None nor"),
         ({"staleness": True}, ConfigError, "staleness=True"),
         ({"staleness": 1.0}, ConfigError, "staleness=1.0"),
+        ({"staleness": np.True_}, ConfigError, "staleness=.*True"),
         ({"name": "dist_sync", "staleness": 1}, ConfigError, "staleness=1 is for 'dist_async'"),
         ({"placement": "root"}, Unsupported, "placement: not with updates on arrival"),
         ({"deterministic": True}, Unsupported, "deterministic"),
@@ -465,6 +518,19 @@ def test_names():
         with create(name=name) as kv:
             assert isinstance(kv, mpikv.AsyncKVStore)
             assert kv.type == name.lower()
+
+
+@ALL
+def test_an_option_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("MPIKV_PLACEMENT", "root")
+    with pytest.raises(Unsupported, match="create: MPIKV_PLACEMENT, deterministic: not with updates on arrival"):
+        create(deterministic=True)
+
+
+@ALL
+def test_a_bound_of_numpy():
+    with create(staleness=np.int64(2)) as kv:
+        assert (kv.staleness, type(kv.staleness)) == (2, int)
 
 
 @SEVERAL
@@ -539,6 +605,76 @@ def test_a_failed_push_is_told_by_a_collective_call():
         assert caught.value.rank == (0 if kv.rank == last else last)
         kv.barrier()
         assert kv.pull("w").tolist() == [0, 0]
+
+
+@SEVERAL
+def test_a_program_that_catches_errors_stays_in_step():
+    """In rounds all ranks are told in the same call, although some know earlier; other keys have lost no push."""
+
+    def update(key, given, stored):
+        if given[0] > 90:
+            raise ValueError("too large")
+        stored += given
+
+    raised = []
+    with create(staleness=0) as kv:
+        kv.init(["a", "b"], [np.zeros(2)] * 2)
+        kv.set_updater(update)
+        for step in range(6):
+            for key in "ab":
+                try:
+                    kv.push(key, np.full(2, 99.0 if (key, step) == ("a", 2) else 1.0))
+                except (ValueError, PeerFailed):
+                    raised.append((step, key))
+                time.sleep(0.02 * kv.rank)
+        kv.barrier()
+        # In place of the push that came after the failed one.
+        assert raised == [(3, "a")]
+        assert [kv.pull(key).tolist() for key in "ab"] == [[4.0 * kv.size] * 2, [6.0 * kv.size] * 2]
+
+
+@SEVERAL
+def test_a_store_after_one_in_which_ranks_were_late(caplog):
+    """A rank that warns asks for whom the owner waits, who is busy. Nothing of that comes to the next store."""
+
+    def update(key, given, stored):
+        time.sleep(1.4)
+        stored += given
+
+    for _ in range(2):
+        with create(warn_after=0.1) as kv:
+            kv.init("w", np.zeros(4))
+            kv.set_updater(update)
+            if kv.rank == 1:
+                kv.push("w", np.ones(4))
+        with create() as kv:
+            kv.init("w", np.full(4, 5.0))
+            for _ in range(10):
+                assert kv.pull("w").tolist() == [5.0] * 4
+
+
+@SEVERAL
+def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
+    """The owner is ready after it has found a push to be too early, and before it looks at the pull that follows."""
+    with create() as kv:
+        kv.init("w", np.zeros(4))
+        adding(kv)
+        begin, serve = kv._begin, kv._post._serve if kv._post else None
+        if kv.is_root:
+
+            def slowly(letter):
+                served = serve(letter)
+                if not served:
+                    time.sleep(0.03)
+                return served
+
+            monkeypatch.setattr(kv._post, "_serve", slowly)
+            monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
+        for count in range(1, 6):
+            kv.barrier()
+            if kv.rank == 1:
+                kv.push("w", np.ones(4))
+                assert kv.pull("w").tolist() == [count] * 4
 
 
 @ALL
@@ -617,13 +753,13 @@ def test_two_stores_at_once():
 # --- Ends of jobs
 
 
-def job(folder, text, ranks, limit=40):
+def job(folder, text, ranks, limit=40, **variables):
     """Run a script on some ranks; return its status, what it wrote, and seconds."""
     script = folder / "script.py"
     script.write_text(f"import mpikv, numpy as np, os, signal, sys, time\n{text}")
     started = time.monotonic()
     command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script)]
-    environ = {**clean(os.environ), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environ = {**clean(os.environ), "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit, check=False)
     return done.returncode, done.stdout + done.stderr, time.monotonic() - started
 
@@ -679,4 +815,101 @@ kv.push(["a", "b", "c"], [np.ones({size})] * 3)
 """
     status, said, seconds = job(tmp_path, text, 3)
     assert status == 0, said
+    assert seconds < 30
+
+
+# Of both libraries, as if ranks were on hosts of their own.
+NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
+
+
+@pytest.mark.deadline(240)
+def test_the_end_of_the_program_over_a_network(tmp_path):
+    """Large letters are still on their way when a thread stops to receive: nothing is freed into which MPI writes."""
+    text = """
+from mpikv.transports import post
+
+def gone(self):
+    if self.coming:
+        print("freed while a letter of rank", self.coming, "comes", flush=True)
+
+post._Inbox.__del__ = gone
+kv = mpikv.create("dist_async", timeout=5, transport="mpi")
+kv.init([f"k{i}" for i in range(8)], [np.zeros(2_000_000)] * 8)
+kv.set_optimizer("test", learning_rate=1.0)
+kv.barrier()
+if kv.rank == 0:
+    time.sleep(0.05 * np.random.rand())
+else:
+    for i in range(8):
+        kv.push(f"k{i}", np.ones(2_000_000))
+kv.abandon("the test is over")
+"""
+    for _ in range(3):
+        status, said, seconds = job(tmp_path, text, 2, **NETWORK)
+        assert status == 0, said
+        assert "freed" not in said
+        assert seconds < 30
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("call", ["pass", "kv.barrier()", "kv.close()"])
+def test_an_updater_that_does_not_return_ends_the_job(tmp_path, call):
+    """Also where its owner's program comes to its end: MPI would wait for the others, who wait for the owner."""
+    text = f"""
+def stuck(key, given, stored):
+    while True:
+        time.sleep(0.5)
+
+kv = mpikv.create("dist_async", timeout=2)
+kv.init("w", np.zeros(4))
+kv.set_updater(stuck)
+if kv.rank == 1:
+    try:
+        kv.push("w", np.ones(4))
+        kv.pull("w")
+    except mpikv.Stalled as error:
+        print("caught", error, flush=True)
+else:
+    time.sleep(0.5)
+    try:
+        {call}
+    except mpikv.Stalled as error:
+        print("caught", error, flush=True)
+    kv.abandon("given up")
+"""
+    status, said, seconds = job(tmp_path, text, 2)
+    assert status != 0
+    assert re.search(r"caught pull: waited 2\.\d s for ranks \[0\]", said), said
+    assert seconds < 30
+
+
+@pytest.mark.deadline(120)
+def test_a_thread_that_ends_says_so_at_once(tmp_path):
+    """Its rank computes, and will not call the store for long."""
+    text = """
+class Breaking(mpikv.optimizers.Optimizer):
+    def rule(self, step, block):
+        raise MemoryError("no more")
+
+kv = mpikv.create("dist_async", timeout=2)
+kv.init("w", np.zeros(4))
+kv.set_optimizer(Breaking())
+if kv.rank == 1:
+    try:
+        kv.push("w", np.ones(4))
+        kv.pull("w")
+    except mpikv.TransportError as error:
+        print("caught", error, flush=True)
+else:
+    time.sleep(1)
+    print("computed", file=sys.stderr, flush=True)
+    try:
+        kv.barrier()
+    except mpikv.TransportError as error:
+        print("caught too", error, flush=True)
+"""
+    _, said, seconds = job(tmp_path, text, 2)
+    assert re.search(r"the thread of rank 0 that answers other ranks has ended.*HalfUpdated[\s\S]*computed", said), said
+    assert re.search(r"caught p\w+: rank 0, the owner of key 'w', raised HalfUpdated: .* in the middle", said), said
+    assert re.search(r"caught too barrier: the thread that answers other ranks has ended", said), said
     assert seconds < 30
