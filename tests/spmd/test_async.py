@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -659,22 +660,36 @@ def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
     with create() as kv:
         kv.init("w", np.zeros(4))
         adding(kv)
-        begin, serve = kv._begin, kv._post._serve if kv._post else None
-        if kv.is_root:
+        refused, twice, ready = [], threading.Event(), threading.Event()
+        begin, serve = kv._begin, kv._post._serve
 
-            def slowly(letter):
-                served = serve(letter)
-                if not served:
-                    time.sleep(0.03)
+        def serve_late(letter):
+            if served := serve(letter):
                 return served
+            refused.append(letter)
+            if len(refused) == 1:
+                time.sleep(0.1)  # the pull arrives, too
+            elif len(refused) == 2:
+                twice.set()
+                assert ready.wait(10)
+            return False
 
-            monkeypatch.setattr(kv._post, "_serve", slowly)
-            monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
-        for count in range(1, 6):
-            kv.barrier()
-            if kv.rank == 1:
-                kv.push("w", np.ones(4))
-                assert kv.pull("w").tolist() == [count] * 4
+        def begin_late():
+            assert twice.wait(10)
+            begin()
+            ready.set()
+
+        kv.barrier()
+        if kv.is_root:
+            monkeypatch.setattr(kv._post, "_serve", serve_late)
+            monkeypatch.setattr(kv, "_begin", begin_late)
+        kv.barrier()
+        if kv.rank == 1:
+            kv.push("w", np.ones(4))
+            assert kv.pull("w").tolist() == [1] * 4
+        if kv.is_root:
+            monkeypatch.undo()
+        kv.barrier()
 
 
 @ALL
