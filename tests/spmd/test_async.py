@@ -29,6 +29,7 @@ from mpikv import (
     ValueMismatch,
     world,
 )
+from mpikv.asking import Kind
 from mpikv.cli.launchers import clean
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
@@ -660,22 +661,22 @@ def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
     with create() as kv:
         kv.init("w", np.zeros(4))
         adding(kv)
-        refused, twice, ready = [], threading.Event(), threading.Event()
+        refused, often, ready = [], threading.Event(), threading.Event()
         begin, serve = kv._begin, kv._post._serve
 
         def serve_late(letter):
             if served := serve(letter):
                 return served
-            refused.append(letter)
-            if len(refused) == 1:
-                time.sleep(0.1)  # the pull arrives, too
-            elif len(refused) == 2:
-                twice.set()
+            if letter.head[0] == Kind.PUSH:
+                refused.append(letter)
+                time.sleep(0.02)
+            if len(refused) == 10:  # the pull has arrived, too
+                often.set()
                 assert ready.wait(10)
             return False
 
         def begin_late():
-            assert twice.wait(10)
+            assert often.wait(10)
             begin()
             ready.set()
 
