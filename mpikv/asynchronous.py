@@ -63,7 +63,7 @@ class AsyncKVStore(KVStore):
 
     All other methods are collective, as in :class:`mpikv.KVStore`, and begin with a rest: what any rank has pushed
     before is in the values when they run. It has no ``buffer``, ``view``, ``join``, ``wait=False`` and compression.
-    Settings of an optimizer count for the keys that the rank owns which sets them: set them on every rank.
+    Each compares the settings of the optimizer, which count from then on; :meth:`set_learning_rate` is one, too.
 
     Example (one rank; on n ranks w becomes -n, once all have pushed):
         >>> import mpikv, numpy as np
