@@ -116,6 +116,11 @@ class AsyncKVStore(KVStore):
         """How many calls of push a rank may be ahead of another; None: any number."""
         return self._bound
 
+    @property
+    def placement(self) -> str:
+        """Where values live: each whole on its owner, ``owners``."""
+        return "owners"
+
     def is_capable(self, capability: str) -> bool:
         """As :meth:`mpikv.KVStore.is_capable`; this store is capable of async. Local."""
         capable = super().is_capable(capability)

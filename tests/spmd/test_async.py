@@ -373,7 +373,7 @@ def test_collective_calls_see_all_that_was_pushed(transport, tmp_path_factory):
         assert kv.pull("b").tolist() == [1] * 5
         assert not kv.vote(False)
         assert kv.is_capable("async")
-        assert (kv.type, kv.staleness) == ("dist_async", None)
+        assert (kv.type, kv.staleness, kv.placement) == ("dist_async", None, "owners")
 
 
 @ALL
