@@ -713,10 +713,10 @@ def test_a_late_rank_is_named(comm, staleness):
     adding(kv)
     late = kv.size - 1
     if kv.rank != late:
-        with pytest.raises(
-            Stalled, match=rf"waited 1\.\d s for ranks \[{late}\].*rank {late} .*test_async.py"
-        ) as caught:
+        with pytest.raises(Stalled, match=rf"waited 1\.\d s for ranks \[{late}\]") as caught:
             push_often(kv)
+        # Where its code is can be seen on its host only.
+        assert len(kv._group.hosts) > 1 or re.search(rf"rank {late} .*test_async.py", str(caught.value))
         assert caught.value.missing == (late,)
         with pytest.raises(Closed, match="Stalled"):
             kv.pull("w")
