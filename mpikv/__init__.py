@@ -9,6 +9,7 @@ array([1., 1., 1.])
 """
 
 from . import codecs, optimizers, schedules
+from .asynchronous import AsyncKVStore
 from .errors import (
     CheckpointError,
     Closed,
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AllReduce",
+    "AsyncKVStore",
     "CheckpointError",
     "Closed",
     "ConfigError",

@@ -23,7 +23,7 @@ from .errors import MPIKVError, PeerFailed, Raised, RankMismatch, noted, notes, 
 from .typing import Key, Transport
 from .world import Group
 
-__all__ = ["JOINED", "Agreement", "Call", "Said"]
+__all__ = ["JOINED", "Agreement", "Call", "Said", "told"]
 
 # Tokens that are no digest: of an owner whose work went well, of a rank whose arguments are bad or whose work failed,
 # and of one that has run out of work.
@@ -129,7 +129,7 @@ class Agreement:
 
     def _tell(self, call: Call, error: BaseException | None) -> list[Said]:
         """Exchange what each rank has to say."""
-        mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), _told(error) if error else "")
+        mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), told(error) if error else "")
         return [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def _settle(self, call: Call) -> tuple[Said, bool]:
@@ -172,14 +172,14 @@ class Agreement:
         return settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
 
 
-def _of_peer(call: Call, rank: int, told: str) -> Exception:
-    kind, _, text = told.partition(": ")
+def _of_peer(call: Call, rank: int, said: str) -> Exception:
+    kind, _, text = said.partition(": ")
     if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
         return RankMismatch(text)
-    return PeerFailed(f"{call}: rank {rank} raised {told}; nothing was changed in the store", rank)
+    return PeerFailed(f"{call}: rank {rank} raised {said}; nothing was changed in the store", rank)
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {error}"

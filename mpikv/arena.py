@@ -101,9 +101,10 @@ class Place:
 class Arena:
     """Hands out places for values; every rank makes the same requests in the same order, so all arenas are alike."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, pooling: bool = True) -> None:
+        """Without ``pooling`` every value is a block, so that each has an owner of its own."""
         self._transport = transport
-        self._pool = min(_POOL_BYTES, transport.limit)
+        self._pool = min(_POOL_BYTES, transport.limit) if pooling else 0
         self.blocks: list[Block] = []
         self._open: dict[np.dtype[Any], Block] = {}
         self._free: dict[tuple[np.dtype[Any], int], list[Place]] = {}

@@ -93,15 +93,7 @@ class Calls:
         return call, (exchange.push, plan, arrays, steps, confirm)
 
     def pull(self, key: Any, out: Any, priority: Any) -> Prepared:
-        plan = self._exchange.known(key)
-        if plan is None and isinstance(key, Mapping):
-            form = parse(key, out, "out")
-            plan, result = self._exchange.plan(form.keys), key
-            arrays: Arrays = targets(plan.entries, form.groups)
-        else:
-            plan = plan or self.known(key)
-            result = new_arrays(key, plan) if out is None else out
-            arrays = self._targets(plan, key, result)
+        plan, arrays, result = self.pulled(key, out)
         return self._planned("pull", plan, priority), (self._run_pull, plan, arrays, result)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
@@ -113,12 +105,7 @@ class Calls:
             exchange.check_compressible(plan, arrays)
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
-        if isinstance(key, Mapping):
-            result = key if out is None else out
-            filled: Arrays = targets(plan.entries, outs_of(*_filled(key, out), plan.keys).groups)
-        else:
-            result = value if out is None else out
-            filled = arrays if out is None and are_plain(arrays) else self._targets(plan, key, result)
+        filled, result = (arrays, value) if out is None and are_plain(arrays) else self.filled(plan, key, value, out)
         call, steps, confirm = self._update_of("pushpull", plan, priority)
         exchange.stage(plan, arrays)
         return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
@@ -128,7 +115,8 @@ class Calls:
     ) -> Prepared:
         if isinstance(key, Mapping):
             result = key if out is None else out
-            groups = outs_of(*_filled(key, out), plan.keys).groups
+            names, arrays = flatten(key) if out is None else (key, out)
+            groups = outs_of(names, arrays, plan.keys).groups
         else:
             result = value if out is None else out
             groups = outs_of(key, result, plan.keys).groups
@@ -261,6 +249,17 @@ class Calls:
             raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
         return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
 
+    def pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
+        """Return the plan of what is to be pulled, the arrays to fill, and what the call returns."""
+        plan = self._exchange.known(key)
+        if plan is None and isinstance(key, Mapping):
+            form = parse(key, out, "out")
+            plan = self._exchange.plan(form.keys)
+            return plan, targets(plan.entries, form.groups), key
+        plan = plan or self.known(key)
+        result = new_arrays(key, plan) if out is None else out
+        return plan, self._targets(plan, key, result), result
+
     def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
         """Return the plan and what is to be pushed, and perhaps filled: arrays, rows, or None for the buffers."""
         plan = self._exchange.known(key)
@@ -285,10 +284,26 @@ class Calls:
             arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
         return plan, arrays
 
+    def arrays_of(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
+        """Return the plan of what is to be pushed, and the flat arrays of any form, which brings no rows."""
+        plan, arrays = self._sources(key, value)
+        if isinstance(arrays, Brought):
+            raise Unsupported("this store takes no RowSparse; push to_dense(), or use 'dist_sync'")
+        return plan, arrays
+
     def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
         """Return the arrays to fill."""
         arrays = plain(plan, key, out, writable=True)
         return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
+
+    def filled(self, plan: Plan, key: Any, value: Any, out: Any) -> tuple[Arrays, Any]:
+        """Return the arrays that a pushpull fills, and what it returns."""
+        if isinstance(key, Mapping):
+            names, arrays = flatten(key) if out is None else (key, out)
+            outs = outs_of(names, arrays, plan.keys)
+            return targets(plan.entries, outs.groups), key if out is None else out
+        result = value if out is None else out
+        return self._targets(plan, key, result), result
 
     def _check_buffers(self, plan: Plan) -> None:
         if (key := self._exchange.unbuffered(plan)) is not None:
@@ -410,11 +425,6 @@ def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
         return call
     wish = f"priority {wishes}"
     return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
-
-
-def _filled(tree: Mapping[Any, Any], out: Any) -> tuple[Any, Any]:
-    """Return keys and arrays that a pushpull of a dict fills: its own, without others."""
-    return flatten(tree) if out is None else (tree, out)
 
 
 def _run_for(result: Any, run: Callable[..., None], *arguments: Any) -> Any:

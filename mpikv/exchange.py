@@ -70,7 +70,7 @@ class Exchange:
         self.placement: Placement = place(placement, transport, self.updater, root)
         self._settle()
         self._revision = self.updater.revision
-        self._arena = Arena(transport)
+        self._arena = Arena(transport, pooling=placement != "owners")
         self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._scratch = zeros(2 * transport.limit)
@@ -569,6 +569,20 @@ class Exchange:
             block.drop_sums()
         for entry in self.table.entries():
             entry.codec_state.clear()
+
+    def recount(self) -> None:
+        """Tell all ranks how often owners, who did so by themselves, have updated their values."""
+        counts = self.table.counts
+        told = np.zeros((self.transport.size, counts.size), np.int64)
+        told[self.transport.rank] = counts
+        self.transport.all_gather(told.reshape(-1), (counts.size,) * self.transport.size)
+        entries = list(self.table.entries())
+        rows = np.fromiter((entry.index for entry in entries), np.intp)
+        owners = np.fromiter((entry.place.block.owner for entry in entries), np.intp)
+        latest = told[owners, rows]
+        if not self._current:
+            self.table.stale[rows] |= (told[:, rows] != latest).any(axis=0)
+        counts[rows] = latest
 
     def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
         """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.

@@ -116,7 +116,8 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
     """Return the placement of that name for this updater.
 
     ``auto`` takes ``root`` for a Python callable, ``replicated`` for ASSIGN, which has nothing to compute, and
-    ``sharded`` for optimizers, whose time and state are then divided by the number of ranks.
+    ``sharded`` for optimizers, whose time and state are then divided by the number of ranks. ``owners`` is for stores
+    whose owners update by themselves, and serves every updater.
 
     Raises:
         Unsupported: a callable must run once per key, which only ``root`` can do.
@@ -126,6 +127,8 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
         name = "root" if updater.fallible else "replicated" if isinstance(updater, Assign) else "sharded"
     if name == "root":
         return Root(transport, root)
+    if name == "owners":
+        return Owners(transport)
     if name not in ("sharded", "replicated"):
         raise ConfigError(known_names("placement", name, ("auto", "replicated", "root", "sharded")))
     if updater.fallible:

@@ -7,10 +7,11 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 from . import codecs
+from .asynchronous import AsyncKVStore, bound_of, check_options
 from .board import Board
 from .config import OWN_AFFAIRS, Config, slice_bytes, wants_slices
 from .errors import (
@@ -38,10 +39,8 @@ _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
 _PASSABLE = "p3"
-_LATER = dict.fromkeys(
-    ("dist_async", "dist_async_device", "dist_device_async"), "updates on arrival; 'dist_sync' updates at each push"
-)
-_NAMES = (_PASSABLE, *_HOST, *_STORELESS, *_DEVICE, *_NCCL, *_LATER, "teststore")
+_ASYNC = ("dist_async", "dist_async_device", "dist_device_async")
+_NAMES = (_PASSABLE, *_HOST, *_STORELESS, *_DEVICE, *_ASYNC, *_NCCL, "teststore")
 
 
 def create(
@@ -58,6 +57,7 @@ def create(
     deterministic: bool | None = None,
     kernels: str | None = None,
     compression: Any = None,
+    staleness: int | None = None,
 ) -> KVStore:
     """Make a store.
 
@@ -69,6 +69,7 @@ def create(
             ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
             ``p3`` for a ``dist_sync`` of which calls with ``wait=False`` may be passed between two messages by more
             urgent ones on other keys, which the variable ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
+            ``dist_async`` (``dist_async_device``, ``dist_device_async``) for an :class:`AsyncKVStore`;
             ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
         comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
@@ -90,6 +91,8 @@ def create(
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
+        staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
+            number.
 
     A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
 
@@ -117,6 +120,7 @@ def create(
             "deterministic": deterministic,
             "kernels": kernels,
             "compression": compression,
+            "staleness": staleness,
         }
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
@@ -125,30 +129,37 @@ def create(
     try:
         kind = _known(name)
         passable = kind == _PASSABLE or (kind in _DIST and wants_slices())
-        settings = Config.read(
-            placement=placement,
-            timeout=timeout,
-            warn_after=warn_after,
-            check=check,
-            transport=transport,
-            bucket_bytes=slice_bytes() if passable and bucket_bytes is None else bucket_bytes,
-            deterministic=deterministic,
-            kernels=kernels,
-        )
+        given = {
+            "placement": placement,
+            "timeout": timeout,
+            "warn_after": warn_after,
+            "check": check,
+            "transport": transport,
+            "bucket_bytes": slice_bytes() if passable and bucket_bytes is None else bucket_bytes,
+            "deterministic": deterministic,
+            "kernels": kernels,
+        }
+        settings = Config.read(**given)
         tracer = find_tracer(settings.trace) if settings.trace else None
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
+        if kind in _ASYNC:
+            check_options(settings, {**given, "compression": compression}, compression)
+            staleness = bound_of(staleness)
+        elif staleness is not None:
+            raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {name!r} updates in rounds")
         compressing = "None" if codec is None else codec.settings()  # any code, which may raise
     except Exception as error:
         problem = error
     group = connect(comm, settings)
     try:
-        problem = problem or _bad_root(root, group)
+        problem = problem or _bad_root(root, group) or _lacks_threads(name, group)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         for own in OWN_AFFAIRS:
             del wanted[own]
         wanted["compression"] = compressing
         wanted["passable"] = repr(passable)
+        wanted["staleness"] = repr(staleness)
         _compare(group, wanted, problem)
         try:
             board = Board(group)
@@ -160,7 +171,13 @@ def create(
         group.close()
         raise
     _prepare_endings()
-    store = KVStore(group, board, mover, settings, name=kind, root=root, found=create, passable=passable)
+    if kind in _ASYNC:
+        again = partial(create, staleness=staleness)
+        store: KVStore = AsyncKVStore(
+            group, board, mover, settings, name=kind, root=root, found=again, staleness=staleness
+        )
+    else:
+        store = KVStore(group, board, mover, settings, name=kind, root=root, found=create, passable=passable)
     if tracer is not None:
         tracer.watch(store)
     if codec is not None:
@@ -202,6 +219,12 @@ def _bad_root(root: object, group: Group) -> Exception | None:
     return ConfigError(f"root={root!r} is not a rank from 0 to {group.size - 1}")
 
 
+def _lacks_threads(name: Any, group: Group) -> Exception | None:
+    if not isinstance(name, str) or name.lower() not in _ASYNC or group.threads:
+        return None
+    return Unsupported(f"store {name!r} needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+
+
 def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
     """Return the class that was registered under a name, or that an installed package has for it."""
     kind = name.lower() if isinstance(name, str) else ""
@@ -220,8 +243,6 @@ def _known(name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     kind = name.lower()
-    if kind in _LATER:
-        raise Unsupported(f"store {name!r} is not in this version ({_LATER[kind]})")
     if kind in _NCCL:
         raise TransportUnavailable(
             f"store {name!r} sums on GPUs, for which this version has no transport; use 'dist_sync' with host arrays"

@@ -71,6 +71,9 @@ class KVStore(KVStoreBase):
                [8., 8., 8.]])
     """
 
+    _placement: str | None = None
+    """The placement of stores of a kind, whatever was asked for."""
+
     def __init__(
         self,
         group: Group,
@@ -90,7 +93,8 @@ class KVStore(KVStoreBase):
         self._type, self._root, self._found = name, root, found
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
-        self._exchange = Exchange(transport, config.placement, root, find_kernels(config.kernels), config.deterministic)
+        placement = self._placement or config.placement
+        self._exchange = Exchange(transport, placement, root, find_kernels(config.kernels), config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank)
         self._pending = Pending(self._least)
@@ -1012,7 +1016,10 @@ class KVStore(KVStoreBase):
             What says which ranks have not told the same yet, and how many seconds they may take.
         """
         # One that does not know of the failure yet finds it when it closes the store, after the timeout.
-        return self._group.farewell(), self._config.timeout + _LAST_STEPS
+        return self._parting(), self._config.timeout + _LAST_STEPS
+
+    def _parting(self) -> Callable[[], list[int]]:
+        return self._group.farewell()
 
     def __enter__(self) -> KVStore:
         return self

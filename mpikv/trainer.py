@@ -238,7 +238,7 @@ class Trainer:
             ConfigError: the store cannot update, but was asked to; or it has an updater or an optimizer of its own, or
                 of another Trainer.
             KeyAlreadyInitialized: the store has values under these names already.
-            Unsupported: the store does not compress, or a dtype cannot be updated.
+            Unsupported: the store does not compress, or updates on arrival, or a dtype cannot be updated.
             RankMismatch: ranks have other parameters, or other settings.
         """
         if self._started:
@@ -467,6 +467,11 @@ class Trainer:
     def _decide(self) -> bool:
         """Return whether the store updates the weights."""
         store = self._kvstore
+        if not store._in_rounds:
+            raise Unsupported(
+                f"the store {store.type!r} updates by one rank's gradient, at its owner, who knows nothing of a batch "
+                "size: push gradients that are divided by it, or use 'dist_sync'"
+            )
         capable = store.is_capable(KVStoreBase.OPTIMIZER)
         if self._wanted and not capable:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")

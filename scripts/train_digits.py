@@ -4,6 +4,7 @@
     mpikv run -n 4 scripts/train_digits.py                four ranks, the same accuracy
     mpikv run -n 4 scripts/train_digits.py --trainer      through mpikv.Trainer, the same weights
     mpikv run -n 4 scripts/train_digits.py --verify       the weights beside those of one process, every placement
+    mpikv run -n 4 scripts/train_digits.py --kvstore dist_async --staleness 4       no rank waits for a batch's sum
     mpikv run -n 4 scripts/train_digits.py --dtype float32 --compression 2bit       gradients of two bits
 
 What to copy is `train`: every rank takes its part of every batch, divides its gradients by the size of the whole batch,
@@ -285,11 +286,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """Return the number from 0 that the text is."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Train a network on handwritten digits, on any number of ranks.")
     add = parser.add_argument
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="default: adam; sgd has momentum 0.9")
+    add("--kvstore", default="dist_sync", help="default: dist_sync; dist_async updates when a gradient arrives")
+    add("--staleness", type=count, help="of dist_async: how many batches a rank may be ahead; default: any number")
     add("--placement", choices=PLACEMENTS, help="where weights and optimizer state live; default: the store decides")
     add("--dtype", choices=("float32", "float64"), default="float64", help="default: float64")
     add("--compression", choices=tuple(COMPRESSIONS), help="how gradients are sent; needs --dtype float32")
@@ -306,6 +316,8 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.compression and (options.dtype != "float32" or options.verify):
         parser.error("--compression needs --dtype float32, and no --verify: its weights are others")
+    if options.kvstore == "dist_async" and (options.verify or options.trainer):
+        parser.error("dist_async gives other weights at each run, in no step with a Trainer: no --verify, no --trainer")
     if options.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib:  pip install matplotlib")
     return options
@@ -319,7 +331,8 @@ def main() -> int:
     packed = options.compression and {"type": options.compression, **COMPRESSIONS[options.compression]}
     digits = load(options.dtype, options.seed)
     report = Reporter(digits, options.epochs)
-    with mpikv.create(placement=options.placement, compression=packed) as kv:
+    choices = {"placement": options.placement, "compression": packed, "staleness": options.staleness}
+    with mpikv.create(options.kvstore, **choices) as kv:
         started = time.perf_counter()
         (train_with_trainer if options.trainer else train)(kv, digits, settings, report)
         seconds = time.perf_counter() - started

@@ -301,12 +301,18 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("trainer-several-on-one-store", "a store, or a scope of one, for each Trainer; one for two raises"),
     ),
     "Asynchronous": (
-        _refused("async-names", "`dist_async` and its like raise `Unsupported` and name `dist_sync`"),
-        _later("async-push", "a push is applied when it arrives, under a lock of its key"),
-        _later("async-updater-required", "no updater raises at the first push"),
-        _later("async-pull", "a pull is a whole value, of whatever version is there"),
-        _later("async-staleness", "a bound of how far ranks may be ahead of each other"),
-        _later("async-trainer", "a Trainer on it always updates on the store"),
+        _row("async-names", "`dist_async`, `dist_async_device` and `dist_device_async` apply pushes on the host"),
+        _row(
+            "async-push",
+            "a push is applied by its owner when it arrives, never two of one key at once, and none is lost",
+        ),
+        _refused("async-updater-required", "a push without an updater raises"),
+        _row("async-pull", "a pull is a whole value, never half an update"),
+        _row(
+            "async-staleness",
+            "`staleness` bounds how far a rank may be ahead; with 0 the result is that of `dist_sync`",
+        ),
+        _refused("async-trainer", "a Trainer on it raises"),
     ),
     "P3": (
         _row("p3-name", "`p3` is `dist_sync` with messages of as many elements as a slice has"),

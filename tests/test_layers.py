@@ -19,13 +19,24 @@ LAYERS = (
     ("errors", "typing"),
     ("arrays", "compiling", "config", "halves", "waiting", "work", "world"),
     (
-        *("arena", "board", "codecs", "optimizers", "parameter", "passing", "plugins", "rowsparse", "schedules"),
+        *(
+            "arena",
+            "board",
+            "clocks",
+            "codecs",
+            "optimizers",
+            "parameter",
+            "passing",
+            "plugins",
+            "rowsparse",
+            "schedules",
+        ),
         *("transports", "updaters"),
     ),
     ("gradients", "kernels", "keys", "plan", "wrapped"),
-    ("agreement", "arguments", "compression", "placement", "publication", "scope"),
+    ("agreement", "arguments", "asking", "compression", "ledger", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "rowarguments", "rows", "store", "trial"),
-    ("storeless", "tracing"),
+    ("asynchronous", "storeless", "tracing"),
     ("registry",),
     ("trainer",),
     ("__init__", "__main__", "cli", "testing"),
@@ -59,7 +70,7 @@ SIDEWAYS = {
 }
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
-MPI = {"world", "transports/shm", "transports/mpi", "cli/rank", "cli/info", "cli/bench/worker"}
+MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
 

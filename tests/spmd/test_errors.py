@@ -637,16 +637,12 @@ def test_a_rank_that_is_slow_in_its_updater(transport, comm):
         ({"check": "no"}, ConfigError, "unknown check 'no'"),
         ({"root": 99}, ConfigError, "root=99 is not a rank"),
         ({"root": -1}, ConfigError, "root=-1 is not a rank"),
-        ({"name": "dist_async"}, Unsupported, "'dist_async' is not in this version .*'dist_sync'"),
-        ({"name": "Dist_Async"}, Unsupported, "'Dist_Async' is not in this version"),
-        ({"name": "dist_async_device"}, Unsupported, "'dist_async_device' is not in this version"),
-        ({"name": "dist_device_async"}, Unsupported, "'dist_device_async' is not in this version"),
         ({"name": "nccl"}, TransportUnavailable, "'nccl' sums on GPUs.*use 'dist_sync'"),
         ({"name": "dist_device_sync"}, TransportUnavailable, "'dist_device_sync' sums on GPUs"),
         ({"name": "dist_sync_device"}, TransportUnavailable, "'dist_sync_device' sums on GPUs"),
     ],
 )
-@pytest.mark.feature("names-unknown", "names-not-a-string", "names-gpu", "async-names")
+@pytest.mark.feature("names-unknown", "names-not-a-string", "names-gpu")
 def test_stores_that_cannot_be_made(arguments, kind, pattern, ranks):
     with pytest.raises(kind, match=f"^create: .*{pattern}") as caught:
         mpikv.create(**arguments)

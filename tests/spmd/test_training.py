@@ -51,6 +51,34 @@ def test_digits_are_learnt(comm: Any, dtype: str) -> None:
         assert round(accuracy * len(digits.test_labels)) == 353  # on any number of ranks
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_digits_in_rounds_have_the_weights_of_one_process(comm: Any, optimizer: str) -> None:
+    settings = train_digits.Settings(optimizer, "float64", epochs=2, batch=64, seed=0)
+    digits = train_digits.load("float64", 0)
+    with mpikv.create("dist_async", comm=comm, staleness=0) as kv:
+        params = train_digits.train(kv, digits, settings, ignore)
+    assert furthest(params, train_digits.train_alone(digits, settings)) <= 1e-12
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("staleness", [None, 4])
+def test_digits_are_learnt_by_updates_on_arrival(comm: Any, staleness: int | None) -> None:
+    """To within a point of what the sums of all ranks learn, in the mean of two trainings."""
+    found, expected = [], []
+    for seed in (0, 1):
+        digits = train_digits.load("float64", seed)
+        settings = train_digits.Settings("adam", "float64", epochs=20, batch=64, seed=seed)
+        with mpikv.create("dist_async", comm=comm, staleness=staleness) as kv:
+            params = train_digits.train(kv, digits, settings, ignore)
+            kv.barrier()
+            params = kv.pull(params)
+        found.append(train_digits.measure(params, digits.test_images, digits.test_labels)[1])
+        alone = train_digits.train_alone(digits, settings)
+        expected.append(train_digits.measure(alone, digits.test_images, digits.test_labels)[1])
+    assert np.mean(found) >= np.mean(expected) - 0.01
+
+
 def accuracy(comm: Any, compression: Any, optimizer: str = "adam", scale: float = 1.0) -> float:
     """Return the mean accuracy of two trainings in float32."""
     accuracies = []

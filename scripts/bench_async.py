@@ -1,0 +1,163 @@
+"""Updates on arrival with one rank that is ten times slower: is every push counted, how far do ranks part, who waits?
+
+    mpikv run -n 4 scripts/bench_async.py                          100,000 random pushes, which take minutes
+    mpikv run -n 4 scripts/bench_async.py --pushes 4000 --rate-seconds 1
+
+Three parts, each printed by the first rank; the exit status is 1 if a promise was broken:
+
+*exact*: ranks push random integers to random keys, so that the sums are known exactly. Each push also counts its rank
+in a vector of clocks, which is pulled now and then: by how much do they differ at that moment? That is measured
+by what was applied, not by what the store says of itself.
+
+*rates*: the pushes per second of a fast rank with the slow one, beside those that it makes when all others do nothing.
+A step is a sleep of some milliseconds for work, so that ranks that share cores do not slow each other by that.
+
+*idle*: the share of a core that the thread of a rank takes while nobody asks for anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mpikv
+
+SLOWER = 10
+LOOK_EVERY = 20
+
+
+def stream(seed: int, rank: int, pushes: int, keys: int) -> tuple[Any, Any]:
+    """Return the keys that a rank pushes and the numbers; every rank can make those of all."""
+    random = np.random.default_rng([seed, rank])
+    return random.integers(keys, size=pushes), random.integers(-1000, 1000, size=pushes)
+
+
+def exact(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """Push at random; return what to say, and whether all is right."""
+    with mpikv.create("dist_async", staleness=options.staleness) as kv:
+        count = options.pushes // kv.size
+        names = [f"key {number}" for number in range(options.keys)]
+        kv.init(names, [np.zeros(options.elements)] * options.keys)
+        kv.init("clocks", np.zeros(kv.size))
+        kv.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
+        mine = np.zeros(kv.size)
+        mine[kv.rank] = 1
+        slow, widest, late = kv.rank == kv.size - 1, 0.0, 0.0
+        keys, numbers = stream(options.seed, kv.rank, count, options.keys)
+        kv.barrier()
+        started = time.perf_counter()
+        for step, (key, number) in enumerate(zip(keys.tolist(), numbers.tolist(), strict=True)):
+            begun = time.perf_counter()
+            kv.push([names[key], "clocks"], [np.full(options.elements, float(number)), mine])
+            if step % LOOK_EVERY == 0:
+                clocks = kv.pull("clocks")
+                widest = max(widest, clocks.max() - clocks.min())
+                late = max(late, clocks[kv.rank] - (step + 1))
+            if slow:
+                time.sleep((SLOWER - 1) * min(time.perf_counter() - begun, 1e-3))
+        seconds = time.perf_counter() - started
+        kv.barrier()
+        right = all((value == value[0]).all() for value in kv.pull(names))
+        expected = np.zeros(options.keys)
+        for rank in range(kv.size):
+            np.add.at(expected, *stream(options.seed, rank, count, options.keys))
+        right &= [value[0] for value in kv.pull(names)] == expected.tolist()
+        right &= kv.version("clocks") == count * kv.size == kv.pull("clocks").sum()
+        told = kv.group(range(kv.size))
+        assert told is not None
+        with told:  # rows of what each rank has seen
+            told.init("seen", np.zeros((kv.size, 3)))
+            told.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
+            row = np.zeros((kv.size, 3))
+            row[kv.rank] = widest, seconds, right and not late
+            told.push("seen", row)
+            told.barrier()
+            seen = told.pull("seen")
+        bound = kv.staleness
+        kept, equal = bound is None or seen[:, 0].max() <= bound, bool(seen[:, 2].all())
+        sums, rate = "exact" if equal else "WRONG", count * kv.size / seen[:, 1].max()
+        said = kv.statistics()["staleness"]["largest"]
+        text = [
+            f"exact   {count * kv.size} pushes to {options.keys} keys: sums {sums}, {rate:.0f} pushes/s",
+            f"        largest lead observed {seen[:, 0].max():.0f}, by the clocks {said}, bound {bound}"
+            f"{'' if kept else ': BROKEN'}",
+        ]
+        return text, equal and kept
+
+
+def steps(kv: mpikv.KVStore, work: float, seconds: float) -> float:
+    """Work and push for some seconds; return steps per second."""
+    gradient, number, started = np.ones(64), 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        time.sleep(work)
+        kv.push("w", gradient)
+        number += 1
+    return number / (time.perf_counter() - started)
+
+
+def rates(options: argparse.Namespace) -> list[str]:
+    """Compare the first rank that is no owner alone, and with all, without a bound."""
+    with mpikv.create("dist_async") as kv:
+        kv.init(["w", "rates"], [np.zeros(64), np.zeros((2, 2))])
+        kv.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
+        fast = min(1, kv.size - 1)  # the owner of w is rank 0
+        found = np.zeros((2, 2))
+        for turn in range(2):  # interleaved
+            for alone in (0, 1):
+                kv.barrier()
+                if kv.rank == fast:
+                    found[alone, turn] = steps(kv, options.work, options.rate_seconds / 2)
+                elif not alone:
+                    slow = kv.rank == kv.size - 1
+                    steps(kv, options.work * (SLOWER if slow else 1), options.rate_seconds / 2)
+                else:
+                    time.sleep(options.rate_seconds / 2)
+        if kv.rank == fast:
+            kv.push("rates", found)
+        kv.barrier()
+        together, alone_rate = kv.pull("rates").mean(axis=1)
+        share = 100 * together / alone_rate
+        text = f"{alone_rate:.1f} steps/s alone, {together:.1f} with all, {share:.1f} %"
+        return [f"rates   a fast rank, {1000 * options.work:.0f} ms of work per step, no bound: {text}"]
+
+
+def idle(seconds: float) -> list[str]:
+    """Measure what a rank takes while it sleeps in an open store."""
+    with mpikv.create("dist_async") as kv:
+        kv.barrier()
+        time.sleep(1)  # past the first, shorter naps
+        before = time.process_time()
+        time.sleep(seconds)
+        share = 100 * (time.process_time() - before) / seconds
+        return [f"idle    the first rank's thread takes {share:.2f} % of a core"]
+
+
+def main() -> int:
+    """Run all parts."""
+    parser = argparse.ArgumentParser(description="Measure updates on arrival, with one rank that is slow.")
+    add = parser.add_argument
+    add("--pushes", type=int, default=100_000, help="of all ranks together; default: 100000")
+    add("--staleness", type=int, default=8, help="the bound; default: 8")
+    add("--keys", type=int, default=16)
+    add("--elements", type=int, default=64, help="of each key; default: 64")
+    add("--work", type=float, default=0.01, help="seconds of sleep in a step of the rates; default: 0.01")
+    add("--rate-seconds", type=float, default=8.0, help="how long each rate is measured; default: 8")
+    add("--seed", type=int, default=0)
+    options = parser.parse_args()
+    lines, right = exact(options)
+    parts: list[Callable[[], list[str]]] = [lambda: rates(options), lambda: idle(2.0)]
+    for part in parts:
+        lines += part()
+    with mpikv.create() as kv:
+        if kv.is_root:
+            print("\n".join(lines), flush=True)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,955 @@
+"""Updates on arrival: no push is lost or counted twice, reads are whole and no older than the bound, and nobody hangs.
+
+A rank's gradient is often its unit vector, so that a value says of each rank how many of its pushes it has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import (
+    Closed,
+    ConfigError,
+    KeyNotInitialized,
+    PeerFailed,
+    RankMismatch,
+    Stalled,
+    Unsupported,
+    ValueMismatch,
+    world,
+)
+from mpikv.asking import Kind
+from mpikv.cli.launchers import clean
+
+ALL = pytest.mark.ranks(1, 2, 3, 4)
+SEVERAL = pytest.mark.ranks(2, 3, 4)
+BOUNDS = pytest.mark.parametrize("staleness", [None, 0, 1, 3])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi"])
+
+
+def create(**options):
+    return mpikv.create(**{"name": "dist_async", "timeout": 20, **options})
+
+
+def unit(kv):
+    gradient = np.zeros(kv.size)
+    gradient[kv.rank] = 1
+    return gradient
+
+
+def push_and_pull(kv, key, value):
+    """Learn what comes of a push: by itself, or by the pull at the latest."""
+    kv.push(key, value)
+    kv.pull(key)
+
+
+def push_often(kv):
+    for _ in range(4):
+        kv.pushpull("w", np.ones(2), out=np.empty(2))
+
+
+def adding(kv):
+    """Let pushes add up."""
+    kv.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
+
+
+# --- What is promised
+
+
+@pytest.mark.feature("async-push")
+@ALL
+@BOUNDS
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+def test_every_push_counts_once(staleness, transport):
+    """Integers, whose sums are exact; every rank makes another number of pushes of each key, in an order of its own."""
+    sizes = {"scalar": (), "few": (5,), "many": (7, 11), "large": (30_000,), "none": (0,)}
+    numbers = {name: 3 + 2 * place for place, name in enumerate(sizes)}
+    with create(staleness=staleness, transport=transport) as kv:
+        kv.init({name: np.ones(shape) for name, shape in sizes.items()})
+        adding(kv)
+        random = np.random.default_rng(kv.rank)
+        order = [name for name in sizes for _ in range(numbers[name])] + [*sizes] * kv.rank
+        if staleness != 0:  # without a lead, keys are pushed in one order
+            order = random.permutation(order).tolist()
+        for step, name in enumerate(order):
+            kv.push(name, np.full(sizes[name], kv.rank + 1.0))
+            if step % 4 == kv.rank % 4:
+                value = kv.pull(name)
+                assert value.size == 0 or (value == value.flat[0]).all(), "half an update"
+        kv.barrier()
+        for name, shape in sizes.items():
+            total = 1 + sum((numbers[name] + rank) * (rank + 1) for rank in range(kv.size))
+            np.testing.assert_array_equal(kv.pull(name), np.full(shape, float(total)))
+            updates = [numbers[name] + rank for rank in range(kv.size)]
+            assert kv.version(name) == (max(updates) if staleness == 0 else sum(updates))
+
+
+@pytest.mark.feature("async-staleness")
+@ALL
+@TRANSPORTS
+@pytest.mark.parametrize("optimizer", [("adam", {}), ("sgd", {"momentum": 0.9}), ("lamb", {})])
+def test_without_a_lead_it_is_the_synchronous_store(transport, optimizer):
+    """Bit for bit: the synchronous sum is made in rank order in shared memory, whatever carries the letters here."""
+    name, options = optimizer
+    random = np.random.default_rng(3)
+    start = {"w": random.standard_normal((40, 30)).astype(np.float32), "b": random.standard_normal(7)}
+    given = [
+        {key: (random.standard_normal((4, *value.shape)) * 100).astype(value.dtype) for key, value in start.items()}
+        for _ in range(6)
+    ]
+    results = []
+    for kv in (mpikv.create("dist_sync", timeout=20), create(staleness=0, transport=transport)):
+        with kv:
+            kv.init(start)
+            kv.set_optimizer(name, learning_rate=0.1, **options)
+            seen = []
+            for step, gradients in enumerate(given):
+                time.sleep(0.002 * ((kv.rank + step) % 3))
+                kv.push({key: gradient[kv.rank] for key, gradient in gradients.items()})
+                time.sleep(0.002 * ((kv.rank * step) % 3))
+                seen += [value.tobytes() for value in kv.pull(["w", "b"])]
+            results.append(seen)
+    assert results[0] == results[1]
+
+
+@ALL
+@BOUNDS
+def test_settings_that_change(staleness):
+    """By a call of all ranks, for the pushes after it: each takes the step of its time, however late a rank comes."""
+    with create(staleness=staleness) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        for step in range(3):
+            time.sleep(0.05 * (kv.rank == kv.size - 1))
+            kv.set_learning_rate(10.0**-step)
+            kv.push("w", np.ones(2))
+        kv.barrier()
+        np.testing.assert_allclose(kv.pull("w"), [-1.11 * kv.size] * 2, rtol=1e-12)
+        kv.optimizer.momentum = 0.5
+        with pytest.raises(ConfigError, match=r"push: an option .* call kv\.barrier\(\) on every rank first"):
+            kv.push("w", np.ones(2))
+        with pytest.raises((ConfigError, PeerFailed), match=r"keep .*momentum.* per element"):
+            kv.barrier()
+        kv.optimizer.momentum = 0.0
+        kv.optimizer.learning_rate = 1.0
+        kv.barrier()
+        kv.push("w", np.full(2, 0.11))
+        kv.barrier()
+        np.testing.assert_allclose(kv.pull("w"), [-1.22 * kv.size] * 2, rtol=1e-12)
+        for rate, text in ((-1.0, "learning_rate"), ("fast", "learning_rate")):
+            with pytest.raises(ConfigError, match=text):
+                kv.set_learning_rate(rate)
+        assert kv.optimizer.learning_rate == 1.0
+
+
+@SEVERAL
+def test_settings_that_differ():
+    """Are found by the next collective call, and pushed with by nobody."""
+    with create() as kv:
+        kv.init("clocks", np.zeros(kv.size))
+        kv.set_optimizer("test", learning_rate=1.0)
+        with pytest.raises(RankMismatch, match=r"calls set_learning_rate\(0.5\).* calls set_learning_rate\(2.0\)"):
+            kv.set_learning_rate(2.0 if kv.rank == 1 else 0.5)
+        assert kv.optimizer.learning_rate == 1.0
+        if kv.rank == 1:
+            kv.optimizer.learning_rate = 2.0
+            with pytest.raises(ConfigError, match="an option of the optimizer was set"):
+                kv.push("clocks", unit(kv))
+        else:
+            kv.push("clocks", unit(kv))
+        with pytest.raises(RankMismatch, match=r"rank 1 calls barrier\(\) \(item 0: updater .*=1.0.*=2.0"):
+            kv.barrier()
+        kv.optimizer.learning_rate = 1.0
+        kv.barrier()
+        assert kv.pull("clocks").tolist() == [-float(rank != 1) for rank in range(kv.size)]
+
+
+@pytest.mark.feature("async-staleness")
+@SEVERAL
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_rank_is_further_ahead_than_the_bound(staleness):
+    """One rank is slow. What it reads has at most the bound more of the others, and theirs not less than that of it."""
+    with create(staleness=staleness) as kv:
+        kv.init("clocks", np.zeros(kv.size))
+        adding(kv)
+        slow = kv.rank == kv.size - 1
+        for count in range(1, 31):
+            if slow:
+                time.sleep(0.004)
+            kv.push("clocks", unit(kv))
+            clocks = kv.pull("clocks")
+            assert clocks[kv.rank] == count
+            assert clocks.max() - clocks.min() <= staleness
+        kv.barrier()
+        np.testing.assert_array_equal(kv.pull("clocks"), np.full(kv.size, 30.0))
+        assert kv.version("clocks") == 30 * kv.size
+        largest = kv.statistics()["staleness"]["largest"]
+        assert largest <= staleness
+        # The owner has seen the others wait for the slow one.
+        assert not kv.is_root or largest == staleness
+
+
+@SEVERAL
+def test_without_a_bound_nobody_waits(comm):
+    with create() as kv:
+        kv.init("clocks", np.zeros(kv.size))
+        adding(kv)
+        if kv.rank:
+            for _ in range(20):
+                kv.push("clocks", unit(kv))
+            assert kv.pull("clocks")[kv.rank] == 20
+        comm.Barrier()  # rank 0 has pushed nothing
+        kv.barrier()
+        assert kv.pull("clocks").tolist() == [0.0] + [20.0] * (kv.size - 1)
+
+
+@ALL
+@BOUNDS
+def test_a_rank_that_has_left_is_not_waited_for(staleness):
+    with create(staleness=staleness) as kv:
+        kv.init("clocks", np.zeros(kv.size))
+        adding(kv)
+        for _ in range(4):  # in unequal portions
+            for _ in range(1 + 3 * kv.rank):
+                kv.push("clocks", unit(kv))
+            kv.barrier()
+        clocks = kv.pull("clocks")
+        kv.barrier()
+        assert clocks.tolist() == [4.0 + 12 * rank for rank in range(kv.size)]
+        for _ in range(1 + 3 * kv.rank):
+            kv.pushpull("clocks", unit(kv), out=np.empty(kv.size))
+
+
+@SEVERAL
+@pytest.mark.parametrize("work", ["python", "numpy", "sleep"])
+@TRANSPORTS
+def test_an_owner_answers_while_it_computes(comm, tmp_path_factory, work, transport):
+    """It is in no call of the store, nor of MPI, until the others are done with it, as their files tell."""
+    folder = Path(comm.bcast(str(tmp_path_factory.mktemp("done"))))
+    with create(transport=transport) as kv:
+        kv.init("w", np.zeros(50_000))  # of rank 0, as the first key
+        adding(kv)
+        if kv.rank == 0:
+            until = time.monotonic() + 12
+            while len(os.listdir(folder)) < kv.size - 1 and time.monotonic() < until:
+                if work == "python":
+                    sum(range(1000))
+                elif work == "numpy":
+                    np.sqrt(np.arange(200_000.0)).sum()
+                else:
+                    time.sleep(0.1)
+            assert len(os.listdir(folder)) == kv.size - 1, "the others have waited for this rank"
+        else:
+            for _ in range(5):
+                kv.pushpull("w", np.ones(50_000))
+            (folder / str(kv.rank)).touch()
+        kv.barrier()
+        np.testing.assert_array_equal(kv.pull("w"), np.full(50_000, 5.0 * (kv.size - 1)))
+
+
+@SEVERAL
+@BOUNDS
+def test_a_push_that_comes_before_its_owner_is_ready(monkeypatch, staleness):
+    """The owner is the last to leave a collective call. What others push is applied by what was agreed on there."""
+    with create(staleness=staleness) as kv:
+        begin = kv._begin
+        if kv.is_root:
+            monkeypatch.setattr(kv, "_begin", lambda: (time.sleep(0.1), begin()))
+        kv.init("clocks", np.zeros(kv.size))
+        adding(kv)
+        kv.push("clocks", unit(kv))
+        kv.init("clocks", np.ones(kv.size), overwrite=True)
+        kv.push("clocks", unit(kv))
+        assert kv.pull("clocks")[kv.rank] == 2
+        kv.barrier()
+        assert kv.pull("clocks").tolist() == [2] * kv.size
+
+
+@pytest.mark.feature("async-pull")
+@ALL
+def test_reads_are_whole(comm):
+    """Of a value that takes long to copy, while others change it."""
+    with create() as kv:
+        kv.init("w", np.zeros(400_000))
+        adding(kv)
+        last = 0.0
+        for _ in range(15):
+            kv.push("w", np.ones(400_000))
+            value = kv.pull("w")
+            assert (value == value[0]).all()
+            assert value[0] == kv.version("w") > last
+            last = value[0]
+        kv.barrier()
+        assert kv.version("w") == 15 * kv.size
+
+
+# --- All forms
+
+
+@ALL
+def test_forms_of_keys_and_arrays():
+    with create(staleness=0) as kv:
+        kv.init([5, 7], [np.zeros(2), np.zeros((2, 2), np.float32)])
+        adding(kv)
+        kv.push([5, 7], [[np.ones(2), np.ones(2, np.float32)], np.ones((2, 2))])
+        outs = [np.empty(2, np.float32), [np.empty((2, 2)), np.empty((2, 2), np.float32)]]
+        assert kv.pull([5, 7], out=outs) is outs
+        assert outs[0].tolist() == [2 * kv.size] * 2
+        assert [out.tolist() for out in outs[1]] == [[[kv.size] * 2] * 2] * 2
+        kv.push([5, 5], [np.ones(2), np.ones(2)])
+        first, again = kv.pull([5, 5])
+        assert first.tolist() == again.tolist() == [4 * kv.size] * 2
+        grads = np.ones((2, 4))[:, ::2]
+        assert kv.pushpull(7, grads) is grads
+        assert grads.tolist() == [[2 * kv.size] * 2] * 2
+    with create(staleness=0) as kv:
+        kv.init({"w": np.zeros(2), "layer": {"b": np.zeros(3)}})
+        adding(kv)
+        grads, outs = {"w": np.ones(2), "layer": {"b": np.ones(3)}}, {"w": np.empty(2), "layer": {"b": np.empty(3)}}
+        assert kv.pushpull(grads, out=outs) is outs
+        assert outs["layer"]["b"].tolist() == [kv.size] * 3
+        assert grads["w"].tolist() == [1, 1]
+        assert kv.scope("layer").pull("b").tolist() == [kv.size] * 3
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int8, np.int64, np.complex64, np.bool_])
+def test_dtypes(dtype):
+    with create(staleness=0) as kv:
+        kv.init("w", np.zeros(9, dtype))
+        kv.set_updater(lambda key, given, stored: stored + given)
+        kv.push("w", np.ones(9, dtype))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(9, kv.size).astype(dtype))
+        assert kv.pull("w").dtype == dtype
+
+
+@pytest.mark.feature("async-push")
+@ALL
+@BOUNDS
+def test_an_updater_gets_what_was_pushed(staleness):
+    keys = []
+
+    def update(key, given, stored):
+        keys.append((key, given.copy()))
+        return stored + 2 * given
+
+    with create(staleness=staleness) as kv:
+        kv.init(["v", "w"], [np.zeros((2, 2)), np.zeros(3)])
+        kv.set_updater(update)
+        kv.push("w", np.ones(3))
+        kv.barrier()
+        assert kv.pull("w").tolist() == [2 * kv.size] * 3
+        owner = 1 % kv.size
+        expected = [np.full(3, kv.size)] if staleness == 0 else [np.ones(3)] * kv.size
+        assert [key for key, _ in keys] == (["w"] * len(expected) if kv.rank == owner else [])
+        for (_, given), other in zip(keys, expected, strict=False):
+            np.testing.assert_array_equal(given, other)
+
+
+@ALL
+@TRANSPORTS
+def test_collective_calls_see_all_that_was_pushed(transport, tmp_path_factory):
+    with create(transport=transport) as kv:
+        kv.init(["a", "b"], [np.zeros(3), np.zeros(3)])
+        adding(kv)
+        kv.push(["a", "b"], [np.ones(3)] * 2)
+        kv.set_optimizer("test", learning_rate=0.5, rescale_grad=-1.0)
+        kv.push("a", np.full(3, 4.0))
+        assert kv.broadcast("c", np.full(2, 7.0)).tolist() == [7, 7]
+        assert kv.pull("a").tolist() == [3 * kv.size] * 3
+        assert [kv.version(key) for key in "abc"] == [2 * kv.size, kv.size, 0]
+        kv.set("a", np.full(3, 8.0))
+        kv.push("a", np.ones(3))
+        kv.init("b", np.ones(5), overwrite=True)
+        kv.delete("c")
+        assert kv.keys() == ("a", "b")
+        assert kv.pull("a").tolist() == [8 + 0.5 * kv.size] * 3
+        assert kv.pull("b").tolist() == [1] * 5
+        assert not kv.vote(False)
+        assert kv.is_capable("async")
+        assert (kv.type, kv.staleness, kv.placement) == ("dist_async", None, "owners")
+
+
+@ALL
+@TRANSPORTS
+def test_checkpoints(transport, tmp_path_factory, comm):
+    """A store of either kind goes on from the other's file."""
+    path = tmp_path_factory.getbasetemp() / "async.mpikv" if comm is None else None
+    if comm is not None:
+        path = comm.bcast(str(tmp_path_factory.mktemp("async") / "async.mpikv"))
+    gradients = [np.arange(5.0) * (step + 1) for step in range(6)]
+
+    def push(kv, steps):
+        for step in steps:
+            kv.pushpull("w", gradients[step].copy(), out=np.empty(5))
+
+    with mpikv.create(timeout=20) as kv:
+        kv.init("w", np.ones(5))
+        kv.set_optimizer("adam", learning_rate=0.1)
+        push(kv, range(6))
+        expected = kv.pull("w")
+    for first, second in (("dist_async", "dist_sync"), ("dist_sync", "dist_async"), ("dist_async", "dist_async")):
+        options = {"dist_async": {"staleness": 0}, "dist_sync": {}}
+        with mpikv.create(first, transport=transport, timeout=20, **options[first]) as kv:
+            kv.init(["other", "w"], [np.zeros(100), np.ones(5)])
+            kv.set_optimizer("adam", learning_rate=0.1)
+            push(kv, range(3))
+            kv.save(path)
+        with mpikv.create(second, transport=transport, timeout=20, **options[second]) as kv:
+            kv.load(path)
+            assert kv.version("w") == 3
+            push(kv, range(3, 6))
+            np.testing.assert_allclose(kv.pull("w"), expected, rtol=1e-12)
+            assert kv.version("w") == 6
+
+
+@ALL
+def test_a_group_of_ranks(ranks):
+    with create(staleness=0) as kv:
+        part = kv.group([0])
+        if part is not None:
+            with part:
+                assert (part.size, part.staleness, part.type) == (1, 0, "dist_async")
+                part.init("w", np.zeros(2))
+                adding(part)
+                assert part.pushpull("w", np.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.feature("async-trainer")
+@ALL
+@BOUNDS
+@pytest.mark.parametrize("on_store", [None, False])
+def test_a_trainer_is_refused(staleness, on_store):
+    """Its rescale_grad belongs to one step of one rank, and an owner updates for other ranks outside of its own."""
+    with create(staleness=staleness) as kv:
+        for store in (kv, kv.scope("part")):
+            trainer = mpikv.Trainer({"w": np.ones(3)}, "sgd", {}, store, update_on_kvstore=on_store)
+            with pytest.raises(Unsupported, match=r"start: the store .* knows nothing of a batch size"):
+                trainer.start()
+        assert kv.keys() == ()
+
+
+@SEVERAL
+def test_memory_is_given_back():
+    """Also that which ranks share, which stays as long as anything of the store looks at it."""
+    with create(staleness=0, transport="shm") as kv:
+        kv.init(["v", "w"], [np.zeros(1000), np.zeros(300_000)])
+        adding(kv)
+        kv.pushpull(["v", "w"], [np.ones(1000), np.ones(300_000)])
+        kv.barrier()
+    assert world._kept == []
+
+
+# --- What goes wrong
+
+
+@pytest.mark.feature("async-updater-required")
+@ALL
+def test_a_push_without_an_updater():
+    """Is refused on the rank that makes it, and the others do not notice."""
+    with create() as kv:
+        kv.init("w", np.ones(2))
+        if kv.rank == kv.size - 1:
+            with pytest.raises(ConfigError, match=r"push: no updater is set, .*call set_optimizer"):
+                kv.push("w", np.ones(2))
+        assert kv.pull("w").tolist() == [1, 1]
+        adding(kv)
+        kv.push("w", np.ones(2))
+        kv.barrier()
+        assert kv.pull("w").tolist() == [1 + kv.size] * 2
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda kv: kv.push("v", np.ones(2)), KeyNotInitialized, "push: key 'v' was never"),
+        (lambda kv: kv.pull("v"), KeyNotInitialized, "pull: key 'v' was never"),
+        (lambda kv: kv.push("w", np.ones(3)), ValueMismatch, "push: value of key 'w' has shape"),
+        (lambda kv: kv.push("w"), ValueMismatch, "push: no value for key 'w'"),
+        (lambda kv: kv.push(["w", "x"], [np.ones(2), np.ones(9)]), ValueMismatch, "key 'x' has shape"),
+        (lambda kv: kv.pull("w", out=np.ones(3)), ValueMismatch, "pull: out of key 'w' has shape"),
+        (lambda kv: kv.pushpull("w", np.ones(2), out=np.ones(3)), ValueMismatch, "pushpull: out of key 'w'"),
+        (lambda kv: kv.push("w", np.ones(2), priority="high"), ValueMismatch, "push: priority is an int"),
+        (lambda kv: kv.push("w", np.ones(2), wait=False), Unsupported, "wait=False"),
+        (lambda kv: kv.buffer("w"), Unsupported, "buffer: the store 'dist_async' has no such call"),
+        (lambda kv: kv.view("w"), Unsupported, "view"),
+        (lambda kv: kv.join(), Unsupported, "join"),
+        (lambda kv: kv.set_gradient_compression("fp16"), Unsupported, "set_gradient_compression"),
+    ],
+)
+def test_bad_calls_concern_one_rank(call, kind, text):
+    with create(staleness=0) as kv:
+        kv.init(["w", "x"], [np.ones(2), np.ones(2)])
+        adding(kv)
+        if kv.rank == kv.size - 1:
+            with pytest.raises(kind, match=text) as caught:
+                call(kv)
+            assert type(caught.value) is kind
+        kv.push(["w", "x"], [np.ones(2)] * 2)
+        assert kv.pull("w").tolist() == kv.pull("x").tolist() == [1 + kv.size] * 2
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"staleness": -1}, ConfigError, "staleness=-1 is neither None nor"),
+        ({"staleness": True}, ConfigError, "staleness=True"),
+        ({"staleness": 1.0}, ConfigError, "staleness=1.0"),
+        ({"staleness": np.True_}, ConfigError, "staleness=.*True"),
+        ({"name": "dist_sync", "staleness": 1}, ConfigError, "staleness=1 is for 'dist_async'"),
+        ({"placement": "root"}, Unsupported, "placement: not with updates on arrival"),
+        ({"deterministic": True}, Unsupported, "deterministic"),
+        ({"check": False}, Unsupported, "check"),
+        ({"compression": "fp16"}, Unsupported, "compression"),
+    ],
+)
+def test_stores_that_cannot_be_made(options, kind, text):
+    with pytest.raises(kind, match=f"create: {text}"):
+        create(**options)
+
+
+@pytest.mark.feature("async-names")
+@ALL
+def test_names():
+    for name in ("dist_async", "Dist_Async", "dist_async_device", "dist_device_async"):
+        with create(name=name) as kv:
+            assert isinstance(kv, mpikv.AsyncKVStore)
+            assert kv.type == name.lower()
+
+
+@ALL
+def test_an_option_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("MPIKV_PLACEMENT", "root")
+    with pytest.raises(Unsupported, match="create: MPIKV_PLACEMENT, deterministic: not with updates on arrival"):
+        create(deterministic=True)
+
+
+@ALL
+def test_a_bound_of_numpy():
+    with create(staleness=np.int64(2)) as kv:
+        assert (kv.staleness, type(kv.staleness)) == (2, int)
+
+
+@SEVERAL
+def test_ranks_that_differ_about_the_bound(comm):
+    with pytest.raises(RankMismatch, match="staleness 1 on rank 0, 2 on rank 1"):
+        create(staleness=1 + (comm.rank == 1))
+
+
+@SEVERAL
+def test_collective_calls_that_differ(comm):
+    """With pushes on the way: all raise, nothing is lost, and the store goes on."""
+    with create(staleness=1) as kv:
+        kv.init("clocks", np.zeros(kv.size))
+        adding(kv)
+        odd = kv.rank == kv.size - 1
+        for shape in (2, 3):
+            kv.push("clocks", unit(kv))
+            with pytest.raises(RankMismatch, match="ranks disagree"):
+                kv.init("w", np.zeros(shape if odd else shape + 1))
+            kv.push("clocks", unit(kv))
+            with pytest.raises(RankMismatch, match=r"calls barrier|calls vote"):
+                kv.vote(True) if odd else kv.barrier()
+        with pytest.raises(KeyError if odd else PeerFailed, match="never initialized"):
+            kv.set("v" if odd else "clocks", np.zeros(kv.size))
+        kv.push("clocks", unit(kv))
+        kv.barrier()
+        assert kv.pull("clocks").tolist() == [5] * kv.size
+
+
+def guarded(key, given, stored):
+    if (given < 0).any():
+        stored += 100  # which must not be seen
+        raise ValueError("a negative gradient")
+    stored += given
+
+
+@ALL
+@BOUNDS
+def test_an_updater_that_raises(staleness):
+    """The rank that has pushed is told, the others are not, and the value is as before."""
+    with create(staleness=staleness) as kv:
+        kv.init(["v", "w"], [np.zeros(2), np.zeros(2)])  # of ranks 0 and 1
+        kv.set_updater(guarded)
+        odd, owner = kv.rank == kv.size - 1, kv.rank == 1 % kv.size
+        told = odd or staleness == 0  # there the sum of all has failed
+        if told and owner:
+            text = "a negative gradient"
+        else:
+            text = f"rank {1 % kv.size}, the owner of key 'w', raised ValueError: a negative gradient .*test_async.py:"
+        expected = pytest.raises(ValueError if owner else PeerFailed, match=text) if told else nullcontext()
+        with expected:
+            push_and_pull(kv, "w", np.ones(2) * (-9 if odd else 1))
+        kv.pull("v")
+        kv.barrier()
+        assert kv.pull("w").tolist() == [0 if staleness == 0 else kv.size - 1.0] * 2
+        kv.barrier()
+        kv.push("w", np.ones(2))
+        kv.barrier()
+        assert kv.pull("w").tolist() == [kv.size if staleness == 0 else 2 * kv.size - 1.0] * 2
+
+
+@SEVERAL
+def test_a_failed_push_is_told_by_a_collective_call():
+    with create() as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(guarded)
+        last = kv.size - 1
+        if kv.rank == last:
+            kv.push("w", -np.ones(2))
+        with pytest.raises(PeerFailed, match="a negative gradient") as caught:
+            kv.barrier()
+        assert caught.value.rank == (0 if kv.rank == last else last)
+        kv.barrier()
+        assert kv.pull("w").tolist() == [0, 0]
+
+
+@SEVERAL
+def test_a_program_that_catches_errors_stays_in_step():
+    """In rounds all ranks are told in the same call, although some know earlier; other keys have lost no push."""
+
+    def update(key, given, stored):
+        if given[0] > 90:
+            raise ValueError("too large")
+        stored += given
+
+    raised = []
+    with create(staleness=0) as kv:
+        kv.init(["a", "b"], [np.zeros(2)] * 2)
+        kv.set_updater(update)
+        for step in range(6):
+            for key in "ab":
+                try:
+                    kv.push(key, np.full(2, 99.0 if (key, step) == ("a", 2) else 1.0))
+                except (ValueError, PeerFailed):
+                    raised.append((step, key))
+                time.sleep(0.02 * kv.rank)
+        kv.barrier()
+        # In place of the push that came after the failed one.
+        assert raised == [(3, "a")]
+        assert [kv.pull(key).tolist() for key in "ab"] == [[4.0 * kv.size] * 2, [6.0 * kv.size] * 2]
+
+
+@SEVERAL
+def test_a_store_after_one_in_which_ranks_were_late(caplog):
+    """A rank that warns asks for whom the owner waits, who is busy. Nothing of that comes to the next store."""
+
+    def update(key, given, stored):
+        time.sleep(1.4)
+        stored += given
+
+    for _ in range(2):
+        with create(warn_after=0.1) as kv:
+            kv.init("w", np.zeros(4))
+            kv.set_updater(update)
+            if kv.rank == 1:
+                kv.push("w", np.ones(4))
+        with create() as kv:
+            kv.init("w", np.full(4, 5.0))
+            for _ in range(10):
+                assert kv.pull("w").tolist() == [5.0] * 4
+
+
+@SEVERAL
+def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
+    """The owner is ready after it has found a push to be too early, and before it looks at the pull that follows."""
+    with create() as kv:
+        kv.init("w", np.zeros(4))
+        adding(kv)
+        refused, often, ready = [], threading.Event(), threading.Event()
+        begin, serve = kv._begin, kv._post._serve
+
+        def serve_late(letter):
+            if served := serve(letter):
+                return served
+            if letter.head[0] == Kind.PUSH:
+                refused.append(letter)
+                time.sleep(0.02)
+            if len(refused) == 10:  # the pull has arrived, too
+                often.set()
+                assert ready.wait(10)
+            return False
+
+        def begin_late():
+            assert often.wait(10)
+            begin()
+            ready.set()
+
+        kv.barrier()
+        if kv.is_root:
+            monkeypatch.setattr(kv._post, "_serve", serve_late)
+            monkeypatch.setattr(kv, "_begin", begin_late)
+        kv.barrier()
+        if kv.rank == 1:
+            kv.push("w", np.ones(4))
+            assert kv.pull("w").tolist() == [1] * 4
+        if kv.is_root:
+            monkeypatch.undo()
+        kv.barrier()
+
+
+@ALL
+def test_an_updater_that_calls_the_store():
+    with create() as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(lambda key, given, stored: kv.pull("w"))
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater cannot call the store"):
+            push_and_pull(kv, "w", np.ones(2))
+        kv.barrier()
+        assert kv.pull("w").tolist() == [0, 0]
+
+
+@SEVERAL
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_late_rank_is_named(comm, staleness):
+    """By those that wait for its pushes, although it owns nothing that they ask for."""
+    kv = create(staleness=staleness, timeout=1.0)
+    kv.init("w", np.zeros(2))
+    adding(kv)
+    late = kv.size - 1
+    if kv.rank != late:
+        with pytest.raises(Stalled, match=rf"waited 1\.\d s for ranks \[{late}\]") as caught:
+            push_often(kv)
+        # Where its code is can be seen on its host only.
+        assert len(kv._group.hosts) > 1 or re.search(rf"rank {late} .*test_async.py", str(caught.value))
+        assert caught.value.missing == (late,)
+        with pytest.raises(Closed, match="Stalled"):
+            kv.pull("w")
+    comm.Barrier()
+    if kv.rank == late:
+        with pytest.raises(Stalled):
+            kv.barrier()
+    comm.Barrier()
+
+
+@SEVERAL
+def test_a_rank_that_does_not_come_to_a_collective_call(comm):
+    kv = create(timeout=1.0)
+    kv.init("w", np.zeros(2))
+    adding(kv)
+    kv.push("w", np.ones(2))
+    if kv.rank != 1:
+        with pytest.raises(Stalled, match=r"barrier: waited 1\.\d s for "):
+            kv.barrier()
+    comm.Barrier()
+    kv.abandon("the test is over")
+
+
+@ALL
+def test_rows_are_refused():
+    with mpikv.create("dist_async") as kv:
+        rows = mpikv.RowSparse([1], np.ones((1, 2)), (3, 2))
+        with pytest.raises(mpikv.Unsupported, match="init of a RowSparse"):
+            kv.init("w", rows)
+        kv.init("w", np.zeros((3, 2)))
+        kv.set_optimizer("sgd")
+        with pytest.raises(mpikv.Unsupported, match="takes no RowSparse"):
+            kv.push("w", rows)
+        with pytest.raises(mpikv.Unsupported, match="row_sparse_pull"):
+            kv.row_sparse_pull("w", row_ids=[1])
+        assert not kv.is_capable("sparse")
+        kv.barrier()
+        np.testing.assert_array_equal(kv.pull("w"), np.zeros((3, 2)))
+
+
+def test_use_after_close():
+    kv = create()
+    kv.init("w", np.zeros(2))
+    kv.close()
+    kv.close()
+    for call in (lambda: kv.pull("w"), lambda: kv.push("w", np.ones(2)), kv.barrier):
+        with pytest.raises(Closed, match="the store was closed"):
+            call()
+
+
+@ALL
+def test_two_stores_at_once():
+    with create(staleness=0) as one, create() as two:
+        for kv in (one, two):
+            kv.init("w", np.zeros(1000))
+            adding(kv)
+        for _ in range(10):
+            one.push("w", np.ones(1000))
+            two.push("w", np.ones(1000) * 2)
+            one.pull("w")
+        for kv, number in ((two, 20), (one, 10)):
+            kv.barrier()
+            assert (kv.pull("w") == number * kv.size).all()
+
+
+# --- Ends of jobs
+
+
+def job(folder, text, ranks, limit=40, **variables):
+    """Run a script on some ranks; return its status, what it wrote, and seconds."""
+    script = folder / "script.py"
+    script.write_text(f"import mpikv, numpy as np, os, signal, sys, time\n{text}")
+    started = time.monotonic()
+    command = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script)]
+    environ = {**clean(os.environ), "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit, check=False)
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - started
+
+
+LOOP = """
+kv = mpikv.create("dist_async", staleness={staleness}, timeout=3)
+kv.init(["a", "b", "c"], [np.zeros({size})] * 3)
+kv.set_optimizer("test", learning_rate=1.0)
+for step in range(200000):
+    if step == 20 and kv.rank == 1:
+        {fault}
+    kv.pushpull(["a", "b", "c"], [np.ones({size}) for _ in range(3)])
+"""
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("staleness", [None, 1])
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1|one of the ranks .* was killed"),
+        ("os._exit(0)", "rank 1"),
+        ("raise OSError('no data')", r"\[rank 1/3\] OSError: no data"),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", r"waited 3\.\d s for ranks \[1\], in .*: rank 1 began .* is stopped"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_job(tmp_path, fault, text, staleness):
+    status, said, seconds = job(tmp_path, LOOP.format(fault=fault, staleness=staleness, size=5), 3)
+    assert status != 0
+    assert re.search(text, said), said
+    assert seconds < 30
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("size", [5, 400_000])
+@pytest.mark.parametrize("end", ["raised and caught", "not closed", "left early"])
+def test_the_end_of_the_program_does_not_hang(tmp_path, size, end):
+    """With messages on their way, small ones and such that need both sides."""
+    last = {
+        "raised and caught": "kv.abandon('the test is over')",
+        "not closed": "pass",
+        "left early": "if kv.rank == 1: sys.exit(0)",
+    }[end]
+    text = f"""
+kv = mpikv.create("dist_async", timeout=3)
+kv.init(["a", "b", "c"], [np.zeros({size})] * 3)
+kv.set_optimizer("test", learning_rate=1.0)
+for step in range(3):
+    kv.push(["a", "b", "c"], [np.ones({size})] * 3)
+kv.barrier()
+kv.push(["a", "b", "c"], [np.ones({size})] * 3)
+{last}
+"""
+    status, said, seconds = job(tmp_path, text, 3)
+    assert status == 0, said
+    assert seconds < 30
+
+
+# Of both libraries, as if ranks were on hosts of their own.
+NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
+
+
+@pytest.mark.deadline(240)
+def test_the_end_of_the_program_over_a_network(tmp_path):
+    """Large letters are still on their way when a thread stops to receive: nothing is freed into which MPI writes."""
+    text = """
+from mpikv.transports import post
+
+def gone(self):
+    if self.coming:
+        print("freed while a letter of rank", self.coming, "comes", flush=True)
+
+post._Inbox.__del__ = gone
+kv = mpikv.create("dist_async", timeout=5, transport="mpi")
+kv.init([f"k{i}" for i in range(8)], [np.zeros(2_000_000)] * 8)
+kv.set_optimizer("test", learning_rate=1.0)
+kv.barrier()
+if kv.rank == 0:
+    time.sleep(0.05 * np.random.rand())
+else:
+    for i in range(8):
+        kv.push(f"k{i}", np.ones(2_000_000))
+kv.abandon("the test is over")
+"""
+    for _ in range(3):
+        status, said, seconds = job(tmp_path, text, 2, **NETWORK)
+        assert status == 0, said
+        assert "freed" not in said
+        assert seconds < 30
+
+
+@pytest.mark.deadline(120)
+@pytest.mark.parametrize("call", ["pass", "kv.barrier()", "kv.close()"])
+def test_an_updater_that_does_not_return_ends_the_job(tmp_path, call):
+    """Also where its owner's program comes to its end: MPI would wait for the others, who wait for the owner."""
+    text = f"""
+def stuck(key, given, stored):
+    while True:
+        time.sleep(0.5)
+
+kv = mpikv.create("dist_async", timeout=2)
+kv.init("w", np.zeros(4))
+kv.set_updater(stuck)
+if kv.rank == 1:
+    try:
+        kv.push("w", np.ones(4))
+        kv.pull("w")
+    except mpikv.Stalled as error:
+        print("caught", error, flush=True)
+else:
+    time.sleep(0.5)
+    try:
+        {call}
+    except mpikv.Stalled as error:
+        print("caught", error, flush=True)
+    kv.abandon("given up")
+"""
+    status, said, seconds = job(tmp_path, text, 2)
+    assert status != 0
+    assert re.search(r"caught pull: waited 2\.\d s for ranks \[0\]", said), said
+    assert seconds < 30
+
+
+@pytest.mark.deadline(120)
+def test_a_thread_that_ends_says_so_at_once(tmp_path):
+    """Its rank computes, and will not call the store for long."""
+    text = """
+class Breaking(mpikv.optimizers.Optimizer):
+    def rule(self, step, block):
+        raise MemoryError("no more")
+
+kv = mpikv.create("dist_async", timeout=2)
+kv.init("w", np.zeros(4))
+kv.set_optimizer(Breaking())
+if kv.rank == 1:
+    try:
+        kv.push("w", np.ones(4))
+        kv.pull("w")
+    except mpikv.TransportError as error:
+        print("caught", error, flush=True)
+else:
+    time.sleep(1)
+    print("computed", file=sys.stderr, flush=True)
+    try:
+        kv.barrier()
+    except mpikv.TransportError as error:
+        print("caught too", error, flush=True)
+"""
+    _, said, seconds = job(tmp_path, text, 2)
+    assert re.search(r"the thread of rank 0 that answers other ranks has ended.*HalfUpdated[\s\S]*computed", said), said
+    assert re.search(r"caught p\w+: rank 0, the owner of key 'w', raised HalfUpdated: .* in the middle", said), said
+    assert re.search(r"caught too barrier: the thread that answers other ranks has ended", said), said
+    assert seconds < 30

@@ -1,0 +1,146 @@
+"""The order in which early letters are served, and the asker's side of updates on arrival, without MPI."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpikv.arena import Arena
+from mpikv.asking import Asking, Kind
+from mpikv.errors import PeerFailed, Stalled, TransportError
+from mpikv.keys import KeyTable
+from mpikv.transports.local import LocalTransport
+from mpikv.transports.post import Letter, unserved
+from mpikv.waiting import Waiting
+
+NOTHING = np.empty(0, np.uint8)
+
+
+@given(st.data(), st.lists(st.integers(0, 3), max_size=20))
+def test_letters_of_one_rank_stay_in_order(data, sources):
+    """However often, and between which two of them, what was too early becomes welcome."""
+    counts = dict.fromkeys(range(4), 0)
+    arriving, left, served = [], [], []
+    for source in sources:
+        counts[source] += 1
+        arriving.append(Letter(source, [counts[source]], NOTHING))
+
+    def serve(letter):
+        if not data.draw(st.booleans()):
+            return False
+        served.append(letter)
+        return True
+
+    for letter in arriving:
+        left = unserved([*left, letter], serve)
+        left = unserved(left, serve)
+    left = unserved(left, lambda letter: not served.append(letter))
+    assert left == []
+    for source in range(4):
+        assert [letter.head[0] for letter in served if letter.source == source] == [*range(1, counts[source] + 1)]
+
+
+class Post:
+    """Keeps requests; replies are put in by the test."""
+
+    def __init__(self):
+        self.failure, self.requests, self.replies = None, [], []
+
+    def request(self, rank, head, body=None):
+        self.requests.append((rank, *head))
+
+    def reply(self):
+        return self.replies.pop(0) if self.replies else None
+
+
+def asker(timeout=0.05, **options):
+    post = Post()
+
+    def act(kind, ticket, number, body):
+        raise Stalled("an update of this rank runs", [0])
+
+    return post, Asking(0, post, act, Waiting(timeout, **options))
+
+
+def answer(source, *head, body=NOTHING):
+    return Letter(source, [*head, *[0] * (8 - len(head))], body)
+
+
+def test_a_question_that_is_answered_late_is_waited_for():
+    """Its answer would otherwise come to the next store, whose communicator is the same to MPI."""
+    warned = []
+    post, asking = asker(5.0, warn_after=0.01, warn=lambda waited, missing: warned.append(missing))
+    looks = itertools.count()
+    reply = post.reply
+    ticket = asking.ask(Kind.LEAVE, 1)
+
+    def answered():  # first the awaited answer, to the question for whom none in time
+        if warned and next(looks) == 3:
+            post.replies.append(answer(1, ticket))
+        return reply()
+
+    post.reply = answered
+    asking.wait([ticket])
+    assert warned == [[1]]
+    kinds = [(kind, ticket) for _, kind, _, ticket, _ in post.requests]
+    (_, left), (who, asked) = kinds
+    assert (left, who) == (ticket, Kind.WHO)
+    assert asked in asking._wanted
+    post.replies.append(answer(1, asked, body=np.array([3]).view(np.uint8)))
+    asking.wait_for_all()
+    assert not asking._wanted
+
+
+def test_who_is_waited_for():
+    """An owner's answer names others; the owner that is this rank itself, and is in an update, is named at once."""
+    post, asking = asker()
+    ticket = asking.ask(Kind.LEAVE, 1)
+    with pytest.raises(Stalled, match="an update of this rank runs"):
+        asking.ask(Kind.LEAVE, 0)
+    request = post.request
+
+    def ask(rank, head, body=None):
+        request(rank, head, body)
+        post.replies.append(answer(rank, head[2], body=np.array([2, 3]).view(np.uint8)))
+
+    post.request = ask
+    with pytest.raises(Stalled) as caught:
+        asking.wait([ticket])
+    assert caught.value.missing == (0, 2, 3)
+
+
+@pytest.mark.parametrize(("source", "other"), [(1, 1), (2, 0)])
+def test_an_answer_to_nothing_is_an_error(source, other):
+    post, asking = asker()
+    ticket = asking.ask(Kind.LEAVE, 1)
+    post.replies.append(answer(source, ticket + other))
+    with pytest.raises(TransportError, match=f"rank {source} has answered what it was not asked"):
+        asking.hear()
+
+
+def test_failures_are_raised_by_calls_that_name_the_key():
+    table = KeyTable()
+    places = Arena(LocalTransport(1 << 20), pooling=False).place([(np.dtype(float), 2)] * 3)
+    for key, place in zip("abc", places, strict=True):
+        table.add(key, (2,), np.dtype(float), place)
+    post, asking = asker()
+    text = np.frombuffer(b"ValueError: too large", np.uint8)
+    for key in "abc":
+        post.replies.append(answer(1, asking.ask(Kind.PUSH, 1, table[key], np.ones(2)), 4, key != "b", body=text))
+    post.replies[1] = post.replies[1]._replace(body=NOTHING)
+    asking.hear()
+    asking.raise_failures(["b"])
+    with pytest.raises(PeerFailed, match="rank 1, the owner of key 'a', raised ValueError: too large in a push"):
+        asking.raise_failures(["b", "a"])
+    asking.raise_failures(["b", "a"])
+    with pytest.raises(PeerFailed, match="key 'c'"):
+        asking.raise_failures()
+    asking.raise_failures()
+    assert asking.seen == {"a": 4, "b": 4, "c": 4}
+    post.replies.append(answer(1, asking.ask(Kind.PUSH, 1, table["a"], np.ones(2)), 4, 2, body=text))
+    with pytest.raises(TransportError, match="too large"):
+        asking.hear()
