@@ -210,7 +210,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "float32 masters of half precision at the owner",
             "test_an_optimizer_keeps_a_master_of_half_precision",
         ),
-        _later("half-wire", "half precision that is sent and summed without a copy in float32"),
+        _row("half-sums", "float16 and bfloat16 are summed in float32, and rounded once"),
     ),
     "Sparse values": (
         _row("sparse-push", "a push of rows, which are merged by their indices"),

@@ -36,6 +36,7 @@ def rounded_once(given):
     return given.astype(np.float64).sum(axis=0).astype(F32).astype(given.dtype)
 
 
+@pytest.mark.feature("half-sums")
 @pytest.mark.parametrize("kernels", ["numpy", "numba"])
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 def test_sums_are_rounded_once(comm, ranks, transport, dtype, placement, kernels):
