@@ -107,11 +107,14 @@ class Hosts:
 
     def kill(self) -> None:
         """End what was started on either host."""
-        for process in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        limit = time.monotonic() + 5
-        while self.processes() and time.monotonic() < limit:
+        limit, absent = time.monotonic() + 5, 0
+        # A process that is just becoming another program has no environment for a moment.
+        while absent < 3 and time.monotonic() < limit:
+            found = self.processes()
+            for process in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            absent = 0 if found else absent + 1
             time.sleep(0.05)
 
     def remove(self) -> None:

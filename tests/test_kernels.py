@@ -25,8 +25,9 @@ def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):
 
 @pytest.fixture
 def without_numba(monkeypatch):
-    for name in ("numba", "mpikv.optimizers.compiled"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    """Forget what has imported numba, which cannot be imported any more."""
+    for name in ("compiling", "codecs.compiled", "optimizers.compiled", "optimizers.compiled_halves"):
+        monkeypatch.delitem(sys.modules, f"mpikv.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delattr(optimizers, "compiled", raising=False)
 
