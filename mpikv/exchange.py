@@ -476,9 +476,7 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()
         self.transport.fence()
-        if self.packs_values:
-            publication.begin(self.plan(tuple(keys)).buckets)
-        self.start_masters(tuple(keys))
+        self.start_from_values(keys)
 
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget keys and free their places."""
@@ -618,10 +616,14 @@ class Exchange:
         self.table.start_counts()
         self._begin_packing()
         if len(self.table):
-            self.start_masters(tuple(self.table))
+            self.start_from_values(tuple(self.table))
 
-    def start_masters(self, keys: Sequence[Key]) -> None:
-        """Copy values into the float32 masters that an optimizer keeps of half-precision values. Local."""
+    def start_from_values(self, keys: Sequence[Key]) -> None:
+        """Copy values that were given, and that all ranks have, to where an owner knows them better: to exact values,
+        where what is pulled is packed, and to an optimizer's float32 masters. Local.
+        """
+        if self.packs_values:
+            publication.begin(self.plan(tuple(keys)).buckets)
         if not any("master" in self.table[key].place.block.state for key in keys):
             return
         for bucket in self.plan(tuple(keys)).buckets:

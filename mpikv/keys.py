@@ -30,7 +30,7 @@ class Entry:
 
     key: Key
     index: int
-    """The row of this key in the table's ``counts``, ``earlier``, ``stale``, ``buffered`` and ``lent``."""
+    """The row of this key in the table's ``counts``, ``earlier``, ``stale``, ``buffered`` and ``summed``."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     place: Place
@@ -89,7 +89,7 @@ class KeyTable:
         """Whether only the owners have the newest value."""
         self.buffered = np.zeros(64, np.bool_)
         """Whether the buffers of the key were asked for. Its block may have memory for them for another key's sake."""
-        self.lent = np.zeros(64, np.bool_)
+        self.summed = np.zeros(64, np.bool_)
         """Whether the value is a sum for a Trainer that keeps the weight itself, and is no part of a checkpoint."""
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class KeyTable:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
         row = self._free_rows.pop() if self._free_rows else self._new_row()
-        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.lent[row] = 0
+        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.summed[row] = 0
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
         self._entries[key] = entry
         return entry
@@ -175,7 +175,7 @@ class KeyTable:
         return self._rows - 1
 
     def _grow(self, rows: int) -> None:
-        for name in ("counts", "earlier", "stale", "buffered", "lent"):
+        for name in ("counts", "earlier", "stale", "buffered", "summed"):
             old = getattr(self, name)
             new = np.zeros(rows, old.dtype)
             new[: old.size] = old

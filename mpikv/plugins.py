@@ -96,7 +96,7 @@ class KVStoreBase:
         """Return how many updates the present updater has made to a value, as far as is known. Local."""
         return 0
 
-    def _lend(self, keys: Sequence[Key]) -> None:
+    def _only_sums(self, keys: Sequence[Key]) -> None:
         """Take note that the values of keys are sums from now on, which nobody is to take for weights. Local."""
 
     @property

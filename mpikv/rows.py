@@ -98,7 +98,7 @@ class Rows:
             assert entry.present is not None
             entry.present.rows = self._of_this_rank(entry, ids).copy()
         self._transport.fence()
-        self._exchange.start_masters(keys)
+        self._exchange.start_from_values(keys)
 
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
         """Sum the rows over ranks, and update those that are in the sum."""

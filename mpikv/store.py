@@ -186,9 +186,9 @@ class KVStore(KVStoreBase):
         self._pending.drain()
         return int(self._exchange.table.counts[self._exchange.table[key].index])
 
-    def _lend(self, keys: Sequence[Key]) -> None:
+    def _only_sums(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            self._exchange.table.lent[self._exchange.table[key].index] = True
+            self._exchange.table.summed[self._exchange.table[key].index] = True
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.

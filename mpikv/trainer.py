@@ -265,7 +265,7 @@ class Trainer:
                 store.set_optimizer(self._optimizer)
             self._broadcast(kept)
         if not self._on_store:
-            store._lend(list(kept))
+            store._only_sums(list(kept))
         self._shown = self._on_store and store.optimizer is not None
         self._started = True
         if self._shown:

@@ -254,7 +254,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("unequal-batches", "`join` lets ranks have unequal numbers of batches"),
         _row("no-roles", "no servers and no roles: nothing runs at import, one rank needs no launcher"),
         _row("launcher", "`mpikv run -n 4 script.py`, or any launcher of MPI"),
-        _row("profiler-trace", "when each call of each rank began and ended, for Chrome's viewer"),
+        _row("profiler-trace", "when each collective call of each rank began and ended, for Chrome's viewer"),
         _row("profiler-off", "nothing is measured without the variable"),
         _row("legacy-names", "MXNet's names of methods do what the new ones do"),
     ),
@@ -317,7 +317,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "P3": (
         _row("p3-name", "`p3` is `dist_sync` with messages of as many elements as a slice has"),
         _row("p3-variable", "`DMLC_PS_VAN_TYPE=p3` and `MXNET_KVSTORE_SLICE_THRESHOLD` are honoured"),
-        _row("p3-order", "an urgent call passes the messages of an earlier one that wait, but none of its own keys"),
+        _row("p3-order", "an urgent call passes the messages of an earlier one that wait, unless they share a key"),
         _row("p3-values", "values are those of `dist_sync` with messages of that size, whatever has passed"),
         _row("p3-trainer", "a Trainer on it gives the same weights; it waits for each call, and gains nothing"),
     ),

@@ -291,7 +291,7 @@ class Checkpoints:
     def _check_kept(self) -> None:
         """Raise where values are sums of gradients, while the weights and their state are elsewhere."""
         table = self._exchange.table
-        if (key := next((one.key for one in table.entries() if table.lent[one.index]), None)) is not None:
+        if (key := next((one.key for one in table.entries() if table.summed[one.index]), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, for a Trainer with update_on_kvstore=False, which has "
                 "the weights and the optimizer's state itself: save its parameters as arrays, and the state by "

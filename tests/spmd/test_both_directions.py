@@ -443,3 +443,24 @@ def test_rows_are_not_pulled(comm, transport, placement):
         with pytest.raises(mpikv.Unsupported, match="pull the whole value"):
             kv.row_sparse_pull("w", row_ids=[1])
         np.testing.assert_array_equal(kv.pull("w"), np.full((4, 3), 1 - kv.num_workers / 2))
+
+
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_rows_that_are_given_are_exact_values(comm, transport, placement, optimizer):
+    """Also in the place of a key that had others."""
+    ids, shape = [1, 4], (6, 3)
+    whole = np.zeros(shape, F32)
+    whole[ids] = 2.001
+    with mpikv.create(comm=comm, transport=transport, placement=placement, compression=both("bf16")) as kv:
+        if optimizer:
+            kv.set_optimizer(optimizer, learning_rate=0.5)
+        kv.init("old", np.full(shape, 99, F32))
+        kv.delete("old")
+        kv.init("w", mpikv.RowSparse(ids, whole[ids], shape))
+        np.testing.assert_array_equal(kv.pull("w"), whole)
+        if optimizer:
+            kv.push("w", np.ones(shape, F32))
+            whole -= F32(kv.num_workers / 2)
+        kv.set_gradient_compression(None)
+        np.testing.assert_array_equal(kv.pull("w"), whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Choice"]
+__all__ = ["Faster"]
 
 # Every so often the other way is taken, to see what it takes by now.
 _PERIOD = 32
@@ -10,19 +10,19 @@ _PERIOD = 32
 _WEIGHT, _MOST = 1 / 8, 2
 
 
-class Choice:
+class Faster:
     """Chooses between two ways, 0 and 1, of doing the same thing.
 
     Which is tried when follows from the number of choices alone, so that ranks that choose equally often try a way
     together.
 
     Example:
-        >>> choice = Choice()
-        >>> choice.next(), choice.next()
+        >>> faster = Faster()
+        >>> faster.next(), faster.next()
         (0, 1)
-        >>> choice.took(0, 3.0, 1), choice.took(1, 2.0, 1)
+        >>> faster.took(0, 3.0, 1), faster.took(1, 2.0, 1)
         (None, None)
-        >>> choice.next()
+        >>> faster.next()
         1
     """
 
