@@ -80,10 +80,13 @@ def target(out: Any) -> Array:
         Unsupported: the array is on a GPU.
     """
     if isinstance(out, np.generic) or not is_array(out):
-        raise TypeError(f"out is a {type(out).__name__}, not an array that can be filled")
+        raise TypeError(f"what is to be filled is a {type(out).__name__}, not an array that can be filled")
     array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _foreign(out)
     if not array.flags.writeable:
-        raise TypeError(f"out is a read-only {type(out).__module__} array; leave out=None to get a new array")
+        raise TypeError(
+            f"what is to be filled is a read-only {type(out).__module__} array; pass an out= that can be written "
+            "(a pull without out makes a new array; a pushpull without out fills its values)"
+        )
     return array
 
 

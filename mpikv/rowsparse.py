@@ -46,16 +46,10 @@ class RowSparse:
         array([11., 11.])
     """
 
-    __slots__ = ("indices", "shape", "values")
-
-    indices: Array
-    """The numbers of the rows that are there: int64, rising."""
-    values: Array
-    """These rows, ``(len(indices), *shape[1:])``."""
-    shape: tuple[int, ...]
+    __slots__ = ("_indices", "_shape", "_values")
 
     def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
-        self.shape = tuple(map(index, shape))
+        self._shape = tuple(map(index, shape))
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
@@ -67,7 +61,24 @@ class RowSparse:
                 f"values of {ids.size} rows of an array of shape {self.shape} have the shape "
                 f"{(ids.size, *self.shape[1:])}, not {rows.shape}"
             )
-        self.indices, self.values = _summed(ids, rows)
+        self.replace(*_summed(ids, rows))
+
+    # Other rows are another RowSparse: what was checked once is not checked at each push.
+
+    @property
+    def indices(self) -> Array:
+        """The numbers of the rows that are there: int64, rising, read-only."""
+        return self._indices
+
+    @property
+    def values(self) -> Array:
+        """These rows, ``(len(indices), *shape[1:])``, which may be written to."""
+        return self._values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return self._shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -100,7 +111,9 @@ class RowSparse:
 
     def replace(self, indices: Array, values: Array) -> None:
         """Have other rows: ``indices`` are int64 and rise, and ``values`` are theirs. Neither is copied or checked."""
-        self.indices, self.values = indices, values
+        self._indices: Array = indices.view()
+        self._indices.flags.writeable = False
+        self._values = values
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> RowSparse:

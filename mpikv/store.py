@@ -324,7 +324,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull(3)
             array([2., 2.])
         """
-        call = self._collective if wait else self._issue
+        call = self._collective if wait is True else self._door("push", wait)
         return call("push", self._calls.push, key, value, priority)
 
     def pull(
@@ -360,7 +360,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        call = self._collective if wait else self._issue
+        call = self._collective if wait is True else self._door("pull", wait)
         return call("pull", self._calls.pull, key, out, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
@@ -393,7 +393,7 @@ class KVStore(KVStoreBase):
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        call = self._collective if wait else self._issue
+        call = self._collective if wait is True else self._door("pushpull", wait)
         return call("pushpull", self._calls.pushpull, key, value, out, priority)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
@@ -1075,6 +1075,12 @@ class KVStore(KVStoreBase):
         mine = not self._pending.active or self._pending.runs_here()
         if mine and (running := self._running):
             raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
+
+    def _door(self, verb: str, wait: object) -> Callable[..., Any]:
+        """Return the door for a call that may not be waited for."""
+        if not isinstance(wait, (bool, np.bool_)):
+            self.refuse(TypeError(f"wait={wait!r} is neither True nor False"), verb)
+        return self._collective if wait else self._issue
 
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""

@@ -113,3 +113,14 @@ def test_tensors_of_torch():
     assert (rows.indices.tolist(), rows.values.tolist()) == ([0, 2], [[5, 0], [0, 3]])
     with pytest.raises(TypeError, match="expected a sparse COO tensor"):
         RowSparse.from_torch(torch.zeros(2))
+
+
+def test_what_was_checked_stays_so():
+    rows = RowSparse([1, 2], np.ones((2, 3)), (4, 3))
+    for name in ("indices", "values", "shape"):
+        with pytest.raises(AttributeError):
+            setattr(rows, name, getattr(rows, name)[:1])
+    with pytest.raises(ValueError, match="read-only"):
+        rows.indices[0] = 99
+    rows.values[:] = 2
+    np.testing.assert_array_equal(rows.to_dense()[1], [2, 2, 2])

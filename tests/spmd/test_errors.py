@@ -178,9 +178,14 @@ def test_types(watched):
     watched.fails(TypeError, r"masked array .*filled", lambda: kv.push("bias", masked))
     constant = np.ones((2, 3))
     constant.flags.writeable = False
-    watched.fails(TypeError, r"^pull: out is a read-only .*out=None", lambda: kv.pull("weight", constant))
-    watched.fails(TypeError, r"^pushpull: out is a read-only", lambda: kv.pushpull("weight", constant))
+    watched.fails(
+        TypeError, r"^pull: what is to be filled is a read-only .*without out", lambda: kv.pull("weight", constant)
+    )
+    watched.fails(TypeError, r"^pushpull: what is to be filled is a read-only", lambda: kv.pushpull("weight", constant))
     watched.fails(TypeError, "float64, not an array that can be filled", lambda: kv.pull("weight", np.float64(1)))
+    watched.fails(
+        TypeError, "^push: wait=None is neither True nor False", lambda: kv.push("weight", constant, wait=None)
+    )
     watched.fails(TypeError, r"f\(key, input, stored\), not a int", lambda: kv.set_updater(3))
     watched.fails(TypeError, "expected an optimizer or its name", lambda: kv.set_optimizer(print))
 
@@ -415,7 +420,7 @@ def test_keys_of_buffers_and_views(watched):
 def test_views_cannot_be_written(buffered):
     kv = buffered.kv
     weight, bias = kv.view(["weight", "bias"])
-    text = "out is a read-only numpy array"
+    text = "what is to be filled is a read-only numpy array"
     buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull("weight", out=weight[...]))
     same_shape = np.broadcast_to(np.float32(1), 3)
     buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull(["weight", "bias"], out=[weight, same_shape]))
