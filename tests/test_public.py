@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from test_layers import NUMBA
 
 import mpikv
 
@@ -83,7 +84,7 @@ def gaps(name: str, function: Callable[..., Any]) -> list[str]:
 
 @pytest.fixture
 def module(name: str) -> ModuleType:
-    if name.endswith(".compiled"):
+    if name.removeprefix("mpikv.").replace(".", "/") in NUMBA:
         pytest.importorskip("numba", reason="numba is not installed: pip install 'mpikv[numba]'")
     return importlib.import_module(name)
 
