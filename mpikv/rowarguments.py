@@ -151,7 +151,8 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     else:
         ids, rows = only.indices, apart(only.values)
         if rows is only.values and rows.dtype == entry.dtype:
-            return only  # type: ignore[no-any-return]
+            as_it_is: RowSparse = only
+            return as_it_is
     summed = _empty(entry)
     summed.replace(ids, run_quietly(partial(rows.astype, copy=False), entry.dtype))
     return summed
