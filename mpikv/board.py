@@ -3,20 +3,25 @@
 A rank writes the number and the text of each call that it begins to its own slot; nobody else writes there, so there
 are no locks. A rank that waits too long reads the slots, and asks a late one by a signal: Python's fault handler there
 writes the present line of code to a file in memory, which works in a loop, in a sleep and while an extension holds the
-interpreter's lock. A process that was stopped, or is gone, cannot answer; the kernel tells that.
+interpreter's lock. The signal goes to the thread that makes the calls, which looks at its own frames alone: those of a
+thread that goes on meanwhile may be gone before they are read, which has killed processes. A process that was stopped,
+or is gone, cannot answer; the kernel tells that.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import faulthandler
 import logging
 import os
 import re
 import signal
 import sysconfig
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,7 +38,6 @@ _PATIENCE = 0.5
 _LOOKS, _AT_REST = 20, 3
 _MOST_ASKED = 4
 _PACKAGE = str(Path(__file__).parent)
-_ASIDE = str(Path(__file__).with_name("work.py"))
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
 
@@ -51,6 +55,7 @@ class Board:
                 ("call", "i8"),
                 ("length", "i8"),
                 ("pid", "i8"),
+                ("thread", "i8"),
                 ("answers", "i8"),
                 ("over", "i8"),
                 ("text", "u1", self._TEXT),
@@ -60,7 +65,8 @@ class Board:
         self._slots = board.view(slot)
         mine = self._slots[group.local_rank : group.local_rank + 1]
         if group.size > 1:
-            mine["pid"], mine["answers"] = os.getpid(), _answer_questions()
+            mine["pid"] = mine["thread"] = os.getpid()
+            mine["answers"] = _answer_questions()
         self._bytes = mine.view(np.uint8).data
         self._head = self._bytes[:16].cast("q")
         self._written = b""
@@ -105,22 +111,28 @@ class Board:
         """Say that this rank is in no call any more."""
         self._slots[self._ranks.index(self._rank)]["over"] = 1
 
-    def step_aside(self) -> None:
-        """Say that this rank's calls may be made in another thread than the caller's from now on."""
-        _answer_for_all_threads()
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Say that this thread makes this rank's calls meanwhile, and not the main one."""
+        slot = self._slots[self._ranks.index(self._rank)]
+        slot["thread"] = threading.get_native_id()
+        try:
+            yield
+        finally:
+            slot["thread"] = slot["pid"]
 
     def _away(self) -> tuple[int, ...]:
         """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
         others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
         asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
-        away = [(rank, slot) for rank, slot in asked if not _waits(int(slot["pid"]), int(slot["answers"]))]
+        away = [(rank, slot) for rank, slot in asked if not _waits(slot)]
         # One that has given up before it was asked has left this package's code, too.
         return tuple(rank for rank, slot in away if not slot["over"])
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
         last = f"began {_call_of(slot)} last" if slot["call"] else "has made no call yet"
-        return f"rank {rank} {last} and {_whereabouts(int(slot['pid']), int(slot['answers']))}"
+        return f"rank {rank} {last} and {_whereabouts(slot)}"
 
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes have ended."""
@@ -147,15 +159,10 @@ def _answer_questions() -> int:
     if signal.getsignal(_QUESTION) is not signal.SIG_DFL:
         return -1
     answers = os.memfd_create("mpikv-answers")
+    # Those of other threads are not safe to read.
     faulthandler.register(_QUESTION, file=answers, all_threads=False)
     atexit.register(_answer_no_more)
     return answers
-
-
-@cache
-def _answer_for_all_threads() -> None:
-    if (answers := _answer_questions()) >= 0:
-        faulthandler.register(_QUESTION, file=answers, all_threads=True)
 
 
 def _answer_no_more() -> None:
@@ -164,14 +171,15 @@ def _answer_no_more() -> None:
     signal.signal(_QUESTION, signal.SIG_IGN)
 
 
-def _whereabouts(pid: int, answers: int) -> str:
+def _whereabouts(slot: Any) -> str:
     """Ask a process of this host where its code is."""
+    pid = int(slot["pid"])
     state = _state(pid)
     if state in ("gone", "dead"):
         return "its process is gone"
     if state == "stopped":
         return f"its process {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
-    lines = _ask(pid, answers)
+    lines = _ask(slot)
     if not lines:
         return f"its process {pid} does not answer"
     # The caller's own line says more than one of a library that it calls.
@@ -180,12 +188,12 @@ def _whereabouts(pid: int, answers: int) -> str:
     return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
 
 
-def _waits(pid: int, answers: int) -> bool:
+def _waits(slot: Any) -> bool:
     """Return whether a process seems to be in this package's code; one that does not answer may be."""
-    files = [file for file, _, _ in _ask(pid, answers)]
+    files = [file for file, _, _ in _ask(slot)]
     # This package may stand among the libraries, and calls some: when it waits, and when it asks as we do here.
     telling = [file for file in files if file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)]
-    return _state(pid) == "running" and (not telling or telling[0].startswith(_PACKAGE))
+    return _state(int(slot["pid"])) == "running" and (not telling or telling[0].startswith(_PACKAGE))
 
 
 def _state(pid: int) -> str:
@@ -196,8 +204,11 @@ def _state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(letter, "running")
 
 
-def _ask(pid: int, answers: int) -> list[tuple[str, str, str]]:
-    """Return file, line and function of each frame of a process, the innermost first; none if it does not answer."""
+def _ask(slot: Any) -> list[tuple[str, str, str]]:
+    """Return file, line and function of each frame of the thread that makes a rank's calls, the innermost first; none
+    if it does not answer.
+    """
+    pid, answers = int(slot["pid"]), int(slot["answers"])
     if answers < 0:
         return []
     try:
@@ -208,17 +219,17 @@ def _ask(pid: int, answers: int) -> list[tuple[str, str, str]]:
             deadline = time.monotonic() + _PATIENCE
             # The fault handler passes over a question that comes while it answers one of another rank.
             while time.monotonic() < deadline:
-                if frames := _telling(_answer(pid, file)):
+                if frames := _frames(_answer(pid, int(slot["thread"]), file)):
                     return frames
             return []
     except OSError:
         return []
 
 
-def _answer(pid: int, file: TextIO) -> str:
+def _answer(pid: int, thread: int, file: TextIO) -> str:
     """Ask once; return what a process has written then."""
     before = size = os.fstat(file.fileno()).st_size
-    os.kill(pid, _QUESTION)
+    _signal(pid, thread)
     looks = at_rest = 0
     # The answer is written in pieces, between which a busy machine may do something else.
     while looks < _LOOKS and at_rest < _AT_REST:
@@ -230,21 +241,35 @@ def _answer(pid: int, file: TextIO) -> str:
     return file.read()
 
 
-def _telling(answer: str) -> list[tuple[str, str, str]]:
-    """Return the frames of the thread that makes the calls, of all that answer: the caller's, unless it is another that
-    is busy with one.
+def _signal(pid: int, thread: int) -> None:
+    """Send the question to one thread of a process.
+
+    Raises:
+        OSError: there is none of that number, as where a call has just ended, or the system cannot do it.
+    """
+    if thread == pid:
+        os.kill(pid, _QUESTION)
+        return
+    send = _tgkill()
+    if send(pid, thread, _QUESTION):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@cache
+def _tgkill() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:
+        raise OSError("tgkill is not in the system's library") from None
+
+
+def _frames(answer: str) -> list[tuple[str, str, str]]:
+    """Return the frames of an answer, the innermost first.
 
     Several ranks may ask at once. Then an answer begins in the middle of one that was given to another rank, and may
-    end in the middle of one, too; the innermost frames come first.
+    end in the middle of one, too.
     """
-    threads = [
-        frames
-        for text in answer.split("(most recent call first):")[1:]
-        if (frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text))
-    ]
-    for frames in threads:
-        inside = {function for file, _, function in frames if file == _ASIDE}
-        if inside and "_await" not in inside:
+    for text in answer.split("(most recent call first):")[1:]:
+        if frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text):
             return frames
-    # Python's own threads begin there; the main one does not.
-    return next((frames for frames in threads if frames[-1][2] != "_bootstrap"), [])
+    return []

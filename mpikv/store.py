@@ -97,7 +97,7 @@ class KVStore(KVStoreBase):
         self._exchange = Exchange(transport, placement, root, find_kernels(config.kernels), config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank)
-        self._pending = Pending(self._least)
+        self._pending = Pending(self._least, board.aside)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
@@ -1089,7 +1089,6 @@ class KVStore(KVStoreBase):
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
-        self._board.step_aside()
         text = partial(_called, verb, arguments[:1])
         keys = None if self._exchange.pause is None else _keys_of(arguments[0])
         work = partial(self._collective, verb, prepare, *arguments)

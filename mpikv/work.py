@@ -13,6 +13,7 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -111,9 +112,13 @@ class Work:
 class Pending:
     """The calls of one store that were made with ``wait=False``. All methods but those of its thread are local."""
 
-    def __init__(self, least: Callable[[int], int]) -> None:
-        """``least`` returns the smallest of the numbers that all ranks pass, collectively."""
-        self._least = least
+    def __init__(
+        self, least: Callable[[int], int], aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """``least`` returns the smallest of the numbers that all ranks pass, collectively. The thread is in ``aside``
+        while it makes calls.
+        """
+        self._least, self._aside = least, aside
         self._changed = threading.Condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
@@ -216,21 +221,25 @@ class Pending:
 
     def _serve(self) -> None:
         while queued := self._await():
-            try:
-                work = self._take(self._least(queued))
-            except BaseException as error:
-                work = self._take(1)
-                work._fail(error)
-                self._complete(work)
-            else:
-                self._make(work)
+            with self._aside():
+                work = self._make_next(queued)
+            self._complete(work)  # and only then, as whoever waits for it may close the store
             del work  # its result may be shared memory, which could not be freed
+
+    def _make_next(self, queued: int) -> Work:
+        try:
+            work = self._take(self._least(queued))
+        except BaseException as error:
+            work = self._take(1)
+            work._fail(error)
+        else:
+            self._make(work)
+        return work
 
     def _make(self, work: Work) -> None:
         self._begun.append(work)
         work._perform()
         self._begun.pop()
-        self._complete(work)
 
     def give_way(self, least: Callable[[int], int], agree: Callable[[int], bool]) -> str | None:
         """Make calls that may pass the one that runs, as long as all ranks have some. Collective, in this thread.
@@ -255,6 +264,7 @@ class Pending:
             with self._changed:
                 work = self._queue.pop(place)
             self._make(work)
+            self._complete(work)
             if work._error is not None and not getattr(work._error, "settled", False):
                 raise Closed(f"{running._text()}: {work._text()}, which has passed it, has ended the store")
             passed = running._text()
