@@ -15,15 +15,19 @@ import numpy.typing as npt
 __all__ = [
     "Array",
     "Codec",
+    "Event",
     "Gather",
+    "Gpu",
     "Kernels",
     "Key",
+    "Memory",
     "Placement",
     "RangeCodec",
     "Rounds",
     "Share",
     "Slots",
     "Span",
+    "Stream",
     "Sum",
     "Transport",
     "Updater",
@@ -31,13 +35,163 @@ __all__ = [
 ]
 
 Array: TypeAlias = "npt.NDArray[Any]"
-"""A numpy array."""
+"""A numpy array; in a store whose :class:`Memory` is a GPU's, an array of that GPU, as CuPy's."""
 
 Key: TypeAlias = "int | str"
 """The name of a stored value. One store holds keys of one type."""
 
 Slots: TypeAlias = "Mapping[str, np.dtype[Any]]"
 """The optimizer state that one element of a value needs: the name and the dtype of each state array."""
+
+
+class Memory(Protocol):
+    """Where a store's arrays lie, and what copies them: the host's memory, or a GPU's.
+
+    All methods are local. Those that copy in a GPU's memory return before it is done; whatever comes after them on the
+    store's stream finds it done.
+    """
+
+    on_host: bool
+    part: int
+    """The most elements that an updater is to be given at once: as many as stay in the cache with its state."""
+
+    def zeros(self, nbytes: int) -> Array:
+        """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of any content, for a caller to keep."""
+        ...
+
+    def source(self, value: Any) -> Array:
+        """Return an array of this memory to read ``value`` from, without a copy if it lies here.
+
+        Raises:
+            TypeError: not an array.
+            Unsupported: it cannot be brought here.
+        """
+        ...
+
+    def target(self, out: Any) -> Array:
+        """Return an array that :meth:`copy` can write to, over the memory of ``out``.
+
+        Raises:
+            TypeError: not an array, or one that cannot be written.
+            Unsupported: it lies where nothing of this memory can be copied to.
+        """
+        ...
+
+    def view(self, array: Array) -> Array:
+        """Return the same memory for callers to read, read-only where arrays can be."""
+        ...
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Copy each source to its target, of the same shape, cast where the dtypes differ."""
+        ...
+
+    def to_host(self, array: Array) -> Array:
+        """Return a numpy array of the same content, complete: the array itself, or a copy."""
+        ...
+
+    def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
+        caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
+        """
+        ...
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the stream has come there. Never waits."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work of a GPU. As a context manager, the one to which this thread gives its work meanwhile."""
+
+    handle: int
+    """What NCCL is given: the address of the CUDA stream."""
+
+    def record(self) -> Event:
+        """Return the point behind all that was queued so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let what is queued from now on begin after the event, which may be one of another stream. Returns at once."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all that was queued is done."""
+        ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *failure: object) -> None: ...
+
+
+class Gpu(Protocol):
+    """One GPU as far as a store needs it: CuPy's (``mpikv/gpu.py``), or one that stands for it where there is none.
+
+    Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
+    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``reshape``, ``view(dtype)``, ``copy``, ``fill``,
+    slices and ``array[...] = other``, and take part in numpy's functions; they have no ``flags.writeable``.
+    """
+
+    name: str
+    """As ``cuda:0``."""
+    uuid: str
+    """The same for all processes that use this GPU, and for no other GPU."""
+
+    def stream(self) -> Stream:
+        """Return a new stream of high priority, which does not wait for the default stream."""
+        ...
+
+    def current(self) -> Stream:
+        """Return this thread's present stream."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of any content."""
+        ...
+
+    def zeros(self, nbytes: int) -> Array:
+        """Return new zeroed bytes (uint8), aligned to 256 bytes.
+
+        Raises:
+            MemoryError: the GPU has too little.
+        """
+        ...
+
+    def owns(self, value: object) -> bool:
+        """Return whether this is an array of the library, on this GPU."""
+        ...
+
+    def adopt(self, value: Any) -> Array:
+        """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
+
+        Raises:
+            Unsupported: it lies on another device.
+        """
+        ...
+
+    def upload(self, array: Array) -> Array:
+        """Return a copy of a numpy array, which may be changed when this returns."""
+        ...
+
+    def download(self, array: Array, out: Array) -> None:
+        """Fill a numpy array of the same shape and dtype, and wait until it is filled."""
+        ...
+
+    def address(self, array: Array) -> int:
+        """Return where the first element lies."""
+        ...
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
+        ...
 
 
 class Transport(Protocol):
@@ -64,6 +218,8 @@ class Transport(Protocol):
     """
 
     name: str
+    memory: Memory
+    """Where all arrays lie that it is given and that it returns."""
     rank: int
     size: int
     shared: bool
