@@ -23,6 +23,7 @@ __all__ = [
     "castable",
     "disjoint",
     "is_array",
+    "lies_on_host",
     "local_sum",
     "quiet",
     "run_quietly",
@@ -50,6 +51,11 @@ _HOST_DEVICES = (1, 3)
 def is_array(value: object) -> TypeGuard[Any]:
     """Return whether the value is an array of any library, a numpy scalar included."""
     return isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__dlpack__")
+
+
+def lies_on_host(value: Any) -> bool:
+    """Return whether the memory of an array of any library is the host's."""
+    return isinstance(value, (np.ndarray, np.generic)) or int(value.__dlpack_device__()[0]) in _HOST_DEVICES
 
 
 def source(value: Any) -> Array:

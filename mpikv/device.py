@@ -1,0 +1,108 @@
+"""The memory of a GPU: where its arrays come from and go to, and the order in which streams see them.
+
+A store has one stream, on which everything that a call does to arrays is queued; a call returns when it is queued. By
+events the stream begins after what the caller's stream has to do so far, and the caller's stream goes on after it. So
+whoever uses one stream finds arrays as if each call had been done at once, and nobody waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import is_array, lies_on_host, source, target
+from .typing import Array, Event, Gpu, Stream
+
+__all__ = ["DeviceMemory"]
+
+
+class DeviceMemory:
+    """The :class:`~mpikv.typing.Memory` of one GPU, and the stream of one store."""
+
+    on_host = False
+    part = 1 << 62
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.stream: Stream = gpu.stream()
+        # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
+        self._in_use: deque[tuple[Event, Any]] = deque()
+        self._said = False
+
+    def zeros(self, nbytes: int) -> Array:
+        with self.stream:
+            return self.gpu.zeros(nbytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return self.gpu.empty(shape, dtype)
+
+    def source(self, value: Any) -> Array:
+        if self.gpu.owns(value):
+            return value  # type: ignore[no-any-return]
+        if is_array(value) and not lies_on_host(value):
+            return self.gpu.adopt(value)
+        array = source(value)
+        self._say_that_arrays_travel()
+        return self.gpu.upload(array)
+
+    def target(self, out: Any) -> Array:
+        if self.gpu.owns(out):
+            return out  # type: ignore[no-any-return]
+        if is_array(out) and not lies_on_host(out):
+            return self.gpu.adopt(out)
+        array = target(out)
+        self._say_that_arrays_travel()
+        return array
+
+    def view(self, array: Array) -> Array:
+        return array
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        pairs = list(zip(targets, sources, strict=True))
+        here = [pair for pair in pairs if self.gpu.owns(pair[0])]
+        if here:
+            self.gpu.copy([into for into, _ in here], [array for _, array in here])
+        for out, array in pairs:
+            if not self.gpu.owns(out):
+                out[...] = self.to_host(array)
+
+    def to_host(self, array: Array) -> Array:
+        out = np.empty(array.shape, array.dtype)
+        with self.stream:
+            self.gpu.download(array, out)
+        return out
+
+    def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        caller = self.gpu.current()
+        self.stream.wait(caller.record())
+        try:
+            with self.stream:
+                return run(*arguments)
+        finally:
+            done = self.stream.record()
+            caller.wait(done)
+            self._keep(done, arguments)
+
+    def _keep(self, done: Event, arguments: Any) -> None:
+        self._in_use.append((done, arguments))
+        while self._in_use[0][0].done:
+            self._in_use.popleft()
+            if not self._in_use:
+                return
+
+    def close(self) -> None:
+        """Wait until the stream is done, and let go of what it used."""
+        self.stream.synchronize()
+        self._in_use.clear()
+
+    def _say_that_arrays_travel(self) -> None:
+        if not self._said:
+            self._said = True
+            logging.getLogger("mpikv").warning(
+                "a host array is used with a store on %s, to which it is copied at every call; keep it there to save it",
+                self.gpu.name,
+            )
