@@ -103,6 +103,6 @@ class DeviceMemory:
         if not self._said:
             self._said = True
             logging.getLogger("mpikv").warning(
-                "a host array is used with a store on %s, to which it is copied at every call; keep it there to save it",
+                "a host array is used with a store on %s, to which it is copied at every call; keep it there",
                 self.gpu.name,
             )
