@@ -114,7 +114,7 @@ class Arena:
         self.blocks: list[Block] = []
         self._open: dict[np.dtype[Any], Block] = {}
         self._free: dict[tuple[np.dtype[Any], int], list[Place]] = {}
-        self._segments = [np.empty(0, np.uint8)]
+        self._segments = [transport.memory.zeros(0)]
         self._next = self._total = 0
         self._load = [0] * transport.size
 
