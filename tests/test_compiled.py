@@ -18,6 +18,7 @@ from mpikv import optimizers
 from mpikv.cli.launchers import clean
 from mpikv.kernels import NumpyKernels
 from mpikv.optimizers import BLOCK
+from mpikv.optimizers.forms import call_of
 from mpikv.testing import KernelsContract, UpdaterContract
 
 WHY = "numba is not installed: pip install 'mpikv[numba]'"
@@ -239,8 +240,8 @@ def test_options_may_change_at_any_time():
 
 
 def signatures(optimizer, dtype):
-    loop, _ = compiled.FORMS[type(optimizer)](optimizer, optimizer.step("key", 1))
-    return compiled._compiled(loop, np.dtype(dtype), False).signatures
+    form, _ = call_of(optimizer, optimizer.step("key", 1))
+    return compiled._compiled(compiled.LOOPS[form], np.dtype(dtype), False).signatures
 
 
 def start_anew(monkeypatch):

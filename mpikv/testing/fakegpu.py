@@ -1,0 +1,524 @@
+"""A GPU that is none: arrays over host memory, and a checker of the order in which streams use them.
+
+Work is done at once, so that results can be compared. What is wrong with the order of work shows in the checker, which
+knows what a GPU would have been free to do: each stream has a vector clock, an event takes a copy of it, and waiting
+joins them. An access that is not ordered after the last conflicting one is a :class:`RaceError`, whatever numpy made of
+it; so is memory that goes back to its allocator while a use of it is not ordered before the stream of its allocation,
+whose next work may be given it.
+
+Source: happens-before by vector clocks, as in Flanagan and Freund, "FastTrack: Efficient and Precise Dynamic Race
+Detection", PLDI 2009.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import Unsupported
+from ..typing import Array, Updater
+
+__all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "RaceError"]
+
+_ALIGNMENT = 256
+_FIRST_ADDRESS = 0x7F00_0000_0000
+# Bytes of NaN in each kind of float, so that what was never written is noticed.
+_JUNK = 0xFF
+
+
+class RaceError(AssertionError):
+    """Work of a GPU that nothing orders uses the same memory."""
+
+
+class Clock(dict[int, int]):
+    """How much of the work of each stream, by its number, is known to be done."""
+
+    def join(self, other: Mapping[int, int]) -> None:
+        """Know what the other knows, too."""
+        for number, count in other.items():
+            if count > self.get(number, 0):
+                self[number] = count
+
+
+class Access(NamedTuple):
+    """A use of the bytes ``[low, high)`` of an allocation."""
+
+    low: int
+    high: int
+    writes: bool
+    stream: int
+    time: int
+    """Of the stream's clock."""
+    work: str
+
+    def __str__(self) -> str:
+        return f"{self.work} on stream {self.stream} {'writes' if self.writes else 'reads'}"
+
+    def without(self, low: int, high: int) -> Iterator[Access]:
+        """Yield what is left of it beside a range."""
+        if self.low < low:
+            yield self._replace(high=min(self.high, low))
+        if self.high > high:
+            yield self._replace(low=max(self.low, high))
+
+
+class Checker:
+    """Finds uses of memory that nothing orders."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        """All that was found, also what could not be raised where it happened."""
+        # Collecting garbage inside of a call may free memory, in the same thread.
+        self.lock = threading.RLock()
+        self._hosts: dict[int, Clock] = {}
+        self._working: set[int] = set()
+
+    def host(self) -> Clock:
+        """Return what this thread of the host knows to be done."""
+        return self._hosts.setdefault(threading.get_ident(), Clock())
+
+    def work(self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]]) -> None:
+        """Note work that uses bytes of allocations, and whether it writes them."""
+        with self.lock:
+            self._working.add(threading.get_ident())
+            clock = stream.clock
+            clock.join(self.host())
+            clock[stream.number] = clock.get(stream.number, 0) + 1
+            for block, low, high, writes in uses:
+                if low < high:
+                    self._use(block, Access(low, high, writes, stream.number, clock[stream.number], work), clock)
+
+    def _use(self, block: Block, access: Access, clock: Clock) -> None:
+        kept: list[Access] = []
+        for other in block.accesses:
+            if other.high <= access.low or access.high <= other.low:
+                kept.append(other)
+                continue
+            if (access.writes or other.writes) and clock.get(other.stream, 0) < other.time:
+                self.fault(f"{access} what {other}, and nothing orders them")
+            # Whatever must come after the other one must come after this one, which comes after it.
+            covers = access.writes or (not other.writes and other.stream == access.stream)
+            kept.extend(other.without(access.low, access.high) if covers else [other])
+        block.accesses = [*kept, access]
+
+    def free(self, accesses: Sequence[Access], stream: FakeStream) -> None:
+        """Note that memory went back to the allocator, for what comes next on the stream of its allocation."""
+        with self.lock:
+            clock = Clock(stream.clock)
+            # Any thread that gives out work may have dropped it; one that only looks on does so by chance.
+            for thread in self._working:
+                clock.join(self._hosts.get(thread, {}))
+            for access in accesses:
+                if clock.get(access.stream, 0) < access.time:
+                    self.faults.append(
+                        f"memory of stream {stream.number} was freed while {access.work} on stream {access.stream} "
+                        "uses it, and nothing orders them"
+                    )
+
+    def fault(self, text: str) -> None:
+        """Note a fault, and raise it."""
+        self.faults.append(text)
+        raise RaceError(text)
+
+    def assert_clean(self) -> None:
+        """Raise if anything was found."""
+        if self.faults:
+            raise RaceError("; ".join(self.faults))
+
+
+class Block:
+    """One allocation."""
+
+    def __init__(self, gpu: FakeGpu, nbytes: int, base: int) -> None:
+        self.memory = np.full(nbytes, _JUNK, np.uint8)
+        self.base, self.stream = base, gpu.current()
+        self.accesses: list[Access] = []
+        self._gpu = gpu
+
+    def __del__(self) -> None:
+        self._gpu.released(self)
+
+
+class Blocker:
+    """Work that does not come to its end as long as ``blocked``."""
+
+    def __init__(self) -> None:
+        self.blocked = True
+
+
+class FakeEvent:
+    """A point in the work of a stream."""
+
+    def __init__(self, checker: Checker, clock: Clock, blockers: Sequence[Blocker], lag: int) -> None:
+        self.clock, self.blockers = clock, tuple(blockers)
+        self._checker, self._lag = checker, lag
+
+    @property
+    def done(self) -> bool:
+        if any(blocker.blocked for blocker in self.blockers):
+            return False
+        if self._lag:
+            self._lag -= 1
+            return False
+        with self._checker.lock:
+            self._checker.host().join(self.clock)
+        return True
+
+
+class FakeStream:
+    """A queue of work."""
+
+    def __init__(self, gpu: FakeGpu, number: int) -> None:
+        self.number = number
+        # The default stream's handle is 0, as CUDA's.
+        self.handle = number << 12
+        self.clock = Clock()
+        self.blockers: list[Blocker] = []
+        self._gpu = gpu
+
+    def record(self) -> FakeEvent:
+        checker = self._gpu.checker
+        with checker.lock:
+            checker.work(self, "record", ())
+            return FakeEvent(checker, Clock(self.clock), self.blockers, self._gpu.lag)
+
+    def wait(self, event: FakeEvent) -> None:
+        with self._gpu.checker.lock:
+            self.clock.join(event.clock)
+            self.blockers += [blocker for blocker in event.blockers if blocker.blocked]
+
+    def synchronize(self) -> None:
+        while any(blocker.blocked for blocker in self.blockers):
+            time.sleep(1e-3)
+        self.blockers.clear()
+        with self._gpu.checker.lock:
+            self._gpu.checker.host().join(self.clock)
+
+    def __enter__(self) -> FakeStream:
+        self._gpu.entered.append(self)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._gpu.entered.pop()
+
+    def __repr__(self) -> str:
+        return f"<FakeStream {self.number}>"
+
+
+class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of a :class:`FakeGpu`: what it offers, ``cupy.ndarray`` offers, and where that refuses, it does."""
+
+    def __init__(self, gpu: FakeGpu, block: Block, beneath: Array) -> None:
+        self._gpu, self._block, self._beneath = gpu, block, beneath
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._beneath.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._beneath.dtype
+
+    @property
+    def size(self) -> int:
+        return self._beneath.size
+
+    @property
+    def nbytes(self) -> int:
+        return self._beneath.nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return self._beneath.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return self._beneath.ndim
+
+    @property
+    def flags(self) -> SimpleNamespace:
+        flags = self._beneath.flags
+        return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=flags.owndata)
+
+    def __len__(self) -> int:
+        return len(self._beneath)
+
+    def reshape(self, *shape: Any) -> FakeArray:
+        beneath = self._beneath.reshape(*shape)
+        if not np.may_share_memory(beneath, self._block.memory) and self.size:
+            raise Unsupported("reshape copies here, which no store should rely on")
+        return FakeArray(self._gpu, self._block, beneath)
+
+    def view(self, dtype: Any = None) -> FakeArray:
+        return FakeArray(self._gpu, self._block, self._beneath if dtype is None else self._beneath.view(dtype))
+
+    def copy(self) -> FakeArray:
+        return self.astype(self.dtype)
+
+    def astype(self, dtype: Any, copy: bool = True) -> FakeArray:
+        if not copy and self.dtype == dtype:
+            return self
+        out = self._gpu.empty(self.shape, np.dtype(dtype))
+        self._gpu.copy([out], [self])
+        return out
+
+    def get(self) -> Array:
+        """Return a numpy array of the same content."""
+        out = np.empty(self.shape, self.dtype)
+        self._gpu.download(self, out)
+        return out
+
+    def fill(self, value: Any) -> None:
+        self._gpu.launch("fill", [], [self])
+        self._beneath.fill(value)
+
+    def __getitem__(self, index: Any) -> FakeArray:
+        beneath = self._beneath[index]
+        if not isinstance(beneath, np.ndarray):
+            # Of one element numpy makes a scalar, CuPy an array.
+            beneath = self._beneath[(*index, ...) if isinstance(index, tuple) else (index, ...)]
+        if beneath.size and not np.may_share_memory(beneath, self._beneath):
+            raise Unsupported("an index that copies, which no store should rely on")
+        return FakeArray(self._gpu, self._block, beneath)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        out = self[index]
+        value = _beneath(value)
+        self._gpu.launch("setitem", value.arrays, [out])
+        out._beneath[...] = value.content
+
+    def __array__(self, *_: Any, **__: Any) -> Array:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("a fake array cannot be exported")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self._gpu.ordinal
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if method not in ("__call__", "reduce") or options.keys() - {"out", "dtype", "casting", "axis"}:
+            return NotImplemented
+        given = [_beneath(value) for value in inputs]
+        reads = [array for value in given for array in value.arrays]
+        outs = options.pop("out", None)
+        if outs is None:
+            # Made where it is known how large it is: by numpy, on the side.
+            result = np.asarray(getattr(ufunc, method)(*(value.content for value in given), **options))
+            out = self._gpu.empty(result.shape, result.dtype)
+            self._gpu.launch(ufunc.__name__, reads, [out])
+            out._beneath[...] = result
+            return out
+        (out,) = outs
+        if not isinstance(out, FakeArray):
+            raise TypeError(f"out is a {type(out).__name__}")
+        self._gpu.launch(ufunc.__name__, reads, [out])
+        getattr(ufunc, method)(*(value.content for value in given), out=out._beneath, **options)
+        return out
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
+        if function is np.copyto:
+            target, source = arguments
+            value = _beneath(source)
+            self._gpu.launch("copyto", value.arrays, [target])
+            np.copyto(target._beneath, value.content, **options)
+            return None
+        if function is np.may_share_memory:
+            return np.may_share_memory(*(_beneath(value).content for value in arguments))
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return f"<FakeArray {self.dtype}{list(self.shape)} of {self._gpu.name}>"
+
+
+class Value(NamedTuple):
+    """An operand: the arrays of the GPU in it, and what numpy computes with."""
+
+    arrays: Sequence[FakeArray]
+    content: Any
+
+
+def _beneath(value: Any) -> Value:
+    if isinstance(value, FakeArray):
+        return Value([value], value._beneath)
+    if isinstance(value, np.ndarray):
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    return Value([], value)
+
+
+class FakeGpu:
+    """A :class:`~mpikv.typing.Gpu` of host memory.
+
+    Example:
+        >>> import numpy as np
+        >>> gpu = FakeGpu()
+        >>> array = gpu.upload(np.ones(2))
+        >>> with gpu.stream():
+        ...     array += 1
+        Traceback (most recent call last):
+        mpikv.testing.fakegpu.RaceError: add on stream 1 reads what upload on stream 0 writes, and nothing orders them
+    """
+
+    def __init__(self, ordinal: int = 0, lag: int = 1) -> None:
+        """An event is not done yet when it is asked for the first ``lag`` times."""
+        self.name, self.uuid, self.ordinal, self.lag = f"fake:{ordinal}", f"GPU-fake-{ordinal}", ordinal, lag
+        self.checker = Checker()
+        self.allocations = 0
+        """How many allocations there were."""
+        self._numbers = itertools.count(1)
+        self._next = _FIRST_ADDRESS
+        self._blocks: dict[int, weakref.ref[Block]] = {}
+        self._streams = {0: FakeStream(self, 0)}
+        self._threads = threading.local()
+        self.use()
+
+    def use(self) -> None:
+        """Make this the GPU of the present thread."""
+        self._threads.used = True
+
+    @property
+    def used(self) -> bool:
+        """Whether it is the GPU of the present thread."""
+        return getattr(self._threads, "used", False)
+
+    @property
+    def entered(self) -> list[FakeStream]:
+        """The streams that this thread has entered and not left."""
+        if not hasattr(self._threads, "entered"):
+            self._threads.entered = []
+        entered: list[FakeStream] = self._threads.entered
+        return entered
+
+    def stream(self) -> FakeStream:
+        stream = FakeStream(self, next(self._numbers))
+        self._streams[stream.handle] = stream
+        return stream
+
+    def current(self) -> FakeStream:
+        return self.entered[-1] if self.entered else self._streams[0]
+
+    def find_stream(self, handle: int) -> FakeStream | None:
+        """Return the stream of a handle, if there is one."""
+        return self._streams.get(handle)
+
+    def _block(self, nbytes: int) -> Block:
+        with self.checker.lock:
+            block = Block(self, nbytes, self._next)
+            self._blocks[block.base] = weakref.ref(block)
+            # No address is used twice, and none is next to another's.
+            self._next += (nbytes // _ALIGNMENT + 2) * _ALIGNMENT
+            self.allocations += 1
+            return block
+
+    def released(self, block: Block) -> None:
+        """Note that nothing refers to an allocation any more."""
+        with self.checker.lock:
+            del self._blocks[block.base]
+            self.checker.free(block.accesses, block.stream)
+
+    def find(self, address: int, nbytes: int) -> tuple[Block, int] | None:
+        """Return the allocation in which so many bytes lie, and where in it."""
+        with self.checker.lock:
+            bases = list(self._blocks)
+            place = bisect_right(bases, address) - 1
+            block = self._blocks[bases[place]]() if place >= 0 else None
+            if block is None or address + nbytes > block.base + block.memory.size:
+                return None
+            return block, address - block.base
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> FakeArray:
+        dtype = np.dtype(dtype)
+        block = self._block(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        return FakeArray(self, block, block.memory.view(dtype).reshape(shape))
+
+    def zeros(self, nbytes: int) -> FakeArray:
+        array = self.empty((nbytes,), np.dtype(np.uint8))
+        array.fill(0)
+        return array
+
+    def owns(self, value: object) -> bool:
+        return isinstance(value, FakeArray) and value._gpu is self
+
+    def adopt(self, value: Any) -> FakeArray:
+        if isinstance(value, FakeArray) and self.owns(value):
+            return value
+        raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
+
+    def upload(self, array: Array) -> FakeArray:
+        out = self.empty(array.shape, array.dtype)
+        self.launch("upload", [], [out])
+        out._beneath[...] = array
+        return out
+
+    def download(self, array: FakeArray, out: Array) -> None:
+        if (array.shape, array.dtype) != (out.shape, out.dtype):
+            raise TypeError(f"{array!r} does not fit {out.dtype}{list(out.shape)}")
+        self.launch("download", [array], [])
+        self.current().synchronize()
+        out[...] = array._beneath
+
+    def address(self, array: FakeArray) -> int:
+        return array._block.base + _bytes(array)[0]
+
+    def copy(self, targets: Sequence[FakeArray], sources: Sequence[FakeArray]) -> None:
+        self.launch("copy", sources, targets)
+        for target, source in zip(targets, sources, strict=True):
+            if target.shape != source.shape:
+                raise ValueError(f"copy of {source!r} to {target!r}")
+            # A GPU casts without a word, too.
+            with np.errstate(all="ignore"):
+                np.copyto(target._beneath, source._beneath, casting="unsafe")
+
+    def launch(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
+        """Note work on this thread's present stream."""
+        uses = [(array, writing) for arrays, writing in ((reads, False), (writes, True)) for array in arrays]
+        for array, _ in uses:
+            if not self.owns(array):
+                raise TypeError(f"{work}: {type(array).__name__} is no array of {self.name}")
+        self.checker.work(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses])
+
+
+def _bytes(array: FakeArray) -> tuple[int, int]:
+    """Return the bytes of its allocation that an array spans."""
+    if not array.size:
+        return 0, 0
+    beneath = array._beneath
+    low: int = beneath.__array_interface__["data"][0] - array._block.memory.__array_interface__["data"][0]
+    steps = zip(beneath.shape, beneath.strides, strict=True)
+    return low, low + sum((length - 1) * stride for length, stride in steps) + beneath.itemsize
+
+
+class FakeKernels:
+    """The :class:`~mpikv.typing.Kernels` of a :class:`FakeGpu`: the rules of updaters, in numpy, as one launch each."""
+
+    rules: Sequence[str] = ()
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
+        pass
+
+    def bind(
+        self, updater: Updater, total: FakeArray, value: FakeArray, state: Mapping[str, FakeArray]
+    ) -> Callable[[Any], None]:
+        beneath = {name: array._beneath for name, array in state.items()}
+        update = updater.bind(total._beneath, value._beneath, beneath)
+
+        def launch(step: Any) -> None:
+            # An updater may overwrite the sum.
+            self._gpu.launch("update", [], [total, value, *state.values()])
+            update(step)
+
+        return launch
+
+    def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
+        return None
