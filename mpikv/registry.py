@@ -88,8 +88,8 @@ def create(
         warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
         check: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
-        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the elements that
-            ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
+        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
+            elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
@@ -97,7 +97,7 @@ def create(
             arrays by themselves. Default False, where ``mpi`` sums in an order of
             the MPI library's, and ``hosts`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
-            same.
+            same. On GPUs they are always compiled.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
         staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
             number.
