@@ -44,7 +44,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("names-any-case", "case does not matter; `kv.type` is the name in lower case"),
         _refused("names-unknown", "an unknown name raises and shows near ones, instead of being a local store"),
         _refused("names-not-a-string", "a name that is no string raises `TypeError`"),
-        _refused("names-gpu", "`nccl`, `dist_device_sync` and `dist_sync_device` raise `TransportUnavailable`"),
+        _refused(
+            "names-gpu", "`nccl`, `dist_device_sync` and `dist_sync_device` raise `TransportUnavailable` without a GPU"
+        ),
         _row("names-storeless", "`horovod`, `byteps` and `allreduce` sum and broadcast without stored values"),
         _row("names-storeless-rebroadcast", "a storeless store broadcasts a name as often as it is asked to"),
         _row("names-teststore", "`teststore` sums in one process and has no optimizer"),

@@ -82,7 +82,7 @@ class CudaKernels:
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         """Return None: where a library adds, there is one term."""
-        return None
+        return
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
