@@ -48,11 +48,15 @@ def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible
             given each rank one of its own, which all of them know by the number 0.
 
     Raises:
-        TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks.
+        TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks, or it cannot be used.
     """
     cupy = _find_cupy()
-    gpu = CupyGpu(cupy, choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible))
-    gpu.use()
+    ordinal = choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible)
+    try:
+        gpu = CupyGpu(cupy, ordinal)
+        gpu.use()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise TransportUnavailable(f"the GPU cuda:{ordinal} cannot be used: {error}") from error
     return gpu
 
 

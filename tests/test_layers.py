@@ -33,7 +33,7 @@ LAYERS = (
         ),
         *("transports", "updaters"),
     ),
-    ("gradients", "kernels", "keys", "plan", "wrapped"),
+    ("cuda", "gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "asking", "compression", "gpu", "ledger", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "rowarguments", "rows", "store", "trial"),
     ("asynchronous", "storeless", "tracing"),
@@ -72,7 +72,7 @@ SIDEWAYS = {
 }
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
-CUPY = {"gpu"}
+CUPY = {"cuda/loading", "gpu"}
 MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
@@ -240,7 +240,7 @@ def offences(folder: Path, module: str, source: str) -> list[str]:
     package = folder / "mpikv"
     for unit in LEVELS:
         path = package / unit
-        is_package = unit in ("checkpoint", "cli", "codecs", "optimizers", "testing", "transports")
+        is_package = unit in ("checkpoint", "cli", "codecs", "cuda", "optimizers", "testing", "transports")
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
