@@ -33,7 +33,7 @@ LAYERS = (
         ),
         *("transports", "updaters"),
     ),
-    ("gradients", "kernels", "keys", "plan", "wrapped"),
+    ("cuda", "gradients", "kernels", "keys", "plan", "wrapped"),
     ("agreement", "arguments", "asking", "compression", "ledger", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "rowarguments", "rows", "store", "trial"),
     ("asynchronous", "storeless", "tracing"),
@@ -71,6 +71,7 @@ SIDEWAYS = {
 }
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
+CUPY = {"cuda/loading"}
 MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
@@ -143,7 +144,7 @@ def foreign_imports(tree: ast.Module, module: str, package: Path) -> Offences:
             names = [node.module or ""]
         for name in names:
             library = name.partition(".")[0]
-            allowed = {"mpi4py": MPI, "numba": NUMBA, "llvmlite": NUMBA, "cupy": set()}.get(library)
+            allowed = {"mpi4py": MPI, "numba": NUMBA, "llvmlite": NUMBA, "cupy": CUPY}.get(library)
             if allowed is not None and module not in allowed:
                 yield node.lineno, f"imports {library}"
 
@@ -202,6 +203,7 @@ def test_mpikv_keeps_the_rules() -> None:
         ("store", "def late():\n    from mpi4py import MPI", "imports mpi4py"),
         ("cli/run", "import mpi4py.MPI", "imports mpi4py"),
         ("arrays", "import cupy", "imports cupy"),
+        ("cuda/kernels", "def late():\n    from cupy.cuda import nvrtc", "imports cupy"),
         ("kernels", "def late():\n    import numba", "imports numba"),
         ("optimizers/adam", "import llvmlite.binding", "imports llvmlite"),
         ("store", "os.environ.get('HOME')", "reads the environment"),
@@ -237,7 +239,7 @@ def offences(folder: Path, module: str, source: str) -> list[str]:
     package = folder / "mpikv"
     for unit in LEVELS:
         path = package / unit
-        is_package = unit in ("checkpoint", "cli", "codecs", "optimizers", "testing", "transports")
+        is_package = unit in ("checkpoint", "cli", "codecs", "cuda", "optimizers", "testing", "transports")
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
