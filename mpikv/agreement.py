@@ -69,7 +69,7 @@ class Agreement:
     """Compares the ranks' calls."""
 
     def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
-        self._transport, self._group, self._board, self.check = transport, group, board, check
+        self._transport, self._group, self._board, self.check = transport.control, group, board, check
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import accumulator
-from .typing import Array, Slots, Transport
+from .typing import Array, Memory, Slots, Transport
 
 __all__ = ["Arena", "Block", "Place"]
 
@@ -35,6 +35,8 @@ class Block:
     """Elements per cell of the grid."""
     owner: int
     """The rank that owns the block where values stay whole."""
+    memory: Memory
+    """Where all its arrays lie."""
     state: dict[str, Array] = field(default_factory=dict)
     """Optimizer state, each array parallel to ``values``. Only the owner of an element writes to its state."""
     buffers: Array | None = None
@@ -58,7 +60,7 @@ class Block:
         """Memory for sums parallel to ``values``, for updaters and codecs of whole values. Pages are taken where it is
         written.
         """
-        return np.empty(self.values.size, accumulator(self.values.dtype))
+        return self._parallel(accumulator(self.values.dtype))
 
     def ensure_residuals(self, positions: int) -> None:
         """Have residuals for so many positions in lists; new ones are zero."""
@@ -86,7 +88,11 @@ class Block:
         """
         for name, dtype in slots.items():
             if name not in self.state:
-                self.state[name] = np.zeros(self.values.size, dtype)
+                self.state[name] = self._parallel(dtype)
+
+    def _parallel(self, dtype: np.dtype[Any]) -> Array:
+        """Return zeros parallel to ``values``."""
+        return self.memory.zeros(self.values.size * dtype.itemsize).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class Arena:
         self._next += nbytes
         owner = self._load.index(min(self._load))
         self._load[owner] += nbytes
-        block = Block(len(self.blocks), memory, self._transport.limit // dtype.itemsize, owner)
+        block = Block(len(self.blocks), memory, self._transport.limit // dtype.itemsize, owner, self._transport.memory)
         self.blocks.append(block)
         return block
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import castable, source, target
+from .arrays import castable
 from .errors import ConfigError, ValueMismatch
 from .keys import Entry, Form, KeyTable, parse
 from .optimizers import Optimizer, create
 from .plan import Plan, label
-from .typing import Array, Key
+from .typing import Array, Key, Memory
 
 __all__ = [
     "in_form",
@@ -70,14 +70,14 @@ def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[t
     ]
 
 
-def singles(form: Form, table: KeyTable | None) -> list[Array]:
-    """Return the one array of each key; it fits the value of a key that the table has."""
+def singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
+    """Return the one array of each key, in this memory; it fits the value of a key that the table has."""
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_some(group, key)) > 1:
             raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
         entry = table[key] if table is not None and key in table else None
-        arrays.append(_readable(group[0], entry) if entry else source(group[0]))
+        arrays.append(_readable(group[0], entry) if entry else memory.source(group[0]))
     return arrays
 
 
@@ -87,14 +87,19 @@ def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[t
     A value's own view is passed on: there is nothing to fill.
     """
     return [
-        tuple(array if array is entry.view else writable(array, entry.key, entry.shape, entry.dtype) for array in group)
+        tuple(
+            array
+            if array is entry.view
+            else writable(array, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
+            for array in group
+        )
         for entry, group in zip(entries, groups, strict=True)
     ]
 
 
-def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return ``out`` as a numpy array to which a value of this shape and dtype can be written."""
-    array = target(out)
+def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:
+    """Return ``out`` as an array to which a value of this shape and dtype, in this memory, can be written."""
+    array = memory.target(out)
     if array.shape != shape:
         raise ValueMismatch(
             f"out of key {key!r} has shape {array.shape} and the stored value {shape}; pass one of that shape"
@@ -126,19 +131,19 @@ def in_form(key: Any, plan: Plan, arrays: Sequence[Array]) -> Any:
     return [known[name] for each in key for name in parse(each, None).keys]
 
 
-def new_arrays(key: Any, plan: Plan) -> Any:
+def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
     """Return new arrays for the values of a plan, in the form of the keys of which it was made."""
     if not isinstance(key, (list, tuple)):
-        return np.empty(plan.shapes[0], plan.dtypes[0])
+        return memory.empty(plan.shapes[0], plan.dtypes[0])
     if len(key) == len(plan.keys):
-        return list(map(np.empty, plan.shapes, plan.dtypes))
+        return list(map(memory.empty, plan.shapes, plan.dtypes))
     entries = dict(zip(plan.keys, plan.entries, strict=True))  # some keys are named twice
-    return [np.empty(entries[name].shape, entries[name].dtype) for each in key for name in parse(each, None).keys]
+    return [memory.empty(entries[name].shape, entries[name].dtype) for each in key for name in parse(each, None).keys]
 
 
-def like(key: Any, form: Form, stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> Any:
+def like(key: Any, form: Form, stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], memory: Memory) -> Any:
     """Return new arrays of the shapes and dtypes that are stored, or will be, in the form of the call."""
-    new = {name: np.empty(shape, dtype) for name, (shape, dtype) in zip(form.keys, stored, strict=True)}
+    new = {name: memory.empty(shape, dtype) for name, (shape, dtype) in zip(form.keys, stored, strict=True)}
     if isinstance(key, Mapping):
         return new
     return list(new.values()) if isinstance(key, (list, tuple)) else new[form.keys[0]]
@@ -173,7 +178,9 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 
 def _readable(value: Any, entry: Entry) -> Array:
-    array = value if type(value) is np.ndarray and value.dtype is entry.dtype else source(value)
+    memory = entry.place.block.memory
+    usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.on_host
+    array = value if usual else memory.source(value)
     if array.shape != entry.shape:
         raise ValueMismatch(
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "

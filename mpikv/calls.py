@@ -54,6 +54,7 @@ class Calls:
 
     def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
         self._exchange, self._rows, self._agreement, self._rank = exchange, rows, agreement, rank
+        self._memory = exchange.transport.memory
         self.choice = asked_for("None")
         """How pushes are compressed, and why."""
         self.packed: codecs.BothDirections | None = None
@@ -68,11 +69,12 @@ class Calls:
         if not overwrite:
             table.check_new(form.keys)
         if brings_rows(form.groups):
+            self._exchange.check_host("a row-sparse value")
             rows = single_rows(form.keys, form.groups)
             self._exchange.check_storable([each.values for each in rows])
             known = [name for name in form.keys if name in table]
             return self._valued("init", form, rows, f"{_ROWS}, overwrite {known}"), (self._rows.enter, form.keys, rows)
-        arrays = singles(form, None)
+        arrays = singles(form, None, self._memory)
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
         return self._valued("init", form, arrays, f"overwrite {known}"), (self._run_init, form.keys, arrays)
@@ -132,6 +134,7 @@ class Calls:
         return call, (_run_for, result, self._run_rows, plan, given, steps, confirm, whole, asked)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> Prepared:
+        self._exchange.check_host("row_sparse_pull")
         plan = self.known(key)
         if self._exchange.packs_values:
             raise Unsupported(
@@ -154,13 +157,13 @@ class Calls:
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         form = parse(key, value)
         self._exchange.table.check_kind(form.keys)
-        arrays = singles(form, self._exchange.table)
+        arrays = singles(form, self._exchange.table, self._memory)
         self._exchange.check_storable(arrays)
         table = self._exchange.table
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
-        out = like(key, form, stored) if out is None else out
+        out = like(key, form, stored, self._memory) if out is None else out
         outs = [
-            tuple(writable(array, name, shape, dtype) for array in group)
+            tuple(writable(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
         ]
         call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
@@ -169,7 +172,7 @@ class Calls:
     def set(self, key: Any, value: Any) -> Prepared:
         form = parse(key, value)
         call = self._planned("set", self._exchange.plan(form.keys))
-        return call, (self._exchange.write, form.keys, singles(form, self._exchange.table))
+        return call, (self._exchange.write, form.keys, singles(form, self._exchange.table, self._memory))
 
     def delete(self, key: Any) -> Prepared:
         keys = parse(key, None).keys
@@ -186,6 +189,8 @@ class Calls:
 
     def compression(self, compression: Any, kernels: str) -> Prepared:
         """Prepare a change of the codec to what is meant by ``compression``."""
+        if compression is not None:
+            self._exchange.check_host("compression")
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
@@ -257,7 +262,7 @@ class Calls:
             plan = self._exchange.plan(form.keys)
             return plan, targets(plan.entries, form.groups), key
         plan = plan or self.known(key)
-        result = new_arrays(key, plan) if out is None else out
+        result = new_arrays(key, plan, self._memory) if out is None else out
         return plan, self._targets(plan, key, result), result
 
     def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
@@ -276,6 +281,7 @@ class Calls:
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
         if brings_rows(form.groups):
+            self._exchange.check_host("a push of rows")
             check_updater(self._exchange)
             self._rows.prepare(plan)
             return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)

@@ -24,7 +24,6 @@ class DeviceMemory:
     """The :class:`~mpikv.typing.Memory` of one GPU, and the stream of one store."""
 
     on_host = False
-    part = 1 << 62
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu

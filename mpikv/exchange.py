@@ -17,7 +17,7 @@ from . import publication
 from .arena import Arena
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
-from .errors import ConfigError, noted
+from .errors import ConfigError, Unsupported, noted
 from .keys import KeyTable
 from .placement import place
 from .plan import Bucket, Part, Plan, build
@@ -73,12 +73,20 @@ class Exchange:
         self._arena = Arena(transport, pooling=placement != "owners")
         self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
-        self._scratch = zeros(2 * transport.limit)
+        self._memory = transport.memory
+        self._scratch = self._memory.zeros(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
         """What is called between two buckets of a push, where more urgent calls on other keys may come in between."""
+
+    def check_host(self, what: str) -> None:
+        """Raise if values lie on a GPU, where something cannot be had. Local."""
+        if not self._memory.on_host:
+            raise Unsupported(
+                f"{what} cannot be had of a store on a GPU yet; use 'dist_sync', whose values are the host's"
+            )
 
     @property
     def _adding(self) -> bool:
@@ -181,6 +189,8 @@ class Exchange:
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
+        if not self._memory.on_host:
+            return  # the store's stream does that, in the order of the calls
         # What is compressed changes residuals, for which it is too early; what stays where it lies is not prepared.
         if plan.buckets and self.compression is None and not plan.buckets[0].direct:
             # Copies of plain arrays cannot overflow.
@@ -240,10 +250,13 @@ class Exchange:
             for array, value in zip(targets, plan.values, strict=True):
                 array[...] = value
             return
-        for entry, group in zip(plan.entries, targets, strict=True):
-            for array in group:
-                if array is not entry.view:
-                    np.copyto(array, entry.value, casting="unsafe")
+        pairs = [
+            (array, entry.value)
+            for entry, group in zip(plan.entries, targets, strict=True)
+            for array in group
+            if array is not entry.view
+        ]
+        self._memory.copy([array for array, _ in pairs], [value for _, value in pairs])
 
     def republish(self, plan: Plan) -> None:
         """Give every rank the values of the keys, to the last bit, which their owners have changed in place."""
@@ -269,7 +282,7 @@ class Exchange:
             return
         # Whether copies may be early is this rank's affair; the order of the exchanges is not.
         groups = _groups(sources), _groups(targets)
-        early = disjoint(*groups)
+        early = self._memory.on_host and disjoint(*groups)
         flat = _flat_copies(plan, groups[1]) if early else ()
         self._reduce(plan, sources, steps, flat)
         self._count(plan)
@@ -308,7 +321,7 @@ class Exchange:
         it anyway.
         """
         send = bucket.sends[self.transport.turn]
-        whole = _in_place(bucket, sources) if bucket.direct else None
+        whole = self._in_place(bucket, sources) if bucket.direct else None
         # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
         if whole is not None and (self.transport.neighbours == 1 or not np.may_share_memory(whole, bucket.value)):
             return whole
@@ -318,12 +331,28 @@ class Exchange:
             for slot, array in zip(bucket.slots[self.transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
             return send
+        places, totals = [], []
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
-            # A rank that has left join() brings no arrays.
-            total = local_sum(arrays, bucket.dtype, self._in_pairs) if arrays else 0
-            np.copyto(send[piece.at : piece.until], total, casting="unsafe")
+            if arrays:
+                places.append(send[piece.at : piece.until])
+                totals.append(local_sum(arrays, bucket.dtype, self._in_pairs))
+            else:  # a rank that has left join() brings none
+                send[piece.at : piece.until].fill(0)
+        self._memory.copy(places, totals)
         return send
+
+    def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
+        """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
+        piece = bucket.pieces[0]
+        given = sources[piece.item]
+        (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
+        if array is None or others or array.dtype != bucket.dtype:
+            return None
+        # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
+        fits = array.flags.carray if self._memory.on_host else array.flags.c_contiguous
+        whole: Array | None = array.reshape(-1)[piece.begin : piece.end] if fits else None
+        return whole
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
@@ -407,7 +436,8 @@ class Exchange:
 
     def apart(self, array: Array) -> Array:
         """Return the array, or a copy if it is a view of values, which may change before it is read. Local."""
-        return array.copy() if not array.flags.writeable and self._arena.holds(array) else array
+        may_be_view = not (self._memory.on_host and array.flags.writeable)
+        return array.copy() if may_be_view and self._arena.holds(array) else array
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
         """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
@@ -469,7 +499,7 @@ class Exchange:
         for key, array in zip(keys, [self.apart(array) for array in arrays], strict=True):
             entry = self.table[key]
             if self.transport.rank == self._root:
-                np.copyto(entry.value, array, casting="unsafe")
+                self._memory.copy((entry.value,), (array,))
             if not self.transport.shared:
                 self.transport.broadcast(entry.value.reshape(-1), self._root)
             self.table.stale[entry.index] = False
@@ -629,7 +659,7 @@ class Exchange:
         for bucket in self.plan(tuple(keys)).buckets:
             for part in bucket.parts:
                 if "master" in part.state:
-                    np.copyto(part.state["master"], part.value, casting="unsafe")
+                    self._memory.copy((part.state["master"],), (part.value,))
 
 
 _KEYS = {int, str}
@@ -642,18 +672,6 @@ def _two_terms(terms: Sequence[Array], part: Part) -> tuple[Array, Array]:
         return terms[0][low:high], terms[1][low:high]
     add(terms[:-1], low, high, part.total)
     return part.total, terms[-1][low:high]
-
-
-def _in_place(bucket: Bucket, sources: Arrays) -> Array | None:
-    """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
-    piece = bucket.pieces[0]
-    given = sources[piece.item]
-    (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
-    # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
-    if array is None or others or array.dtype != bucket.dtype or not array.flags.carray:
-        return None
-    whole: Array = array.reshape(-1)[piece.begin : piece.end]
-    return whole
 
 
 def _flat(given: Any) -> Sequence[Array]:

@@ -43,10 +43,8 @@ class Entry:
 
     @cached_property
     def view(self) -> Array:
-        """The same memory, read-only."""
-        view: Array = self.value.view()
-        view.flags.writeable = False
-        return view
+        """The same memory, read-only where arrays can be."""
+        return self.place.block.memory.view(self.value)
 
     @property
     def updated(self) -> Array:

@@ -49,7 +49,9 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Up to :data:`~mpikv.optimizers.optimizer.BLOCK` elements of a bucket that this rank updates."""
+    """Elements of a bucket that this rank updates at once: on the host up to
+    :data:`~mpikv.optimizers.optimizer.BLOCK`.
+    """
 
     item: int
     """The position of its (first) key in the call."""
@@ -355,7 +357,7 @@ class _Cutter:
         dtype = accumulator(block.values.dtype)
         if self.whole:
             # Taking its memory where nothing is owned would take it for nothing.
-            return block.sums[own] if share.high > share.low else np.empty(0, dtype)
+            return block.sums[own] if share.high > share.low else self._scratch[:0].view(dtype)
         # What lies between the pieces is no business of this call.
         if self._updater.assigns and dtype == block.values.dtype and (dense or self._transport.neighbours > 1):
             return block.updated[own]
@@ -373,10 +375,12 @@ class _Cutter:
     ) -> Iterator[Part]:
         """Yield what this rank owns of the ranges, which are in elements of the bucket."""
         again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
+        # On a GPU there is no cache to stay in, and each part is a launch.
+        most = BLOCK if block.memory.on_host else block.values.size
         for item, begin, end in ranges:
             last = min(end, share.high) - share.low
-            for low in range(max(begin, share.low) - share.low, last, BLOCK):
-                high = min(low + BLOCK, last)
+            for low in range(max(begin, share.low) - share.low, last, most):
+                high = min(low + most, last)
                 where = slice(start + share.low + low, start + share.low + high)
                 part_total = total[: high - low] if again and not self.whole else total[low:high]
                 value, state = block.updated[where], {name: array[where] for name, array in block.state.items()}

@@ -133,7 +133,7 @@ def _empty(entry: Entry) -> RowSparse:
 
 def _fillable(entry: Entry, out: Any) -> Any:
     if not isinstance(out, RowSparse):
-        return writable(out, entry.key, entry.shape, entry.dtype)
+        return writable(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
     _check_fit(entry, "out", out, out.dtype, entry.dtype)
     return out
 

@@ -27,7 +27,7 @@ from .plan import digest, label
 from .plugins import KVStoreBase
 from .rows import Rows
 from .scope import Scope
-from .typing import Array, Key, Transport, Updater
+from .typing import Array, Kernels, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, urgency
 from .world import Group
@@ -47,6 +47,7 @@ _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
+_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": True}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
 _VOTE = Call("vote", digest("vote"))
@@ -85,16 +86,18 @@ class KVStore(KVStoreBase):
         root: int = 0,
         found: Callable[..., KVStore] | None = None,
         passable: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``passable``: calls with
-        ``wait=False`` may be passed between two messages by more urgent ones.
+        ``wait=False`` may be passed between two messages by more urgent ones. ``kernels``: those for a GPU's memory.
         """
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         placement = self._placement or config.placement
-        self._exchange = Exchange(transport, placement, root, find_kernels(config.kernels), config.deterministic)
+        kernels = kernels or find_kernels(config.kernels)
+        self._exchange = Exchange(transport, placement, root, kernels, config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank)
         self._pending = Pending(self._least, board.aside)
@@ -198,7 +201,8 @@ class KVStore(KVStoreBase):
         """
         if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
-        return _CAPABILITIES[capability.lower()]
+        known = _CAPABILITIES if self._transport.memory.on_host else _CAPABILITIES_OF_GPUS
+        return known[capability.lower()]
 
     def statistics(self) -> dict[str, Any]:
         """Return what the store has found out about itself. Local.
@@ -1085,6 +1089,10 @@ class KVStore(KVStoreBase):
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
         self._check_free(verb)
+        if not self._transport.memory.on_host:
+            self.refuse(
+                Unsupported("wait=False is for stores of the host; on a GPU a call returns when it is queued"), verb
+            )
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._in_join:
@@ -1114,7 +1122,8 @@ class KVStore(KVStoreBase):
     def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
         quietly = run_quietly if self._exchange.updater.fallible else self._quiet
-        return quietly(run, *arguments)
+        memory = self._transport.memory
+        return quietly(run, *arguments) if memory.on_host else memory.in_order(quietly, run, *arguments)
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:

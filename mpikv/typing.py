@@ -52,8 +52,6 @@ class Memory(Protocol):
     """
 
     on_host: bool
-    part: int
-    """The most elements that an updater is to be given at once: as many as stay in the cache with its state."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
@@ -97,6 +95,10 @@ class Memory(Protocol):
         """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
         caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
         """
+        ...
+
+    def close(self) -> None:
+        """Wait until all that was queued is done. The memory can be used again."""
         ...
 
 
@@ -220,6 +222,12 @@ class Transport(Protocol):
     name: str
     memory: Memory
     """Where all arrays lie that it is given and that it returns."""
+
+    @property
+    def control(self) -> Transport:
+        """The transport of the same ranks that moves arrays of the host: this one, unless it moves a GPU's."""
+        ...
+
     rank: int
     size: int
     shared: bool

@@ -78,7 +78,7 @@ class CallableUpdater:
             result = self._function(step, received, value)
         if result is None:
             return
-        changed = np.asarray(result)
+        changed = result if type(result) is type(value) else np.asarray(result)
         if changed.shape != value.shape:
             raise ValueMismatch(f"the updater returned shape {changed.shape} for key {step!r} of shape {value.shape}")
         np.copyto(value, changed, casting="same_kind")

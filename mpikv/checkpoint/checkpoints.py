@@ -36,15 +36,17 @@ class Checkpoints:
 
     def __init__(self, exchange: Exchange, agreement: Agreement, root: int) -> None:
         self._exchange, self._agreement, self._root = exchange, agreement, root
-        self._transport = exchange.transport
+        self._transport = exchange.transport.control
 
     # --- Save
 
     def save(self, path: Any, residuals: bool) -> Prepared:
+        self._exchange.check_host("save")
         self._check_kept()
         return self._saving("save", path, described(self._exchange.updater), values=True, residuals=bool(residuals))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
+        self._exchange.check_host("save_optimizer_states")
         updater = self._optimizer()
         if dump_optimizer:
             check_dumpable(updater)
@@ -107,9 +109,11 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> Prepared:
+        self._exchange.check_host("load")
         return self._found_together("load", self._load, path)
 
     def load_states(self, path: Any) -> Prepared:
+        self._exchange.check_host("load_optimizer_states")
         return self._found_together("load_optimizer_states", self._load_states, path)
 
     def _found_together(self, verb: str, prepare: Callable[[Any], Prepared], path: Any) -> Prepared:

@@ -34,9 +34,14 @@ class Wrapper:
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.shared, self.limit = transport.shared, transport.limit
         self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
+        self.memory = transport.memory
 
     def before(self, call: str) -> None:
         """Do something before the collective of that name."""
+
+    @property
+    def control(self) -> Transport:
+        return self if self.memory.on_host else self._transport.control
 
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)

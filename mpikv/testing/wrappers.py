@@ -28,6 +28,7 @@ class Recording:
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.shared, self.limit = transport.shared, transport.limit
         self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
+        self.memory = transport.memory
         self.calls: list[str] = []
         """The names of the collectives that moved data, in order."""
 
@@ -35,6 +36,10 @@ class Recording:
         """Return the calls since the last time."""
         taken, self.calls = self.calls, []
         return taken
+
+    @property
+    def control(self) -> Transport:
+        return self if self.memory.on_host else self._transport.control
 
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import accumulator, add, zeros
-from ..typing import Array
+from ..memory import HOST
+from ..typing import Array, Memory
 from ..waiting import Waits
 from ..world import Group
 from .mpi import MpiTransport
@@ -53,6 +54,7 @@ class HostsTransport:
     """The transport of several ranks on each of several hosts."""
 
     name = "hosts"
+    memory: Memory = HOST
     lends = False
 
     def __init__(self, group: Group, limit: int, waiting: Waits) -> None:
@@ -80,6 +82,10 @@ class HostsTransport:
     @property
     def turn(self) -> int:
         return self._inner.turn
+
+    @property
+    def control(self) -> HostsTransport:
+        return self
 
     def allocate(self, nbytes: int) -> Array:
         memory = self._flat.allocate_by(self._group.share, nbytes, self._group.take_back)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import zeros
-from ..typing import Array
+from ..memory import HOST
+from ..typing import Array, Memory
 
 __all__ = ["LocalTransport"]
 
@@ -23,19 +23,23 @@ class LocalTransport:
     place = 0
     lends = False
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.outboxes: tuple[Array, ...] = (zeros(limit),)
+    def __init__(self, limit: int, memory: Memory = HOST) -> None:
+        self.limit, self.memory = limit, memory
+        self.outboxes: tuple[Array, ...] = (memory.zeros(limit),)
         self.turn = 0
 
+    @property
+    def control(self) -> LocalTransport:
+        return self if self.memory.on_host else LocalTransport(self.limit)
+
     def allocate(self, nbytes: int) -> Array:
-        return zeros(nbytes)
+        return self.memory.zeros(nbytes)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        np.copyto(recv, send, casting="safe")
+        self.memory.copy((recv,), (send,))
         return (recv,)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
@@ -57,4 +61,5 @@ class LocalTransport:
         return True
 
     def close(self) -> None:
-        self.outboxes = (zeros(0),)
+        self.outboxes = (np.empty(0, np.uint8),)
+        self.memory.close()

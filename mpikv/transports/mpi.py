@@ -18,7 +18,8 @@ import numpy as np
 from ..arrays import accumulator, zeros
 from ..errors import settled
 from ..halves import widen
-from ..typing import Array
+from ..memory import HOST
+from ..typing import Array, Memory
 from ..waiting import Waits
 from ..world import Group
 from .requests import Requests
@@ -34,6 +35,7 @@ class MpiTransport:
     """The transport for ranks on several hosts."""
 
     name = "mpi"
+    memory: Memory = HOST
     shared = False
     neighbours = 1
     place = 0
@@ -58,6 +60,10 @@ class MpiTransport:
         # Messages of one byte per element become four times as large.
         self._wide = zeros(4 * limit), zeros(4 * limit)
         self._offered, self._highest = np.empty(2, np.int64), np.empty(2, np.int64)
+
+    @property
+    def control(self) -> MpiTransport:
+        return self
 
     def allocate(self, nbytes: int) -> Array:
         return self.allocate_by(zeros, nbytes, lambda: None)

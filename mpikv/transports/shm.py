@@ -24,7 +24,8 @@ import numpy as np
 
 from ..arrays import zeros
 from ..errors import Stalled
-from ..typing import Array
+from ..memory import HOST
+from ..typing import Array, Memory
 from ..waiting import Waits
 from ..world import Group
 from .attach import address_of, attach
@@ -57,6 +58,7 @@ class ShmTransport:
     """
 
     name = "shm"
+    memory: Memory = HOST
     shared = True
 
     def __init__(self, group: Group, limit: int, waiting: Waits, single_copy: bool = True, large: int = LARGE) -> None:
@@ -87,6 +89,10 @@ class ShmTransport:
         self._faster = Faster()
         # A row for each rank. Pages that are never written take no memory.
         self._inbox = zeros(self.size * limit if self.lends else 0).reshape(self.size, -1)
+
+    @property
+    def control(self) -> ShmTransport:
+        return self
 
     def allocate(self, nbytes: int) -> Array:
         return self._group.share(nbytes)

@@ -1,0 +1,52 @@
+"""The host's memory, as a store sees it. A GPU's is in ``device.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import arrays
+from .typing import Array
+
+__all__ = ["HOST", "HostMemory"]
+
+
+class HostMemory:
+    """numpy arrays; all that is done to them is done when a call returns. A :class:`~mpikv.typing.Memory`."""
+
+    on_host = True
+
+    def zeros(self, nbytes: int) -> Array:
+        return arrays.zeros(nbytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return np.empty(shape, dtype)
+
+    def source(self, value: Any) -> Array:
+        return arrays.source(value)
+
+    def target(self, out: Any) -> Array:
+        return arrays.target(out)
+
+    def view(self, array: Array) -> Array:
+        view: Array = array.view()
+        view.flags.writeable = False
+        return view
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            np.copyto(target, source, casting="unsafe")
+
+    def to_host(self, array: Array) -> Array:
+        return array
+
+    def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        return run(*arguments)
+
+    def close(self) -> None:
+        pass
+
+
+HOST = HostMemory()
