@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import bfloat16
 from ..typing import Array
 from .fakegpu import Blocker, FakeGpu, FakeStream
 
@@ -243,9 +244,7 @@ class FakeCommunicator:
         in_place("reduceScatter", send, recv, sendbuf + self._rank * recv.content.nbytes)
         self._nccl.queue(self, Operation("reduceScatter", (recvcount, datatype, op), -1, send, recv, queue), sticks)
 
-    def reduce(
-        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
-    ) -> None:
+    def reduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int) -> None:
         queue, sticks = self._begin("reduce", stream)
         send, recv = self._part(sendbuf, count, datatype, False), None
         if root == self._rank:
@@ -317,7 +316,9 @@ class FakeCommunicator:
             raise MisuseError("a group uses several streams")
         check_apart(operations)
         self._gpu.checker.work(
-            stream, " + ".join(operation.name for operation in operations), [use for op in operations for use in op.uses]
+            stream,
+            " + ".join(operation.name for operation in operations),
+            [use for op in operations for use in op.uses],
         )
         received = None
         if not sticks and not self._stuck.blocked:
@@ -393,14 +394,17 @@ class Incoming:
     """What a rank was told by one rank, in order."""
 
     def __init__(self, rank: int, peer: int, said: Any, content: bytes) -> None:
-        self._rank, self._peer, self._said, self._content = rank, peer, list(said), content
+        self._rank, self._peer, self._content = rank, peer, content
+        self._said: list[tuple[str, Sequence[int], int]] = list(said)
 
     def take(self, name: str, said: Sequence[int], recv: Part | None = None) -> Array:
         """Return the bytes of the next operation, which must be this one."""
-        told = self._said.pop(0) if self._said else ["nothing", [], 0]
-        if told[:2] != [name, list(said)]:
-            raise MisuseError(f"rank {self._rank} calls {name}{tuple(said)} and rank {self._peer} {told[0]}{told[1]}")
-        content, self._content = self._content[: told[2]], self._content[told[2] :]
+        what, details, length = self._said.pop(0) if self._said else ("nothing", (), 0)
+        if (what, list(details)) != (name, list(said)):
+            raise MisuseError(
+                f"rank {self._rank} calls {name}{tuple(said)} and rank {self._peer} {what}{tuple(details)}"
+            )
+        content, self._content = self._content[:length], self._content[length:]
         found = np.frombuffer(content, np.uint8)
         return found if recv is None else found.view(recv.content.dtype)
 
@@ -412,9 +416,7 @@ class Incoming:
 
 def _dtype(number: int) -> np.dtype[Any]:
     if _DTYPES[number] == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
+        return bfloat16()
     return np.dtype(_DTYPES[number])
 
 
@@ -430,9 +432,9 @@ def check_apart(operations: Sequence[Operation]) -> None:
     uses = [(number, *use) for number, operation in enumerate(operations) for use in operation.uses]
     for number, block, low, high, writes in uses:
         for other, other_block, other_low, other_high, other_writes in uses:
-            if number != other and block is other_block and low < other_high and other_low < high:
-                if writes or other_writes:
-                    raise MisuseError("calls of one group use the same memory, and one of them writes to it")
+            meet = number != other and block is other_block and low < other_high and other_low < high
+            if meet and (writes or other_writes):
+                raise MisuseError("calls of one group use the same memory, and one of them writes to it")
 
 
 def concerns(operations: Sequence[Operation], peer: int) -> bool:
