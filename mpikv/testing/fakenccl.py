@@ -363,7 +363,9 @@ class FakeCommunicator:
         requests = []
         for peer, (said, content) in outgoing.items():
             head = json.dumps(said).encode()
-            requests.append(self._comm.Isend(len(head).to_bytes(8, "little") + head + content, peer, _TAG))
+            text = len(head).to_bytes(8, "little") + head + content
+            requests.append(self._comm.Isend(len(text).to_bytes(8, "little"), peer, _TAG))
+            requests.append(self._comm.Isend(text, peer, _TAG + 1))
         received: dict[int, tuple[Any, bytes]] = {}
         limit = time.monotonic() + self._nccl.patience
         while len(received) < len(wanted) or not all(request.Test() for request in requests):
@@ -379,14 +381,12 @@ class FakeCommunicator:
 
     def _arrived(self, peer: int) -> bytes | None:
         """Return the next message of a rank, if it is there. Several threads may look."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        found = self._comm.Improbe(peer, _TAG, status)
+        found = self._comm.Improbe(peer, _TAG)
         if found is None:
             return None
-        text = bytearray(status.Get_count(MPI.BYTE))
-        found.Recv(text)
+        found.Recv(length := bytearray(8))
+        text = bytearray(int.from_bytes(length, "little"))
+        self._comm.Recv(text, peer, _TAG + 1)
         return bytes(text)
 
 
