@@ -21,6 +21,8 @@ __all__ = ["Arena", "Block", "Place"]
 
 # A block that small values share; a value of a quarter of that or more gets a block of its own, split over all ranks.
 _POOL_BYTES = 256 << 10
+# There each block is a message and a launch more, which take longer than some megabytes do.
+_POOL_BYTES_OF_GPUS = 16 << 20
 _SMALLEST_SEGMENT = 1 << 20
 _LARGEST_GROWTH = 256 << 20
 
@@ -110,11 +112,12 @@ class Arena:
     def __init__(self, transport: Transport, pooling: bool = True) -> None:
         """Without ``pooling`` every value is a block, so that each has an owner of its own."""
         self._transport = transport
-        self._pool = min(_POOL_BYTES, transport.limit) if pooling else 0
+        pool = _POOL_BYTES if transport.memory.on_host else _POOL_BYTES_OF_GPUS
+        self._pool = min(pool, transport.limit) if pooling else 0
         self.blocks: list[Block] = []
         self._open: dict[np.dtype[Any], Block] = {}
         self._free: dict[tuple[np.dtype[Any], int], list[Place]] = {}
-        self._segments = [np.empty(0, np.uint8)]
+        self._segments = [transport.memory.zeros(0)]
         self._next = self._total = 0
         self._load = [0] * transport.size
 

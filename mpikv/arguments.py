@@ -42,6 +42,8 @@ def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[
     That is how training calls the store, thousands of times; None sends all else to where more forms are known.
     """
     arrays: Sequence[Any]
+    if not plan.on_host:
+        return None
     if not isinstance(key, (list, tuple)):
         if type(given) is not np.ndarray or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
             return None

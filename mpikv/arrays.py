@@ -99,7 +99,10 @@ def target(out: Any) -> Array:
 def _foreign(value: Any) -> Array:
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
-        raise Unsupported(f"the array is on a GPU (DLPack device type {device}); this version has host transports only")
+        raise Unsupported(
+            f"the array is on a GPU (DLPack device type {device}) and the store is the host's; copy it there, or use "
+            "mpikv.create('nccl')"
+        )
     if type(value).__module__.partition(".")[0] == "torch":
         return _torch(value.detach())
     return np.from_dlpack(value)

@@ -31,7 +31,7 @@ TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "dense_rows", "ranks_per_host", "single_copy", "trace")
+VARIABLES_ONLY = ("abort", "dense_rows", "gpu_sharing", "ranks_per_host", "single_copy", "trace")
 # Fields in which ranks may differ.
 OWN_AFFAIRS = ("abort", "trace")
 
@@ -72,6 +72,9 @@ class Config:
     ranks_per_host: int = 0
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
+    gpu_sharing: bool = False
+    """For tests: ranks of a host share its GPUs where there are fewer of these. What is measured then means nothing. A
+    variable only."""
     trace: str = ""
     """A directory in which this rank writes down when each call begins and ends, for ``mpikv trace``; empty for none. A
     variable only."""
@@ -87,6 +90,7 @@ class Config:
         _choose("deterministic", self.deterministic, (False, True))
         _choose("single_copy", self.single_copy, (False, True))
         _choose("abort", self.abort, (False, True))
+        _choose("gpu_sharing", self.gpu_sharing, (False, True))
         _bound("ranks_per_host", self.ranks_per_host, 0, 1 << 30, whole=True)
         _bound("dense_rows", self.dense_rows, 1e-9, 1e9)
         _bound("timeout", self.timeout, 1e-3, 1e9)
@@ -162,6 +166,11 @@ def slice_bytes(environ: Mapping[str, str] | None = None) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1 << 28:
         raise ConfigError(f"MXNET_KVSTORE_SLICE_THRESHOLD={text!r} is not a number of elements from 1 to 2**28")
     return max(4096, -(-int(text) * 4 // 64) * 64)
+
+
+def visible_gpus(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return what CUDA_VISIBLE_DEVICES says, or None where it is not set: which GPUs CUDA shows this process."""
+    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
 
 
 # Where ranks differ in one of these, NCCL waits for ever, or moves other bytes than it should.

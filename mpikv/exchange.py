@@ -401,7 +401,10 @@ class Exchange:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
                     changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
                 try:
-                    self.updater.update(step, total, value, state)
+                    if self._memory.on_host or self.updater.fallible:
+                        self.updater.update(step, total, value, state)
+                    else:
+                        self._kernels.bind(self.updater, total, value, state)(step)
                 except BaseException as error:
                     noted(error, f"updating key {entry.key!r}")
                     raise

@@ -141,6 +141,8 @@ class Plan:
     """The keys' rows in the table: what indexes its arrays fastest, a number, a slice or an array."""
     digest: int
     label: str
+    on_host: bool
+    """Whether values lie in the host's memory."""
     memo: dict[Any, Any]
     """What the store worked out for the plan and can use again."""
     _cutter: _Cutter
@@ -234,6 +236,7 @@ def build(
         rows=_rows([entry.index for entry in entries]),
         digest=digest("\n".join(texts)),
         label=label(keys),
+        on_host=transport.memory.on_host,
         memo={},
         _cutter=_Cutter(entries, placement, transport, updater, kernels, scratch, adding),
     )

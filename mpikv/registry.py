@@ -7,13 +7,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
 
 from . import codecs
 from .asynchronous import AsyncKVStore, bound_of, check_options
 from .board import Board
-from .config import OWN_AFFAIRS, Config, slice_bytes, wants_slices
+from .config import OWN_AFFAIRS, Config, slice_bytes, visible_gpus, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -23,12 +24,15 @@ from .errors import (
     Unsupported,
     known_names,
 )
+from .gpu import find_gpu, find_nccl
 from .kernels import find_kernels
 from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
 from .tracing import find_tracer
 from .transports import open_transport
+from .transports.device import open_device_transport
+from .typing import Gpu, Kernels, Transport
 from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
@@ -38,6 +42,8 @@ _DIST = ("dist", "dist_sync")
 _STORELESS = ("horovod", "byteps", "allreduce")
 _DEVICE = ("device", "local_allreduce_device")
 _NCCL = ("nccl", "dist_device_sync", "dist_sync_device")
+# Where a message is a launch, it may be larger than any cache.
+_BUCKET_OF_GPUS = 64 << 20
 _PASSABLE = "p3"
 _ASYNC = ("dist_async", "dist_async_device", "dist_device_async")
 _NAMES = (_PASSABLE, *_HOST, *_STORELESS, *_DEVICE, *_ASYNC, *_NCCL, "teststore")
@@ -66,7 +72,9 @@ def create(
 
     Args:
         name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
-            ``local_allreduce_cpu`` mean the same); ``device`` for the GPU when there is one, else the host;
+            ``local_allreduce_cpu`` mean the same); ``nccl`` (``dist_device_sync``, ``dist_sync_device``) for sums on
+            GPUs, one for each rank; ``device`` (``local_allreduce_device``) for the same where every rank has a GPU,
+            else for ``dist_sync``;
             ``p3`` for a ``dist_sync`` of which calls with ``wait=False`` may be passed between two messages by more
             urgent ones on other keys, which the variable ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
             ``dist_async`` (``dist_async_device``, ``dist_device_async``) for an :class:`AsyncKVStore`;
@@ -80,8 +88,8 @@ def create(
         warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
         check: False turns the comparison of calls off, for measurements. Default True.
         transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
-        bucket_bytes: bytes of the largest message. Default 1 MiB; of ``p3``, four for each of the elements that
-            ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
+        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
+            elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
@@ -89,7 +97,7 @@ def create(
             arrays by themselves. Default False, where ``mpi`` sums in an order of
             the MPI library's, and ``hosts`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
-            same.
+            same. On GPUs they are always compiled.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
         staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
             number.
@@ -152,18 +160,27 @@ def create(
     except Exception as error:
         problem = error
     group = connect(comm, settings)
+    gpu, lacking = None, ""
     try:
         problem = problem or _bad_root(root, group) or _lacks_threads(name, group)
+        if problem is None and kind in (*_DEVICE, *_NCCL):
+            gpu, lacking, problem = _own_gpu(kind, group, settings)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         for own in OWN_AFFAIRS:
             del wanted[own]
         wanted["compression"] = compressing
         wanted["passable"] = repr(passable)
         wanted["staleness"] = repr(staleness)
-        _compare(group, wanted, problem)
+        lack = next(filter(None, _compare(group, wanted, problem, lacking)), "")
+        if gpu is not None and lack:
+            gpu = None
+        if kind in _DEVICE:
+            _say_where(name, gpu, lack)
+        if gpu is not None and settings.bucket_bytes == Config.bucket_bytes:
+            settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
         try:
             board = Board(group)
-            mover = open_transport(group, settings, board.warn)
+            mover, kernels_of_gpu = _mover(group, settings, gpu, board)
         except Exception as error:
             problem = error
         _compare(group, {}, problem)  # one host may have less memory than another
@@ -177,7 +194,14 @@ def create(
             group, board, mover, settings, name=kind, root=root, found=again, staleness=staleness
         )
     else:
-        store = KVStore(group, board, mover, settings, name=kind, root=root, found=create, passable=passable)
+        store = KVStore(
+            *(group, board, mover, settings),
+            name=kind,
+            root=root,
+            found=create,
+            passable=passable,
+            kernels=kernels_of_gpu,
+        )
     if tracer is not None:
         tracer.watch(store)
     if codec is not None:
@@ -191,17 +215,42 @@ def create(
     return store
 
 
-def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None) -> None:
-    """Raise on every rank unless all want the same store and can have it."""
-    said = [
-        json.loads(text)
-        for text in group.gather(json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}"]))
-    ]
+def _own_gpu(kind: str, group: Group, settings: Config) -> tuple[Gpu | None, str, Exception | None]:
+    """Return this rank's GPU; or None, and why there is none, which is an error where only a GPU will do. Local."""
+    try:
+        if group.size > 1:
+            find_nccl()
+        local_size = len(group.host_ranks)
+        return find_gpu(group.local_rank, local_size, sharing=settings.gpu_sharing, visible=visible_gpus()), "", None
+    except TransportUnavailable as error:
+        return None, str(error), error if kind in _NCCL else None
+
+
+def _say_where(name: str, gpu: Gpu | None, lack: str) -> None:
+    logging.getLogger("mpikv").info(
+        "store %r is on %s", name, gpu.name if gpu else f"the host, as a rank finds: {lack}"
+    )
+
+
+def _mover(group: Group, settings: Config, gpu: Gpu | None, board: Board) -> tuple[Transport, Kernels | None]:
+    """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
+    if gpu is None:
+        return open_transport(group, settings, board.warn), None
+    from .cuda.kernels import CudaKernels
+
+    nccl = find_nccl() if group.size > 1 else None
+    return open_device_transport(group, settings, gpu, nccl, board.warn), CudaKernels()
+
+
+def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None, lacking: str = "") -> list[str]:
+    """Raise on every rank unless all want the same store and can have it; return what each lacks for a GPU."""
+    text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", lacking])
+    said = [json.loads(text) for text in group.gather(text)]
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"create: {problem}{where}",)
         raise problem
-    for rank, (other, failure) in enumerate(said):
+    for rank, (other, failure, _) in enumerate(said):
         if failure:
             raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
         if other != (first := said[0][0]):
@@ -211,6 +260,7 @@ def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None)
                 if first[key] != other[key]
             ]
             raise RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
+    return [lack for _, _, lack in said]
 
 
 def _bad_root(root: object, group: Group) -> Exception | None:
@@ -243,10 +293,6 @@ def _known(name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     kind = name.lower()
-    if kind in _NCCL:
-        raise TransportUnavailable(
-            f"store {name!r} sums on GPUs, for which this version has no transport; use 'dist_sync' with host arrays"
-        )
     if kind not in _NAMES:
         raise ConfigError(known_names("store", name, _NAMES))
     return kind

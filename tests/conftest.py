@@ -15,7 +15,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from launching import Deadline, Frozen, Here, Launched, Together, ranks_of
+from launching import Deadline, Frozen, Here, Launched, Together, ranks_of, why_no_gpu
 
 from mpikv.__main__ import COMMANDS
 from mpikv.config import launch_of
@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
     )
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
+    config.addinivalue_line("markers", "gpu: the test needs a GPU, CuPy and NCCL, and is skipped where one is missing")
     config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/features.py")
     launch = launch_of()
     if config.option.rank_records:
@@ -80,6 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unwanted = [item for item in items if not is_wanted(ranks_of(item), config)]
     config.hook.pytest_deselected(items=unwanted)
     items[:] = [item for item in items if is_wanted(ranks_of(item), config)]
+    on_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpus and why_no_gpu():
+        for item in on_gpus:
+            item.add_marker(pytest.mark.skip(reason=why_no_gpu()))
 
 
 @pytest.fixture

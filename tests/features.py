@@ -44,7 +44,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("names-any-case", "case does not matter; `kv.type` is the name in lower case"),
         _refused("names-unknown", "an unknown name raises and shows near ones, instead of being a local store"),
         _refused("names-not-a-string", "a name that is no string raises `TypeError`"),
-        _refused("names-gpu", "`nccl`, `dist_device_sync` and `dist_sync_device` raise `TransportUnavailable`"),
+        _refused(
+            "names-gpu", "`nccl`, `dist_device_sync` and `dist_sync_device` raise `TransportUnavailable` without a GPU"
+        ),
         _row("names-storeless", "`horovod`, `byteps` and `allreduce` sum and broadcast without stored values"),
         _row("names-storeless-rebroadcast", "a storeless store broadcasts a name as often as it is asked to"),
         _row("names-teststore", "`teststore` sums in one process and has no optimizer"),
@@ -218,7 +220,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("sparse-pull", "`row_sparse_pull` of chosen rows, unique and sorted"),
         _row("sparse-pull-lists", "one list of rows for several outs"),
         _row("sparse-optimizers", "optimizers that touch the pushed rows only: element-wise ones, lazily"),
-        _later("sparse-ignore", "`ignore_sparse` leaves row-sparse outs as they are"),
+        _row("sparse-ignore", "`ignore_sparse` leaves row-sparse outs as they are, False fills them"),
         _later("sparse-trainer", "a Trainer with sparse gradients and weights"),
     ),
     "Gradient compression": (

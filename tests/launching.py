@@ -34,7 +34,9 @@ from typing import Any
 import pytest
 
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
+from mpikv.config import visible_gpus
 from mpikv.errors import MPIKVError
+from mpikv.gpu import survey
 
 DEADLINE = 20.0  # seconds that one test may take
 GRACE = 0.5  # seconds that other ranks get to tell their outcome once one rank failed
@@ -56,6 +58,11 @@ def ranks_of(item: pytest.Item) -> int:
     """Return the number of ranks of a test, 0 when it is not marked."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("ranks", 0) if callspec else 0
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    """Return whether it is known here that a test is not to be run on any rank."""
+    return item.get_closest_marker("skip") is not None
 
 
 def deadline_of(item: pytest.Item) -> float:
@@ -438,7 +445,7 @@ class Here:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if ranks_of(item) <= 1:
+        if ranks_of(item) <= 1 or is_skipped(item):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         for report in self.follow(item):
@@ -451,7 +458,7 @@ class Here:
         if size in self.broken:
             return failure(item, self.broken[size])
         items = item.session.items
-        rest = [other for other in items[items.index(item) :] if ranks_of(other) == size]
+        rest = [other for other in items[items.index(item) :] if ranks_of(other) == size and not is_skipped(other)]
         if why_no_mpi():
             self.broken[size] = why_no_mpi()
             return failure(item, why_no_mpi())
@@ -560,6 +567,12 @@ def remove_abandoned(files: Iterable[Path], ending: int = 0) -> None:
 def mpi() -> tuple[Library, Launcher]:
     library = find_library(clean(os.environ))
     return library, find_launcher(library, clean(os.environ))
+
+
+@functools.cache
+def why_no_gpu() -> str:
+    """Return what a store on GPUs lacks here."""
+    return "; ".join(survey(visible_gpus()).problems)
 
 
 @functools.cache

@@ -53,7 +53,7 @@ def test_text(mpi: tuple[Library, Launcher]) -> None:
     text = info()
     for word in (mpikv.__version__, platform.python_version(), library.version, str(library.path), str(launcher.path)):
         assert word in text
-    assert "this version has no GPU transport yet" in text
+    assert "\nGPU " in text
     assert "chosen: local (one rank)" in text
     # Aligned: the second column of the first table starts at one place.
     first = text.partition("\n\n")[0].splitlines()
@@ -87,6 +87,20 @@ def test_without_a_library() -> None:
     assert found["transports"] == {"hosts": reason, "local": here, "mpi": reason, "shm": reason}
     assert found["chosen"]["transport"] == "local"
     assert "no: it needs an MPI library" in info(MPI4PY_LIBMPI="/no/such")
+
+
+def test_what_a_gpu_store_lacks() -> None:
+    """No GPU is shown to it, so there is none on any machine."""
+    found = report(CUDA_VISIBLE_DEVICES="")["gpu"]
+    text = info(CUDA_VISIBLE_DEVICES="")
+    assert found["devices"] == []
+    assert all(f"lacking      {problem}" in text for problem in found["problems"])
+    if find_spec("cupy"):
+        assert "no GPU can be used here" in found["problems"][-1]
+        assert f"none; CuPy {found['cupy']}" in text
+    else:
+        assert found["cupy"] is found["nccl"] is None
+        assert "pip install 'mpikv[cuda13]'" in "".join(found["problems"])
 
 
 def test_settings_and_their_origin() -> None:

@@ -20,6 +20,7 @@ ENVIRON = {
     "MPIKV_RANKS_PER_HOST": "2",
     "MPIKV_TRACE": "traces",
     "MPIKV_SINGLE_COPY": "no",
+    "MPIKV_GPU_SHARING": "1",
     "PATH": "/bin",
 }
 
@@ -29,6 +30,7 @@ def test_defaults():
     assert (Config().transport, Config().placement, Config().bucket_bytes) == ("auto", "auto", 1 << 20)
     assert (Config().timeout, Config().check, Config().abort) == (60.0, True, True)
     assert (Config().kernels, Config().ranks_per_host, Config().single_copy) == ("numpy", 0, True)
+    assert not Config().gpu_sharing
 
 
 @pytest.mark.feature("variables-own")
@@ -37,6 +39,7 @@ def test_variables():
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
     assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
     assert (config.ranks_per_host, config.single_copy, config.trace) == (2, False, "traces")
+    assert config.gpu_sharing
 
 
 def test_arguments_come_first():
@@ -83,6 +86,7 @@ def test_bad_variables(variable, text, pattern):
         {"bucket_bytes": True},
         {"ranks_per_host": -1},
         {"single_copy": 1},
+        {"gpu_sharing": 1},
         {"ranks_per_host": True},
         {"timeout": 0},
         {"timeout": float("nan")},

@@ -33,8 +33,8 @@ LAYERS = (
         ),
         *("transports", "updaters"),
     ),
-    ("gradients", "kernels", "keys", "plan", "wrapped"),
-    ("agreement", "arguments", "asking", "compression", "ledger", "placement", "publication", "scope"),
+    ("cuda", "gradients", "kernels", "keys", "plan", "wrapped"),
+    ("agreement", "arguments", "asking", "compression", "gpu", "ledger", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "rowarguments", "rows", "store", "trial"),
     ("asynchronous", "storeless", "tracing"),
     ("registry",),
@@ -72,6 +72,7 @@ SIDEWAYS = {
 }
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
+CUPY = {"cuda/loading", "gpu"}
 MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
@@ -144,7 +145,7 @@ def foreign_imports(tree: ast.Module, module: str, package: Path) -> Offences:
             names = [node.module or ""]
         for name in names:
             library = name.partition(".")[0]
-            allowed = {"mpi4py": MPI, "numba": NUMBA, "llvmlite": NUMBA, "cupy": set()}.get(library)
+            allowed = {"mpi4py": MPI, "numba": NUMBA, "llvmlite": NUMBA, "cupy": CUPY}.get(library)
             if allowed is not None and module not in allowed:
                 yield node.lineno, f"imports {library}"
 
@@ -222,6 +223,7 @@ def test_each_rule_can_fail(tmp_path: Path, module: str, source: str, complaint:
     [
         ("world", "from .config import Config\nfrom mpi4py import MPI"),
         ("config", "import os\nos.environ"),
+        ("gpu", "def late():\n    import cupy\n    from cupy.cuda import nccl"),
         ("plan", "from .keys import Entry\nfrom .errors import MPIKVError"),
         ("transports/shm", "from . import local\nfrom .local import LocalTransport\nfrom ..typing import Array"),
         ("cli/run", "from .. import __version__\nfrom . import launchers\nprint()"),
@@ -238,7 +240,7 @@ def offences(folder: Path, module: str, source: str) -> list[str]:
     package = folder / "mpikv"
     for unit in LEVELS:
         path = package / unit
-        is_package = unit in ("checkpoint", "cli", "codecs", "optimizers", "testing", "transports")
+        is_package = unit in ("checkpoint", "cli", "codecs", "cuda", "optimizers", "testing", "transports")
         path = path / "__init__.py" if is_package else path.with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

@@ -17,8 +17,9 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import SavedKey, Source, inspect
-from ..config import TRANSPORTS, Config, Launch, launch_of
+from ..config import TRANSPORTS, Config, Launch, launch_of, visible_gpus
 from ..errors import MPIKVError
+from ..gpu import survey
 from ..kernels import find_kernels
 from ..transports import choose
 from ..world import Group, connect
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="mpikv info",
-        description="Show versions, the MPI library, its launcher, the transports and the settings. "
+        description="Show versions, the MPI library, its launcher, GPUs, the transports and the settings. "
         "Under 'mpikv run -n 2 -m mpikv info' it also shows where the ranks are. With PATH, show what is in a "
         "checkpoint.",
     )
@@ -137,8 +138,7 @@ def _describe_process(launch: Launch | None) -> Report:
         "mpi": mpi,
         "launch": None if launch is None else dataclasses.asdict(launch),
         "host": {"name": platform.node(), "system": platform.platform(), "cores": core_count()},
-        # No transport uses one yet, so none is looked for.
-        "gpu": {"devices": [], "reason": "this version has no GPU transport yet"},
+        "gpu": survey(visible_gpus(environ))._asdict(),
         "optional": {name: _version_of(name) for name in OPTIONAL},
         "settings": _describe_settings(environ),
         "transports": {name: _describe_transport(name, mpi) for name in TRANSPORTS if name != "auto"},
@@ -225,7 +225,7 @@ def _lines(report: Report) -> Iterator[str]:
     rows += [("problem", mpi["problem"])] if mpi["problem"] else []
     rows.append(("host", f"{host['name']}, {host['system']}"))
     rows.append(("cores", f"{host['cores']}, as this process may use them"))
-    rows.append(("GPU", f"none: {report['gpu']['reason']}"))
+    rows += _gpu_rows(report["gpu"])
     rows.append(("launched", f"by {launch['launcher']}" if launch else "by no MPI launcher"))
     if report["ranks"]:
         rows += [
@@ -247,6 +247,12 @@ def _lines(report: Report) -> Iterator[str]:
         [(name, "available" if it["available"] else f"no: {it['reason']}") for name, it in transports], "  "
     )
     yield f"  chosen: {chosen['transport'] or 'none'} ({chosen['reason']})"
+
+
+def _gpu_rows(gpu: Report) -> list[tuple[str, str]]:
+    libraries = [f"{name} {gpu[name.lower()]}" for name in ("CuPy", "NCCL") if gpu[name.lower()]]
+    parts = [", ".join(gpu["devices"]) or "none", *libraries]
+    return [("GPU", "; ".join(parts)), *(("lacking", text) for text in gpu["problems"])]
 
 
 def _table(rows: Sequence[tuple[str, str]], indent: str = "") -> Iterator[str]:

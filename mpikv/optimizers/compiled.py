@@ -5,7 +5,7 @@ once, makes all of the update of it, and writes it once. Both give the same bits
 are as it happens). So each loop makes the operations of the rule in the rule's order and in the dtype of the arrays,
 numbers are rounded to that dtype first, as numpy does, and the compiler may not reorder or fuse: no ``fastmath``.
 
-Compiled are the rules of :data:`FORMS` for float32 and float64, and ASSIGN for half precision (``compiled_halves.py``).
+Compiled are the rules of ``forms.py`` for float32 and float64, and ASSIGN for half precision (``compiled_halves.py``).
 All else is left to the updater: optimizers of half precision, updaters of whole values, and classes that are not in the
 table, subclasses among them, whose rule may be another.
 
@@ -27,29 +27,17 @@ import numpy as np
 
 from ..compiling import inner, kept
 from ..typing import Array, Updater
-from .adadelta import AdaDelta
-from .adagrad import AdaGrad
-from .adam import Adam, Adamax, AdamW, Nadam
 from .compiled_halves import adding as adding_halves
 from .compiled_halves import is_half, rounding
-from .ftrl import FTRL
+from .forms import FORMS, call_of
 from .optimizer import Optimizer, Step
-from .rmsprop import RMSProp
-from .sgd import SGD, Test
-from .signum import Signum
 
-__all__ = ["FORMS", "bind", "bind_adding", "prepare", "rules"]
+__all__ = ["LOOPS", "bind", "bind_adding", "prepare", "rules"]
 
 Loop: TypeAlias = Callable[..., None]
 """``loop(total, term, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The
 gradient is ``clip(scale * (total + term), -bound, bound)``, where ``term`` may be None; where ``wd`` is part of it,
 :func:`_decayed` adds it. ``total`` and ``term`` are not written."""
-
-Call: TypeAlias = "tuple[Loop, tuple[float, ...]]"
-"""A loop and its last numbers."""
-
-Form: TypeAlias = Callable[[Any, Step], Call]
-"""Returns the call that an optimizer's present options ask for."""
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 # Division by zero gives inf or nan, as in numpy, instead of raising.
@@ -98,23 +86,14 @@ def _is_compiled(updater: Updater, *arrays: Array) -> TypeGuard[Optimizer]:
 def _bound(
     optimizer: Optimizer, value: Array, state: Mapping[str, Array]
 ) -> Callable[[Array, Array | None, Step], None]:
-    form, dtype = FORMS[type(optimizer)], value.dtype
+    dtype = value.dtype
     weight, arrays = value.reshape(-1), {name: array.reshape(-1) for name, array in state.items()}
 
     def update(total: Array, term: Array | None, step: Step) -> None:
         # Options may have changed since the last call.
-        loop, numbers = form(optimizer, step)
-        bound = math.inf if optimizer.clip_gradient is None else optimizer.clip_gradient
-        _compiled(loop, dtype, term is not None)(
-            total,
-            term,
-            weight,
-            *[arrays[name] for name in optimizer.states],
-            optimizer.rescale_grad,
-            bound,
-            step.wd,
-            *numbers,
-        )
+        form, numbers = call_of(optimizer, step)
+        states = [arrays[name] for name in optimizer.states]
+        _compiled(LOOPS[form], dtype, term is not None)(total, term, weight, *states, *numbers)
 
     return update
 
@@ -350,82 +329,22 @@ def _ftrl(total: Array, term: Array | None, weight: Array, z: Array, n: Array, *
         weight[i] = (_clipped(evidence, lamda1) - evidence) / ((root + beta) / rate + wd)
 
 
-# --- Forms
-
-
-def _of_sgd(optimizer: SGD, step: Step) -> Call:
-    if not optimizer.momentum:
-        return _descent, (step.rate,)
-    return _nesterov if optimizer.nesterov else _momentum, (step.rate, optimizer.momentum)
-
-
-def _of_test(optimizer: Test, step: Step) -> Call:
-    return _descent, (step.rate,)
-
-
-def _of_signum(optimizer: Signum, step: Step) -> Call:
-    if not optimizer.momentum:
-        return _sign, (step.rate, optimizer.wd_lh)
-    return _signum, (step.rate, optimizer.wd_lh, optimizer.momentum, 1.0 - optimizer.momentum)
-
-
-def _of_adagrad(optimizer: AdaGrad, step: Step) -> Call:
-    return _adagrad, (step.rate, optimizer.epsilon)
-
-
-def _of_rmsprop(optimizer: RMSProp, step: Step) -> Call:
-    largest = math.inf if optimizer.clip_weights is None else optimizer.clip_weights
-    numbers = step.rate, optimizer.epsilon, largest, optimizer.rho, 1.0 - optimizer.rho
-    return (_rmsprop_centered, (*numbers, optimizer.momentum)) if optimizer.centered else (_rmsprop, numbers)
-
-
-def _of_adadelta(optimizer: AdaDelta, step: Step) -> Call:
-    return _adadelta, (step.rate, optimizer.epsilon, optimizer.rho, 1.0 - optimizer.rho)
-
-
-def _of_adam(optimizer: Adam, step: Step) -> Call:
-    first, second = step.correction
-    return _adam, (step.rate * second / first, optimizer.epsilon * second, *_shares(optimizer))
-
-
-def _of_adamw(optimizer: AdamW, step: Step) -> Call:
-    first, second = step.correction
-    rate, epsilon = step.rate * second / first, optimizer.epsilon * second
-    return _adamw, (rate, epsilon, *_shares(optimizer), step.rate * step.wd)
-
-
-def _of_nadam(optimizer: Nadam, step: Step) -> Call:
-    of_gradient, of_mean, second = step.correction
-    return _nadam, (step.rate * second, optimizer.epsilon * second, *_shares(optimizer), of_gradient, of_mean)
-
-
-def _of_adamax(optimizer: Adamax, step: Step) -> Call:
-    (first,) = step.correction
-    return _adamax, (step.rate / first, optimizer.epsilon, optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2)
-
-
-def _of_ftrl(optimizer: FTRL, step: Step) -> Call:
-    return _ftrl, (step.rate, optimizer.lamda1, optimizer.beta)
-
-
-def _shares(optimizer: Adam | AdamW | Nadam) -> tuple[float, float, float, float]:
-    """Return what both averages keep of themselves and take of the gradient."""
-    return optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2, 1.0 - optimizer.beta2
-
-
-FORMS: Mapping[type[Optimizer], Form] = {
-    SGD: _of_sgd,
-    Test: _of_test,
-    Signum: _of_signum,
-    AdaGrad: _of_adagrad,
-    RMSProp: _of_rmsprop,
-    AdaDelta: _of_adadelta,
-    Adam: _of_adam,
-    AdamW: _of_adamw,
-    Nadam: _of_nadam,
-    Adamax: _of_adamax,
-    FTRL: _of_ftrl,
+LOOPS: Mapping[str, Loop] = {
+    "descent": _descent,
+    "momentum": _momentum,
+    "nesterov": _nesterov,
+    "sign": _sign,
+    "signum": _signum,
+    "adagrad": _adagrad,
+    "rmsprop": _rmsprop,
+    "rmsprop_centered": _rmsprop_centered,
+    "adadelta": _adadelta,
+    "adam": _adam,
+    "adamw": _adamw,
+    "nadam": _nadam,
+    "adamax": _adamax,
+    "ftrl": _ftrl,
 }
-"""The optimizers that have a compiled form."""
+"""The loops by the names of their forms."""
 
 rules = tuple(sorted(kind.__name__.lower() for kind in FORMS))

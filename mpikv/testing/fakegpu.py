@@ -270,6 +270,12 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._gpu.copy([out], [self])
         return out
 
+    def get(self) -> Array:
+        """Return a numpy array of the same content."""
+        out = np.empty(self.shape, self.dtype)
+        self._gpu.download(self, out)
+        return out
+
     def fill(self, value: Any) -> None:
         self._gpu.launch("fill", [], [self])
         self._beneath.fill(value)

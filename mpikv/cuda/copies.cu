@@ -1,0 +1,77 @@
+// Many arrays copied, or cast, by one launch.
+//
+// Every pair is cut into parts of one size, the last shorter, and each block has a part: large and small arrays keep a
+// GPU as busy as one array of all their elements would.
+
+enum { PAIRS = 144, PART = 1 << 15, CAST_PART = 1 << 12 };
+
+// What one launch is given, by value: at most 4096 bytes. mpikv/cuda/copies.py has the same.
+struct Pairs {
+    const char* source[PAIRS];
+    char* target[PAIRS];
+    long long size[PAIRS];  // of bytes, or of elements to be cast
+    word32 end[PAIRS];      // the parts of this pair and those before it
+    word32 count;
+};
+
+// Return the pair of which this block has a part: the first that ends behind it.
+INNER int pair_of_block(const Pairs& pairs) {
+    int low = 0, high = pairs.count - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (pairs.end[middle] > blockIdx.x)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+struct Part {
+    const char* source;  // where the pair begins
+    char* target;
+    long long low, high;
+};
+
+INNER Part part_of_block(const Pairs& pairs, long long length) {
+    const int pair = pair_of_block(pairs);
+    const long long low = (long long)(blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
+    const long long high = low + length < pairs.size[pair] ? low + length : pairs.size[pair];
+    const Part part = {pairs.source[pair], pairs.target[pair], low, high};
+    return part;
+}
+
+template <class Unit> INNER long long copied(const char* source, char* target, long long low, long long high) {
+    const long long units = (high - low) / (long long)sizeof(Unit);
+    const Unit* from = (const Unit*)(source + low);
+    Unit* to = (Unit*)(target + low);
+    for (long long i = threadIdx.x; i < units; i += blockDim.x) to[i] = from[i];
+    return low + units * (long long)sizeof(Unit);
+}
+
+// Sizes are of bytes. The widest units are moved of which both arrays begin at a multiple, and the rest byte by byte.
+__global__ void copy_bytes(const GRID_CONSTANT Pairs pairs) {
+    const Part part = part_of_block(pairs, PART);
+    const char* source = part.source;
+    char* target = part.target;
+    const word64 both = (word64)source | (word64)target;
+    long long low = part.low;
+    if (both % 16 == 0)
+        low = copied<uint4>(source, target, low, part.high);
+    else if (both % 8 == 0)
+        low = copied<word64>(source, target, low, part.high);
+    else if (both % 4 == 0)
+        low = copied<word32>(source, target, low, part.high);
+    else if (both % 2 == 0)
+        low = copied<unsigned short>(source, target, low, part.high);
+    copied<unsigned char>(source, target, low, part.high);
+}
+
+// Sizes are of elements.
+template <class From, class To> __global__ void cast(const GRID_CONSTANT Pairs pairs) {
+    const Part part = part_of_block(pairs, CAST_PART);
+    const typename From::stored* source = (const typename From::stored*)part.source;
+    typename To::stored* target = (typename To::stored*)part.target;
+    for (long long i = part.low + threadIdx.x; i < part.high; i += blockDim.x)
+        target[i] = To::narrow(From::widen(source[i]));
+}

@@ -1,0 +1,148 @@
+"""The rules of the optimizers on a GPU. A :class:`~mpikv.typing.Kernels`.
+
+An update is one launch, which reads each element once, makes all of the update of it, and writes it once. The bits are
+those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import Unsupported, ValueMismatch
+from ..optimizers.forms import FORMS, call_of
+from ..optimizers.optimizer import Optimizer, Step
+from ..typing import Array, Updater
+from .copies import copy, prepare
+from .loading import Kernel, kernel
+
+__all__ = ["UPDATE", "CudaKernels"]
+
+STATES, NUMBERS = 3, 12
+UPDATE = np.dtype(
+    [
+        ("total", np.uintp),
+        ("value", np.uintp),
+        ("master", np.uintp),
+        ("state", np.uintp, STATES),
+        ("size", np.int64),
+        ("numbers", np.float64, NUMBERS),
+    ],
+    align=True,
+)
+"""What one launch is given: ``Update`` of rules.cu."""
+
+THREADS = 256
+# A GPU of 132 multiprocessors runs 1056 such blocks at once. With more of them a thread has fewer elements for which to
+# round the numbers.
+MOST_BLOCKS = 2048
+
+
+class CudaKernels:
+    """The optimizers of :data:`mpikv.optimizers.forms.FORMS` as CUDA kernels, for float32, float64, float16 and
+    bfloat16, the latter two computed in float32, with a master or without.
+
+    Arrays are CuPy's, contiguous. Updaters that are no optimizers are left to themselves: they get CuPy's arrays.
+    """
+
+    rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in FORMS))
+
+    def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
+        """Compile what the updater's present options need for values of this dtype, or load it.
+
+        Raises:
+            Unsupported: the optimizer has no kernel, or none for this dtype.
+            TransportUnavailable: nothing can be compiled here.
+        """
+        if updater.assigns:
+            # The sum of half precision is float32.
+            prepare(np.dtype(np.float32) if _is_half(dtype) else dtype, dtype)
+        elif isinstance(updater, Optimizer):
+            _refuse_unknown(updater)
+            updater.slots(dtype)
+            form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
+            _kernel_of(form, dtype.name)
+
+    def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+        """Return what launches one update of these arrays, which lives as long as they do.
+
+        Raises:
+            Unsupported: the optimizer has no kernel.
+            ValueMismatch: an array is not as the optimizer needs it.
+        """
+        if updater.assigns:
+            return _assignment(total, value)
+        if not isinstance(updater, Optimizer):
+            return updater.bind(total, value, state)
+        _refuse_unknown(updater)
+        return _Update(updater, total, value, state)
+
+    def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
+        return None  # where a library adds, there is one term
+
+
+def _refuse_unknown(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if kind not in FORMS:
+        known = ", ".join(sorted(each.__name__ for each in FORMS))
+        raise Unsupported(
+            f"{kind.__name__} has no CUDA kernel (known: {known}); use one of these, an updater function, which is "
+            "given arrays on the GPU, or a store on the host"
+        )
+
+
+def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
+    if value.data.ptr == total.data.ptr:
+        return _nothing  # the sum was made in its place
+    return lambda step: copy((value,), (total,))
+
+
+def _nothing(step: Any) -> None:
+    pass
+
+
+class _Update:
+    """One update of some arrays, to be launched for a step. It keeps the arrays."""
+
+    def __init__(self, optimizer: Optimizer, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        slots = optimizer.slots(value.dtype)
+        self._optimizer, self._arrays = optimizer, (total, value, *state.values())
+        self._dtype, self._blocks = value.dtype.name, min(-(-value.size // THREADS), MOST_BLOCKS)
+        self._arguments = np.zeros(1, UPDATE)
+        self._numbers = self._arguments["numbers"][0]
+        wide = np.dtype(np.float32) if _is_half(value.dtype) else value.dtype
+        given = self._arguments[0]
+        given["size"] = value.size
+        given["total"] = _address("the sum", total, wide, value.size)
+        given["value"] = _address("the value", value, value.dtype, value.size)
+        if "master" in slots:
+            given["master"] = _address("master", state["master"], slots["master"], value.size)
+        for place, name in enumerate(optimizer.states):
+            given["state"][place] = _address(name, state[name], slots[name], value.size)
+
+    def __call__(self, step: Step) -> None:
+        # Options may have changed since the last call.
+        form, numbers = call_of(self._optimizer, step)
+        self._numbers[: len(numbers)] = numbers
+        if self._blocks:
+            _kernel_of(form, self._dtype)((self._blocks,), (THREADS,), (self._arguments,))
+
+
+def _address(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
+    """Return where an array lies. A kernel that was given another one would write to what is not its own."""
+    if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
+        raise ValueMismatch(
+            f"{name} of an update is {array.size} elements of {array.dtype.name}, strides {array.strides}; it must be "
+            f"contiguous, {size} elements of {dtype.name}"
+        )
+    return int(array.data.ptr)  # type: ignore[attr-defined]
+
+
+def _kernel_of(form: str, dtype: str) -> Kernel:
+    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind>")
+
+
+def _is_half(dtype: np.dtype[Any]) -> bool:
+    return dtype.name in ("float16", "bfloat16")

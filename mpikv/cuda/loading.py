@@ -1,0 +1,46 @@
+"""Kernels compiled from the sources of this package, once per process. It imports CuPy when the first is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..errors import TransportUnavailable
+
+__all__ = ["OPTIONS", "Kernel", "kernel", "source"]
+
+Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
+"""``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
+element, whose bytes are copied before it returns."""
+
+OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+"""Every operation is rounded by itself, as IEEE 754 says: what gives the bits of numpy."""
+
+
+def source(name: str) -> str:
+    """Return the text to compile for a file of this package."""
+    folder = Path(__file__).parent
+    return "".join((folder / part).read_text() for part in ("numbers.h", name))
+
+
+@cache
+def kernel(name: str, expression: str) -> Kernel:
+    """Return the kernel of a C++ name, as ``cast<int32_kind, float32_kind>``, in a file of this package, ready to run.
+
+    Raises:
+        TransportUnavailable: CuPy, its compiler or a GPU is missing.
+    """
+    try:
+        import cupy
+
+        module = cupy.RawModule(code=source(name), options=OPTIONS, name_expressions=(expression,))
+        found: Kernel = module.get_function(expression)
+    except Exception as error:
+        # NVRTC that is missing, of another version or for older GPUs: CuPy has an exception for each.
+        raise TransportUnavailable(
+            f"the CUDA kernel {expression} could not be loaded ({type(error).__name__}: {error}); "
+            "it needs a GPU, CuPy and NVRTC: pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x with an older driver)"
+        ) from error
+    return found

@@ -1,0 +1,149 @@
+// Numbers of every dtype, as they are stored and as they are computed with, for a GPU and for a host compiler.
+//
+// A GPU's compiler takes this for CUDA C++; any other for C++, where the tests run each thread of a launch after the
+// other. It needs no headers, because those of half precision are not there on every machine: half precision is rounded
+// here, bit for bit as numpy and ml_dtypes do it (a NaN is a NaN: its payload is as it happens).
+
+#ifdef __CUDACC__
+
+#define INNER __device__ __forceinline__
+#define GRID_CONSTANT __grid_constant__
+
+INNER float root(float number) { return __fsqrt_rn(number); }
+INNER double root(double number) { return __dsqrt_rn(number); }
+INNER float magnitude_of(float number) { return fabsf(number); }
+INNER double magnitude_of(double number) { return fabs(number); }
+
+#else
+
+#define INNER inline
+#define GRID_CONSTANT
+#define __global__
+
+struct Place { unsigned int x; };
+static Place threadIdx, blockIdx, blockDim, gridDim;
+struct alignas(16) uint4 { unsigned int x, y, z, w; };
+
+INNER float root(float number) { return __builtin_sqrtf(number); }
+INNER double root(double number) { return __builtin_sqrt(number); }
+INNER float magnitude_of(float number) { return __builtin_fabsf(number); }
+INNER double magnitude_of(double number) { return __builtin_fabs(number); }
+
+#endif
+
+typedef unsigned int word32;
+typedef unsigned long long word64;
+
+union Bits32 { float number; word32 word; };
+union Bits64 { double number; word64 word; };
+
+INNER word32 bits_of(float number) { Bits32 bits; bits.number = number; return bits.word; }
+INNER float single_of(word32 word) { Bits32 bits; bits.word = word; return bits.number; }
+INNER word64 bits_of(double number) { Bits64 bits; bits.number = number; return bits.word; }
+INNER double double_of(word64 word) { Bits64 bits; bits.word = word; return bits.number; }
+
+// --- Half precision. To nearest, ties to even.
+
+INNER float widened_float16(unsigned short half) {
+    const word32 sign = (half & 0x8000u) << 16, magnitude = half & 0x7FFFu;
+    if (magnitude < 0x0400u)  // a multiple of the smallest, which an integer counts exactly
+        return single_of(sign | bits_of((float)magnitude * 5.9604644775390625e-08f));
+    return single_of(sign | ((magnitude << 13) + (magnitude < 0x7C00u ? 112u << 23 : 0x7F800000u - (0x7C00u << 13))));
+}
+
+INNER unsigned short float16_of(float number) {
+    const word32 word = bits_of(number), magnitude = word & 0x7FFFFFFFu, sign = word >> 16 & 0x8000u;
+    if (magnitude > 0x7F800000u) return sign | 0x7E00u;
+    if (magnitude >= 0x477FF000u) return sign | 0x7C00u;  // 65520 and more
+    if (magnitude < 0x38800000u)  // below 2^-14: the last place of a sum with 0.5 is that of the smallest float16
+        return sign | (bits_of(single_of(magnitude) + 0.5f) - 0x3F000000u);
+    return sign | ((magnitude + 0xFFFu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13);
+}
+
+INNER unsigned short float16_of(double number) {
+    const word64 word = bits_of(number), magnitude = word & 0x7FFFFFFFFFFFFFFFull;
+    const word32 sign = (word32)(word >> 48) & 0x8000u;
+    if (magnitude > 0x7FF0000000000000ull) return sign | 0x7E00u;
+    if (magnitude >= 0x40EFFE0000000000ull) return sign | 0x7C00u;
+    if (magnitude < 0x3F10000000000000ull)  // the same of a sum with 2^28
+        return sign | (word32)(bits_of(double_of(magnitude) + 268435456.0) - 0x41B0000000000000ull);
+    return sign | (word32)((magnitude + 0x1FFFFFFFFFFull + (magnitude >> 42 & 1ull) - (1008ull << 52)) >> 42);
+}
+
+INNER float widened_bfloat16(unsigned short half) { return single_of((word32)half << 16); }
+
+INNER unsigned short bfloat16_of(float number) {
+    const word32 word = bits_of(number);
+    if ((word & 0x7FFFFFFFu) > 0x7F800000u) return word >> 16 | 0x40u;
+    return (word + 0x7FFFu + (word >> 16 & 1u)) >> 16;
+}
+
+// --- Kinds: a dtype each, `name_kind` for numpy's name.
+//
+// `stored` is how a number lies in memory, `computed` what it is computed in; `widen` and `narrow` lead from one to the
+// other. `narrow` takes any number: that is a cast.
+
+template <class Real> struct Complex { Real real, imaginary; };
+
+template <class Number> struct Plain {
+    typedef Number stored;
+    typedef Number computed;
+    static INNER computed widen(stored number) { return number; }
+    template <class Other> static INNER stored narrow(Other number) { return (stored)number; }
+    template <class Real> static INNER stored narrow(Complex<Real> number) { return (stored)number.real; }
+};
+
+typedef Plain<signed char> int8_kind;
+typedef Plain<short> int16_kind;
+typedef Plain<int> int32_kind;
+typedef Plain<long long> int64_kind;
+typedef Plain<unsigned char> uint8_kind;
+typedef Plain<unsigned short> uint16_kind;
+typedef Plain<word32> uint32_kind;
+typedef Plain<word64> uint64_kind;
+typedef Plain<float> float32_kind;
+typedef Plain<double> float64_kind;
+
+struct bool_kind {
+    typedef unsigned char stored;
+    typedef int computed;
+    static INNER computed widen(stored number) { return number != 0; }
+    template <class Other> static INNER stored narrow(Other number) { return number != 0; }
+    template <class Real> static INNER stored narrow(Complex<Real> number) {
+        return number.real != 0 || number.imaginary != 0;
+    }
+};
+
+struct float16_kind {
+    typedef unsigned short stored;
+    typedef float computed;
+    static INNER computed widen(stored number) { return widened_float16(number); }
+    static INNER stored narrow(double number) { return float16_of(number); }
+    template <class Other> static INNER stored narrow(Other number) { return float16_of((float)number); }
+    template <class Real> static INNER stored narrow(Complex<Real> number) { return float16_of(number.real); }
+};
+
+struct bfloat16_kind {
+    typedef unsigned short stored;
+    typedef float computed;
+    static INNER computed widen(stored number) { return widened_bfloat16(number); }
+    template <class Other> static INNER stored narrow(Other number) { return bfloat16_of((float)number); }
+    template <class Real> static INNER stored narrow(Complex<Real> number) { return bfloat16_of((float)number.real); }
+};
+
+template <class Part> struct ComplexKind {
+    typedef Complex<Part> stored;
+    typedef Complex<Part> computed;
+    static INNER computed widen(stored number) { return number; }
+    template <class Other> static INNER stored narrow(Other number) {
+        stored complex = {(Part)number, 0};
+        return complex;
+    }
+    template <class Real> static INNER stored narrow(Complex<Real> number) {
+        stored complex = {(Part)number.real, (Part)number.imaginary};
+        return complex;
+    }
+};
+
+typedef ComplexKind<float> complex64_kind;
+typedef ComplexKind<double> complex128_kind;

@@ -1,0 +1,236 @@
+// The forms of the optimizers' rules (mpikv/optimizers/forms.py), one body each, `name_rule` for the form's name.
+//
+// Every operation is that of the rule in numpy, in the same order and in the same dtype. Numbers are rounded to it
+// first, as numpy does. So the bits are the same as well, as long as the compiler fuses nothing.
+
+enum { COMMON = 3, NUMBERS = 12, STATES = 3 };
+
+// What one launch is given, by value; mpikv/cuda/kernels.py has the same.
+template <class Kind> struct Update {
+    const typename Kind::computed* total;
+    typename Kind::stored* value;
+    typename Kind::computed* master;  // null where the value is all there is
+    typename Kind::computed* state[STATES];
+    long long size;
+    double numbers[NUMBERS];  // scale, bound, wd, and those of the form
+};
+
+// --- Parts
+
+template <class T> INNER T clipped(T number, T bound) {  // which keeps NaN and the sign of zero
+    return number < -bound ? -bound : number > bound ? bound : number;
+}
+
+template <class T> INNER T decayed(T gradient, T weight, T wd, bool decays) {
+    // Adding zero would make NaN of a weight that is inf.
+    return decays ? gradient + weight * wd : gradient;
+}
+
+template <class T> INNER T averaged(T mean, T sample, T kept, T taken) { return mean * kept + sample * taken; }
+
+template <class T> INNER T larger(T left, T right) {  // which keeps NaN; of two zeros it is the right one
+    return left <= right || right != right ? right : left;
+}
+
+template <class T> INNER T sign_of(T number) {  // which keeps NaN and makes zero positive
+    return number > 0 ? (T)1 : number < 0 ? (T)-1 : number == 0 ? (T)0 : number;
+}
+
+// --- Rules
+//
+// `rule(weight, gradient, state)` returns the new weight and puts the new state in its place.
+
+template <class T> struct Coupled {
+    static const bool coupled = true;  // wd * weight is part of the gradient
+};
+
+template <class T> struct Decoupled {
+    static const bool coupled = false;
+};
+
+template <class T> struct descent_rule : Coupled<T> {
+    static const int states = 0;
+    T rate;
+    INNER descent_rule(const double* n) : rate(n[3]) {}
+    INNER T operator()(T weight, T gradient, T*) const { return weight - gradient * rate; }
+};
+
+template <class T> struct momentum_rule : Coupled<T> {
+    static const int states = 1;
+    T rate, momentum;
+    INNER momentum_rule(const double* n) : rate(n[3]), momentum(n[4]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        state[0] = state[0] * momentum - gradient * rate;
+        return weight + state[0];
+    }
+};
+
+template <class T> struct nesterov_rule : Coupled<T> {
+    static const int states = 1;
+    T rate, momentum;
+    INNER nesterov_rule(const double* n) : rate(n[3]), momentum(n[4]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        const T change = gradient * rate;
+        state[0] = state[0] * momentum - change;
+        return weight + (state[0] * momentum - change);
+    }
+};
+
+template <class T> struct sign_rule : Coupled<T> {
+    static const int states = 0;
+    T rate, decay;
+    bool decays;
+    INNER sign_rule(const double* n) : rate(n[3]), decay(n[4]), decays(n[4] != 0) {}
+    INNER T operator()(T weight, T gradient, T*) const {
+        return weight - decayed(sign_of(gradient), weight, decay, decays) * rate;
+    }
+};
+
+template <class T> struct signum_rule : Coupled<T> {
+    static const int states = 1;
+    T rate, decay, kept, taken;
+    bool decays;
+    INNER signum_rule(const double* n) : rate(n[3]), decay(n[4]), kept(n[5]), taken(n[6]), decays(n[4] != 0) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        state[0] = averaged(state[0], gradient, kept, taken);
+        return weight - decayed(sign_of(state[0]), weight, decay, decays) * rate;
+    }
+};
+
+template <class T> struct adagrad_rule : Coupled<T> {
+    static const int states = 1;
+    T rate, epsilon;
+    INNER adagrad_rule(const double* n) : rate(n[3]), epsilon(n[4]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        state[0] = state[0] + gradient * gradient;
+        return weight - gradient / (root(state[0]) + epsilon) * rate;
+    }
+};
+
+template <class T> struct rmsprop_rule : Coupled<T> {
+    static const int states = 1;
+    T rate, epsilon, largest, kept, taken;
+    INNER rmsprop_rule(const double* n) : rate(n[3]), epsilon(n[4]), largest(n[5]), kept(n[6]), taken(n[7]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        state[0] = averaged(state[0], gradient * gradient, kept, taken);
+        return clipped(weight - gradient / (root(state[0]) + epsilon) * rate, largest);
+    }
+};
+
+template <class T> struct rmsprop_centered_rule : Coupled<T> {
+    static const int states = 3;
+    T rate, epsilon, largest, kept, taken, momentum;
+    INNER rmsprop_centered_rule(const double* n)
+        : rate(n[3]), epsilon(n[4]), largest(n[5]), kept(n[6]), taken(n[7]), momentum(n[8]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        const T mean = averaged(state[0], gradient, kept, taken);
+        const T squares = averaged(state[1], gradient * gradient, kept, taken);
+        const T deviation = root(larger(squares - mean * mean, (T)0) + epsilon);
+        state[0] = mean;
+        state[1] = squares;
+        state[2] = state[2] * momentum - gradient / deviation * rate;
+        return clipped(weight + state[2], largest);
+    }
+};
+
+template <class T> struct adadelta_rule : Coupled<T> {
+    static const int states = 2;
+    T rate, epsilon, kept, taken;
+    INNER adadelta_rule(const double* n) : rate(n[3]), epsilon(n[4]), kept(n[5]), taken(n[6]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        state[0] = averaged(state[0], gradient * gradient, kept, taken);
+        const T delta = gradient / root(state[0] + epsilon) * root(state[1] + epsilon);
+        state[1] = averaged(state[1], delta * delta, kept, taken);
+        return weight - delta * rate;
+    }
+};
+
+// What Adam and those after it keep: averages of the gradient and of its squares.
+template <class T> struct Averages {
+    T rate, epsilon, kept, taken, kept_squares, taken_squares;
+    INNER Averages(const double* n)
+        : rate(n[3]), epsilon(n[4]), kept(n[5]), taken(n[6]), kept_squares(n[7]), taken_squares(n[8]) {}
+    INNER void average(T gradient, T* state) const {
+        state[0] = averaged(state[0], gradient, kept, taken);
+        state[1] = averaged(state[1], gradient * gradient, kept_squares, taken_squares);
+    }
+};
+
+template <class T> struct adam_rule : Coupled<T>, Averages<T> {
+    static const int states = 2;
+    INNER adam_rule(const double* n) : Averages<T>(n) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        this->average(gradient, state);
+        return weight - state[0] / (root(state[1]) + this->epsilon) * this->rate;
+    }
+};
+
+template <class T> struct adamw_rule : Decoupled<T>, Averages<T> {
+    static const int states = 2;
+    T decay;
+    bool decays;
+    INNER adamw_rule(const double* n) : Averages<T>(n), decay(n[9]), decays(n[2] != 0) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        this->average(gradient, state);
+        const T change = state[0] / (root(state[1]) + this->epsilon) * this->rate;
+        return weight - decayed(change, weight, decay, decays);
+    }
+};
+
+template <class T> struct nadam_rule : Coupled<T>, Averages<T> {
+    static const int states = 2;
+    T of_gradient, of_mean;
+    INNER nadam_rule(const double* n) : Averages<T>(n), of_gradient(n[9]), of_mean(n[10]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        this->average(gradient, state);
+        const T direction = gradient * of_gradient + state[0] * of_mean;
+        return weight - direction / (root(state[1]) + this->epsilon) * this->rate;
+    }
+};
+
+template <class T> struct adamax_rule : Coupled<T> {
+    static const int states = 2;
+    T rate, epsilon, kept, taken, kept_largest;
+    INNER adamax_rule(const double* n) : rate(n[3]), epsilon(n[4]), kept(n[5]), taken(n[6]), kept_largest(n[7]) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        state[0] = averaged(state[0], gradient, kept, taken);
+        state[1] = larger(state[1] * kept_largest, magnitude_of(gradient) + epsilon);
+        return weight - state[0] / state[1] * rate;
+    }
+};
+
+template <class T> struct ftrl_rule : Decoupled<T> {
+    static const int states = 2;
+    T wd, rate, lamda1, beta;
+    bool moves;
+    INNER ftrl_rule(const double* n) : wd(n[2]), rate(n[3]), lamda1(n[4]), beta(n[5]), moves(n[3] != 0) {}
+    INNER T operator()(T weight, T gradient, T* state) const {
+        if (!moves) return weight;
+        const T before = root(state[1]);
+        state[1] = state[1] + gradient * gradient;
+        const T after = root(state[1]);
+        state[0] = state[0] + (gradient - (after - before) / rate * weight);
+        return (clipped(state[0], lamda1) - state[0]) / ((after + beta) / rate + wd);
+    }
+};
+
+// --- The walk
+
+template <template <class> class Rule, class Kind> __global__ void update(const GRID_CONSTANT Update<Kind> given) {
+    typedef typename Kind::computed T;
+    const Rule<T> rule(given.numbers);
+    const T scale = (T)given.numbers[0], bound = (T)given.numbers[1], wd = (T)given.numbers[2];
+    const bool decays = Rule<T>::coupled && given.numbers[2] != 0;
+    const long long stride = (long long)gridDim.x * blockDim.x;
+#pragma unroll 1  // a thread has few elements: to count them in advance would take a division
+    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < given.size; i += stride) {
+        const T weight = given.master ? given.master[i] : Kind::widen(given.value[i]);
+        T state[STATES];
+        for (int each = 0; each < Rule<T>::states; each++) state[each] = given.state[each][i];
+        const T gradient = decayed(clipped(given.total[i] * scale, bound), weight, wd, decays);
+        const T changed = rule(weight, gradient, state);
+        for (int each = 0; each < Rule<T>::states; each++) given.state[each][i] = state[each];
+        if (given.master) given.master[i] = changed;
+        given.value[i] = Kind::narrow(changed);
+    }
+}

@@ -1,0 +1,362 @@
+"""CuPy behind the seam: a GPU of this host, as a store needs one, and NCCL.
+
+CuPy is imported where a GPU store is asked for and nowhere else: that takes a third of a second, and most machines do
+not have it. Whatever is missing is named by itself, with the line that installs it, before anything of CUDA is made:
+CuPy's own objects complain on stderr when they are destroyed on a machine without a driver.
+
+A thread has one present GPU, and the work of a stream must be given to it while its GPU is the present one; callers may
+have another. So every call here makes its GPU the present one meanwhile.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from .errors import TransportError, TransportUnavailable, Unsupported, brief
+from .typing import Array, Event, Stream
+
+__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "survey"]
+
+_INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
+# DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
+_DEVICE, _MANAGED = 2, 13
+# Numbers of priority end at -5 or so, and CUDA takes what is beyond for the highest.
+_HIGHEST = -100
+# cudaErrorMemoryAllocation, of which CuPy has no name.
+_OUT_OF_MEMORY = 2
+_PIECE, _PIECES = 4 << 20, 2
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
+    """Return the GPU of a rank. Local.
+
+    It becomes the thread's present GPU, so that arrays which are made from now on lie on it.
+
+    Args:
+        local_rank: the number of the rank among those of its host, which is the number of its GPU.
+        local_size: how many ranks the host has.
+        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast.
+        visible: what CUDA_VISIBLE_DEVICES says, None where it is not set. Where it names one GPU, a launcher may have
+            given each rank one of its own, which all of them know by the number 0.
+
+    Raises:
+        TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks, or it cannot be used.
+    """
+    cupy = _find_cupy()
+    ordinal = choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible)
+    try:
+        gpu = CupyGpu(cupy, ordinal)
+        gpu.use()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise TransportUnavailable(f"the GPU cuda:{ordinal} cannot be used: {error}") from error
+    return gpu
+
+
+def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visible: str | None) -> int:
+    """Return the number of the GPU of a rank, of ``count`` that it can see. The arguments are :func:`find_gpu`'s.
+
+    >>> choose_gpu(8, 3, 8, False, None), choose_gpu(1, 3, 8, False, "GPU-5e8c"), choose_gpu(2, 3, 4, True, None)
+    (3, 0, 1)
+
+    Raises:
+        TransportUnavailable: there are fewer GPUs than ranks.
+    """
+    if count == 1 and visible and "," not in visible:
+        return 0
+    if sharing:
+        return local_rank % count
+    if local_size > count:
+        told = f" of CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+        raise TransportUnavailable(
+            f"{local_size} ranks of this host need a GPU each and see {count}{told}; start {count} per host, as by "
+            f"'mpikv run -n {count}', or use 'dist_sync' with host arrays (MPIKV_GPU_SHARING=1 lets ranks share a GPU, "
+            "for tests)"
+        )
+    return local_rank
+
+
+def find_nccl() -> Any:
+    """Return the module ``cupy.cuda.nccl``, with its library. Local, and the same with a GPU and without.
+
+    Raises:
+        TransportUnavailable: CuPy or the library is missing.
+    """
+    cupy = _find_cupy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from cupy.cuda import nccl
+    if not nccl.available:
+        major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        reasons = [line for warning in caught for line in str(warning.message).splitlines() if "Reason" in line]
+        why = f" ({brief(reasons[0].partition('Reason: ')[2], 200)})" if reasons else ""
+        raise TransportUnavailable(
+            f"CuPy {cupy.__version__} cannot load the library NCCL{why}: pip install 'nvidia-nccl-cu{major}>=2.27.7,<3'"
+        )
+    return nccl
+
+
+class Found(NamedTuple):
+    """What of a GPU store there is here."""
+
+    cupy: str | None
+    nccl: str | None
+    devices: list[str]
+    problems: list[str]
+    """What is missing, each as its error would say."""
+
+
+def survey(visible: str | None = None) -> Found:
+    """Return the versions of CuPy and NCCL, the names of the GPUs, and what is missing. Makes nothing on a GPU."""
+    try:
+        cupy = _find_cupy()
+    except TransportUnavailable as error:
+        return Found(None, None, [], [str(error)])
+    nccl, devices, problems = None, [], []
+    try:
+        number = find_nccl().get_version()
+        nccl = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    except TransportUnavailable as error:
+        problems.append(str(error))
+    try:
+        devices = [_name(cupy, ordinal) for ordinal in range(_count(cupy, visible))]
+    except TransportUnavailable as error:
+        problems.append(str(error))
+    return Found(cupy.__version__, nccl, devices, problems)
+
+
+def _find_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise TransportUnavailable(f"sums on GPUs need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
+    return cupy
+
+
+def _count(cupy: Any, visible: str | None) -> int:
+    """Return how many GPUs this process sees, 1 at least."""
+    why = "the driver sees none"
+    try:
+        if count := cupy.cuda.runtime.getDeviceCount():
+            return int(count)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        why = str(error)
+    told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+    raise TransportUnavailable(
+        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); use 'dist_sync' with host "
+        "arrays"
+    )
+
+
+def _name(cupy: Any, ordinal: int) -> str:
+    name = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"]
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _translated(method: Method) -> Method:
+    """Let what CUDA raises in a method leave as TransportError, and as MemoryError where it is out of memory."""
+
+    @wraps(method)
+    def translated(self: CupyGpu, *arguments: Any) -> Any:
+        with self.present():
+            try:
+                return method(self, *arguments)
+            except self.cuda.runtime.CUDARuntimeError as error:
+                if error.status == _OUT_OF_MEMORY:
+                    raise MemoryError(f"{self.name}: {error}") from error
+                raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
+
+    return translated  # type: ignore[return-value]
+
+
+class CupyGpu:
+    """The :class:`~mpikv.typing.Gpu` of CuPy. One thread at a time may copy to the host or from it."""
+
+    def __init__(self, cupy: Any, ordinal: int) -> None:
+        from .cuda.copies import copy
+
+        self._copy = copy
+        self.cupy = cupy
+        self.cuda = cupy.cuda
+        self.ordinal = ordinal
+        self.name = f"cuda:{ordinal}"
+        # CuPy reads the 16 bytes as a text that a zero ends; the place on the bus tells apart what that leaves equal.
+        uuid = self.cuda.runtime.getDeviceProperties(ordinal)["uuid"][:16].hex()
+        self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
+        self._staging: Staging | None = None
+
+    def present(self) -> Any:
+        """Return a context in which this is the thread's present GPU."""
+        # A new one each time: CuPy's remembers in itself what was present before, so threads must not share one.
+        return self.cuda.Device(self.ordinal)
+
+    def use(self) -> None:
+        """Make this the thread's present GPU, as a new thread has to before it calls a library of CUDA."""
+        self.present().use()
+
+    @_translated
+    def stream(self) -> Stream:
+        return CupyStream(self, self.cuda.Stream(non_blocking=True, priority=_HIGHEST))
+
+    def current(self) -> Stream:
+        return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
+
+    @_translated
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
+
+    @_translated
+    def zeros(self, nbytes: int) -> Array:
+        return self.cupy.zeros(nbytes, np.uint8)  # type: ignore[no-any-return]
+
+    def owns(self, value: object) -> bool:
+        return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
+
+    def adopt(self, value: Any) -> Array:
+        kind, ordinal = map(int, value.__dlpack_device__())
+        if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
+            where = f"cuda:{ordinal}" if kind == _DEVICE else f"DLPack's device ({kind}, {ordinal})"
+            raise Unsupported(
+                f"the array is on {where} and the store on {self.name}; make arrays there, as after "
+                f"'cupy.cuda.Device({self.ordinal}).use()'"
+            )
+        if type(value).__module__.partition(".")[0] == "torch":
+            value = value.detach()
+        with self.present():
+            try:
+                return self.cupy.from_dlpack(value)  # type: ignore[no-any-return]
+            except (BufferError, NotImplementedError, TypeError, ValueError) as error:
+                raise Unsupported(f"CuPy cannot use the memory of a {type(value).__name__}: {error}") from error
+
+    @_translated
+    def upload(self, array: Array) -> Array:
+        out = self.cupy.empty(array.shape, array.dtype)
+        self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), out.data.ptr)
+        return out  # type: ignore[no-any-return]
+
+    @_translated
+    def download(self, array: Array, out: Array) -> None:
+        whole = self.cupy.ascontiguousarray(array)
+        flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        self._stage().download(whole.data.ptr, flat.reshape(-1).view(np.uint8))
+        if flat is not out:
+            out[...] = flat
+
+    def _stage(self) -> Staging:
+        if self._staging is None:
+            self._staging = Staging([self._pinned(_PIECE) for _ in range(_PIECES)], self._move, self._now)
+        return self._staging
+
+    def _pinned(self, nbytes: int) -> Array:
+        return np.frombuffer(self.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def _move(self, target: int, source: int, nbytes: int) -> None:
+        stream = self.cuda.get_current_stream().ptr
+        self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
+
+    def _now(self) -> Any:
+        return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        with self.present():
+            self._copy(targets, sources)
+
+
+class CupyStream:
+    """The :class:`~mpikv.typing.Stream` of CuPy."""
+
+    def __init__(self, gpu: CupyGpu, stream: Any) -> None:
+        self.gpu = gpu
+        self.handle = int(stream.ptr)
+        self._stream = stream
+        self._entered: list[Any] = []
+
+    # CUDA knows the default stream, and makes an event, of the present GPU only.
+
+    def record(self) -> Event:
+        with self.gpu.present():
+            return self._stream.record(self.gpu.cuda.Event(disable_timing=True))  # type: ignore[no-any-return]
+
+    def wait(self, event: Event) -> None:
+        with self.gpu.present():
+            self._stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        with self.gpu.present():
+            try:
+                self._stream.synchronize()
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"what was queued on {self.gpu.name} failed: {error}") from error
+
+    def __enter__(self) -> CupyStream:
+        present = self.gpu.present()
+        present.__enter__()
+        self._stream.__enter__()
+        self._entered.append(present)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stream.__exit__(*failure)
+        self._entered.pop().__exit__(*failure)
+
+
+class Staging:
+    """Pinned memory, in pieces, through which arrays of the host travel: while one piece is on its way, the host fills
+    or empties another. A GPU reads and writes pinned memory by itself, and pageable memory only by the driver's hand.
+    """
+
+    def __init__(self, pieces: Sequence[Array], move: Callable[[int, int, int], None], now: Callable[[], Any]) -> None:
+        """``move(target, source, nbytes)`` queues a copy; ``now()`` returns an event behind what is queued."""
+        self._pieces: deque[tuple[Array, Any]] = deque((piece, None) for piece in pieces)
+        self._move = move
+        self._now = now
+
+    def upload(self, source: Array, target: int) -> None:
+        """Queue a copy of bytes to an address. They may be changed when this returns."""
+        for start, piece in self._cut(source.size):
+            part = source[start : start + piece.size]
+            piece[: part.size] = part
+            self._send(piece, target + start, piece.ctypes.data, part.size)
+
+    def download(self, source: int, target: Array) -> None:
+        """Fill bytes from an address, and wait until they are there."""
+        coming: deque[tuple[Array, Array, Any]] = deque()
+        for start, piece in self._cut(target.size):
+            part = target[start : start + piece.size]
+            coming.append((part, piece, self._send(piece, piece.ctypes.data, source + start, part.size)))
+            if len(coming) == len(self._pieces):
+                _arrive(*coming.popleft())
+        while coming:
+            _arrive(*coming.popleft())
+
+    def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
+        """Yield where each part begins, and a piece of memory that is free for it."""
+        start = 0
+        while start < nbytes:
+            piece, busy = self._pieces[0]
+            if busy is not None:
+                busy.synchronize()
+            yield start, piece
+            start += piece.size
+
+    def _send(self, piece: Array, target: int, source: int, nbytes: int) -> Any:
+        self._move(target, source, nbytes)
+        event = self._now()
+        self._pieces.popleft()
+        self._pieces.append((piece, event))
+        return event
+
+
+def _arrive(target: Array, piece: Array, event: Any) -> None:
+    event.synchronize()
+    target[...] = piece[: target.size]

@@ -1,0 +1,118 @@
+"""Which form of its rule an optimizer's options ask for, and with which numbers: what all compiled code has in common.
+
+A form is a rule without choices, for one element. numba's loops (``compiled.py``) and the kernels of a GPU
+(``mpikv/cuda``) have one body for each, under the form's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from .adadelta import AdaDelta
+from .adagrad import AdaGrad
+from .adam import Adam, Adamax, AdamW, Nadam
+from .ftrl import FTRL
+from .optimizer import Optimizer, Step
+from .rmsprop import RMSProp
+from .sgd import SGD, Test
+from .signum import Signum
+
+__all__ = ["FORMS", "call_of"]
+
+Call: TypeAlias = "tuple[str, tuple[float, ...]]"
+"""The name of a form and its numbers."""
+
+Form: TypeAlias = Callable[[Any, Step], Call]
+"""Returns the call that an optimizer's present options ask for, without the numbers that all forms begin with."""
+
+
+def call_of(optimizer: Optimizer, step: Step) -> Call:
+    """Return the form that the present options ask for and all its numbers, of which the first three are ``scale``,
+    ``bound`` and ``wd``: ``clip(scale * total, -bound, bound)`` is the gradient before weight decay.
+
+    The optimizer's class is in :data:`FORMS`.
+
+    >>> call_of(SGD(momentum=0.5), Step(0.25, 0.0))
+    ('momentum', (1.0, inf, 0.0, 0.25, 0.5))
+    """
+    form, numbers = FORMS[type(optimizer)](optimizer, step)
+    bound = math.inf if optimizer.clip_gradient is None else optimizer.clip_gradient
+    return form, (optimizer.rescale_grad, bound, step.wd, *numbers)
+
+
+def _of_sgd(optimizer: SGD, step: Step) -> Call:
+    if not optimizer.momentum:
+        return "descent", (step.rate,)
+    return "nesterov" if optimizer.nesterov else "momentum", (step.rate, optimizer.momentum)
+
+
+def _of_test(optimizer: Test, step: Step) -> Call:
+    return "descent", (step.rate,)
+
+
+def _of_signum(optimizer: Signum, step: Step) -> Call:
+    if not optimizer.momentum:
+        return "sign", (step.rate, optimizer.wd_lh)
+    return "signum", (step.rate, optimizer.wd_lh, optimizer.momentum, 1.0 - optimizer.momentum)
+
+
+def _of_adagrad(optimizer: AdaGrad, step: Step) -> Call:
+    return "adagrad", (step.rate, optimizer.epsilon)
+
+
+def _of_rmsprop(optimizer: RMSProp, step: Step) -> Call:
+    largest = math.inf if optimizer.clip_weights is None else optimizer.clip_weights
+    numbers = step.rate, optimizer.epsilon, largest, optimizer.rho, 1.0 - optimizer.rho
+    return ("rmsprop_centered", (*numbers, optimizer.momentum)) if optimizer.centered else ("rmsprop", numbers)
+
+
+def _of_adadelta(optimizer: AdaDelta, step: Step) -> Call:
+    return "adadelta", (step.rate, optimizer.epsilon, optimizer.rho, 1.0 - optimizer.rho)
+
+
+def _of_adam(optimizer: Adam, step: Step) -> Call:
+    first, second = step.correction
+    return "adam", (step.rate * second / first, optimizer.epsilon * second, *_shares(optimizer))
+
+
+def _of_adamw(optimizer: AdamW, step: Step) -> Call:
+    first, second = step.correction
+    rate, epsilon = step.rate * second / first, optimizer.epsilon * second
+    return "adamw", (rate, epsilon, *_shares(optimizer), step.rate * step.wd)
+
+
+def _of_nadam(optimizer: Nadam, step: Step) -> Call:
+    of_gradient, of_mean, second = step.correction
+    return "nadam", (step.rate * second, optimizer.epsilon * second, *_shares(optimizer), of_gradient, of_mean)
+
+
+def _of_adamax(optimizer: Adamax, step: Step) -> Call:
+    (first,) = step.correction
+    return "adamax", (step.rate / first, optimizer.epsilon, optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2)
+
+
+def _of_ftrl(optimizer: FTRL, step: Step) -> Call:
+    return "ftrl", (step.rate, optimizer.lamda1, optimizer.beta)
+
+
+def _shares(optimizer: Adam | AdamW | Nadam) -> tuple[float, float, float, float]:
+    """Return what both averages keep of themselves and take of the gradient."""
+    return optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2, 1.0 - optimizer.beta2
+
+
+FORMS: Mapping[type[Optimizer], Form] = {
+    SGD: _of_sgd,
+    Test: _of_test,
+    Signum: _of_signum,
+    AdaGrad: _of_adagrad,
+    RMSProp: _of_rmsprop,
+    AdaDelta: _of_adadelta,
+    Adam: _of_adam,
+    AdamW: _of_adamw,
+    Nadam: _of_nadam,
+    Adamax: _of_adamax,
+    FTRL: _of_ftrl,
+}
+"""The optimizers that have a compiled form."""

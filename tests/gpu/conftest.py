@@ -1,0 +1,23 @@
+"""Before CuPy is imported: ranks that are more than the GPUs share them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from mpikv.config import launch_of, visible_gpus
+from mpikv.gpu import survey
+from mpikv.testing.gpus import sharing
+
+LAUNCH = launch_of()
+if LAUNCH is not None and LAUNCH.size > 1 and len(survey(visible_gpus()).devices) < LAUNCH.size:
+    os.environ |= sharing(LAUNCH.rank)
+
+
+@pytest.fixture
+def cupy() -> Any:
+    import cupy
+
+    return cupy

@@ -1,0 +1,150 @@
+"""Calls on a GPU store are in order with the caller's stream, whatever it has to do yet, and with other libraries'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2), pytest.mark.deadline(60)]
+
+SIZE = 1 << 20
+LATE = r"""
+extern "C" __global__ void late(float* out, long long size, float value, long long cycles) {
+  long long begin = clock64();
+  while (clock64() - begin < cycles) {}
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < size; i += gridDim.x * (long long)blockDim.x)
+    out[i] = value;
+}
+"""
+
+
+@pytest.fixture
+def late(cupy: Any) -> Any:
+    """Return what fills an array with a value, some milliseconds after the GPU has come to it."""
+    kernel = cupy.RawKernel(LATE, "late")
+
+    def fill(array: Any, value: float, cycles: int = 5_000_000) -> None:
+        kernel((32,), (256,), (array, np.int64(array.size), np.float32(value), np.int64(cycles)))
+
+    return fill
+
+
+@pytest.fixture(params=["default", "own", "per thread"])
+def stream(request: pytest.FixtureRequest, cupy: Any) -> Any:
+    streams = {
+        "default": lambda: cupy.cuda.Stream.null,
+        "own": lambda: cupy.cuda.Stream(non_blocking=True),
+        "per thread": lambda: cupy.cuda.Stream.ptds,
+    }
+    with streams[request.param]() as made:
+        yield made
+
+
+@pytest.fixture
+def kv() -> Any:
+    with mpikv.create("nccl") as store:
+        yield store
+
+
+def test_what_is_pushed_may_still_be_computed(kv, cupy, late, stream):
+    gradient = cupy.zeros(SIZE, np.float32)
+    kv.init("w", gradient)
+    for number in range(1, 6):
+        late(gradient, number)
+        kv.push("w", gradient)
+        gradient.fill(np.nan)  # the push has read it by then
+        value = kv.pull("w")
+        doubled = value * 2
+        value.fill(np.nan)
+        assert (doubled.get() == 2 * number * kv.size).all()
+
+
+def test_what_is_pulled_into_may_still_be_used(kv, cupy, late, stream):
+    out = cupy.zeros(SIZE, np.float32)
+    kv.init("w", cupy.full(SIZE, 3, np.float32))
+    for _ in range(5):
+        late(out, np.nan)
+        assert kv.pull("w", out) is out
+        assert (out.get() == 3).all()
+
+
+def test_memory_that_is_let_go_of_is_not_taken_too_early(kv, cupy, late, stream):
+    kv.init("w", cupy.zeros(SIZE, np.float32))
+    for number in range(1, 20):
+        gradient = cupy.empty(SIZE, np.float32)
+        late(gradient, number)
+        kv.push("w", gradient)
+        del gradient
+        others = [cupy.full(SIZE, np.nan, np.float32) for _ in range(3)]
+        assert (kv.pull("w").get() == number * kv.size).all()
+        del others
+
+
+def test_calls_return_when_they_are_queued(kv, cupy, late, stream):
+    gradient = cupy.zeros(SIZE, np.float32)
+    kv.init("w", gradient)
+    kv.pushpull("w", gradient, out=gradient)  # all is compiled
+    cupy.cuda.get_current_stream().synchronize()
+    late(gradient, 1, cycles=200_000_000)
+    done = cupy.cuda.get_current_stream().record()
+    kv.pushpull("w", gradient, out=gradient)
+    assert not done.done, "the call has waited for the GPU"
+    assert (gradient.get() == kv.size).all()
+
+
+def test_arrays_of_the_host(kv, cupy):
+    array = np.arange(1000, dtype=np.float32)
+    kv.init("w", array)
+    kv.push("w", array)
+    array[...] = -1
+    out = np.empty_like(array)
+    kv.pull("w", out)
+    assert (out == np.arange(1000) * kv.size).all()
+    assert isinstance(kv.pull("w"), cupy.ndarray)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_torch(kv, cupy, dtype):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    device = torch.device("cuda", cupy.cuda.get_device_id())
+    weight = torch.ones(1000, dtype=getattr(torch, dtype), device=device, requires_grad=True)
+    kv.init("w", weight)
+    for number in range(1, 4):
+        gradient = torch.full((1000,), number, dtype=weight.dtype, device=device)
+        kv.push("w", gradient)
+        gradient.fill_(float("nan"))
+        out = torch.zeros_like(gradient)
+        kv.pull("w", out)
+        assert (out == number * kv.size).all()
+
+
+def test_a_stream_of_torch(kv, cupy, late):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    device = torch.device("cuda", cupy.cuda.get_device_id())
+    side = torch.cuda.Stream(device)
+    kv.init("w", cupy.zeros(SIZE, np.float32))
+    with torch.cuda.stream(side), cupy.cuda.Stream.from_external(Named(side.cuda_stream)):
+        gradient = torch.zeros(SIZE, device=device)
+        late(cupy.from_dlpack(gradient), 5)
+        kv.push("w", gradient)
+        out = torch.zeros(SIZE, device=device)
+        kv.pull("w", out)
+        assert float((out - 5 * kv.size).abs().max()) == 0
+
+
+class Named:
+    """A stream of a handle, as CuPy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle

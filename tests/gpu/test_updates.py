@@ -1,0 +1,68 @@
+"""The optimizers on a GPU beside those in numpy, and copies with casts beside numpy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpikv import optimizers
+from mpikv.cuda import kernels
+from mpikv.cuda.copies import copy
+from mpikv.testing.updater import available, wide, zeros
+
+pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
+
+UPDATERS = {
+    "sgd": lambda: optimizers.SGD(),
+    "momentum": lambda: optimizers.SGD(momentum=0.9, wd=0.01),
+    "clipped": lambda: optimizers.SGD(momentum=0.9, clip_gradient=0.75, multi_precision=True),
+    "adam": lambda: optimizers.Adam(),
+    "adam, of masters": lambda: optimizers.Adam(wd=0.01, multi_precision=True),
+}
+EXACT = ("sgd", "momentum", "clipped")
+
+
+@pytest.mark.parametrize("name", UPDATERS)
+@pytest.mark.parametrize("dtype", available(), ids=str)
+@pytest.mark.parametrize("size", [1, 1000, (1 << 20) + 7])
+def test_updates_are_those_of_numpy(cupy, name, dtype, size):
+    random, updater = np.random.default_rng(size), UPDATERS[name]()
+    on_gpu = kernels.CudaKernels()
+    on_gpu.prepare(updater, dtype, False)
+    value = random.standard_normal(size).astype(dtype)
+    state = zeros(updater, value)
+    total = cupy.empty(size, wide(dtype))
+    there, states = cupy.asarray(value), {key: cupy.asarray(array) for key, array in state.items()}
+    update = on_gpu.bind(updater, total, there, states)
+    for count in range(1, 4):
+        gradient = random.standard_normal(size).astype(total.dtype)
+        step = updater.step("key", count)
+        updater.update(step, gradient.copy(), value, state)
+        total.set(gradient)
+        update(step)
+        for key, expected in {"value": value, **state}.items():
+            compare({"value": there, **states}[key].get(), expected, 0 if name in EXACT else 2)
+
+
+def compare(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], ulps: int) -> None:
+    integer = np.dtype(f"i{expected.itemsize}")
+    apart = np.abs(found.view(integer).astype(np.float64) - expected.view(integer).astype(np.float64))
+    assert apart.max() <= ulps, f"{apart.max()} units in the last place"
+
+
+def test_many_copies_with_casts(cupy):
+    random = np.random.default_rng(3)
+    dtypes = [
+        np.dtype(name) for name in ("bool", "int8", "int32", "int64", "float16", "float32", "float64", "complex64")
+    ]
+    for wanted in dtypes:
+        arrays = [
+            random.integers(0, 100, 1 + 37 * number).astype(dtypes[number % len(dtypes)]) for number in range(300)
+        ]
+        targets = [cupy.empty(array.size, wanted) for array in arrays]
+        copy(targets, [cupy.asarray(array) for array in arrays])
+        for target, array in zip(targets, arrays, strict=True):
+            expected = array.real.astype(wanted) if wanted.kind != "c" else array.astype(wanted)
+            assert (target.get() == expected).all()

@@ -1,0 +1,89 @@
+"""A store on a GPU that is none: the contract of a store, with the order of its work checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.device import DeviceMemory
+from mpikv.store import KVStore
+from mpikv.testing import StoreContract
+from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.store import on_host
+from mpikv.transports.local import LocalTransport
+from mpikv.world import connect
+
+
+def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
+    config = Config.read(**options)
+    group = connect(comm, config)
+    mover = LocalTransport(1 << 16, DeviceMemory(gpu))
+    return KVStore(group, Board(group), mover, config, root=root, kernels=FakeKernels(gpu))
+
+
+class TestOnAGpu(StoreContract):
+    sparse = False
+
+    @pytest.fixture(autouse=True)
+    def on_gpu(self, comm: Any) -> Iterator[None]:
+        self.gpu, self.comm = FakeGpu(), comm
+        yield
+        self.gpu.checker.assert_clean()
+
+    def create(self, **options: Any) -> KVStore:
+        return store_on(self.gpu, self.comm, **options)
+
+
+KEYS = {"w": ((3, 4), np.float32), "b": ((5,), np.float64), "big": ((6000,), np.float32), "h": ((7, 3), np.float16)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("updater", ["assign", "sgd", "adam", "function"])
+def test_the_same_as_on_the_host(comm: Any, seed: int, updater: str) -> None:
+    """Random calls with arrays of the GPU and of the host, from several streams."""
+    gpu, draw = FakeGpu(), np.random.default_rng(seed)
+    own = np.random.default_rng([seed, comm.rank if comm else 0])
+    stores = [store_on(gpu, comm), mpikv.create("dist_sync", comm=comm)]
+    streams = [gpu.current(), gpu.stream(), gpu.stream()]
+    for kv in stores:
+        kv.init(list(KEYS), [np.ones(shape, dtype) for shape, dtype in KEYS.values()])
+        if updater == "function":
+            kv.set_updater(double)
+        elif updater != "assign":
+            kv.set_optimizer(updater, learning_rate=0.25)
+    for _ in range(30):
+        keys = list(draw.permutation(list(KEYS))[: draw.integers(1, len(KEYS) + 1)])
+        keys = [str(key) for key in keys]
+        values = [own.integers(-4, 5, KEYS[key][0]).astype(KEYS[key][1]) for key in keys]
+        verb, on_gpu, stream = draw.choice(["push", "pull", "pushpull", "set"]), own.random() < 0.7, own.choice(3)
+        with streams[stream]:
+            given = [gpu.upload(value) for value in values] if on_gpu else [value.copy() for value in values]
+            outs = [gpu.empty(value.shape, value.dtype) if on_gpu else np.empty_like(value) for value in values]
+            results = [
+                call(kv, verb, keys, each, out)
+                for kv, each, out in zip(stores, (given, values), (outs, None), strict=True)
+            ]
+            for result, expected in zip(*results, strict=True):
+                np.testing.assert_array_equal(on_host(result), expected)
+    for kv in stores:
+        kv.close()
+    gpu.checker.assert_clean()
+
+
+def double(key: Any, given: Any, stored: Any) -> None:
+    stored += 2 * given
+
+
+def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[Any] | None) -> list[Any]:
+    if verb == "pull":
+        return kv.pull(keys, out=outs)
+    if verb == "pushpull":
+        return kv.pushpull(keys, values, out=outs if outs is not None else [np.empty_like(value) for value in values])
+    getattr(kv, verb)(keys, values)
+    return []
