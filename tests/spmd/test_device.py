@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from mpikv.config import Config
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports.local import LocalTransport
+from mpikv.transports.device import open_device_transport
 from mpikv.world import connect
 
 
@@ -31,7 +33,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
 @pytest.mark.ranks(1, 2, 3, 4)
 class TestOnAGpu(StoreContract):
     sparse = False
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
     def on_gpu(self, comm: Any) -> Iterator[None]:
@@ -44,16 +46,16 @@ class TestOnAGpu(StoreContract):
 
 
 class TestInAFixedOrder(TestOnAGpu):
-    options = {"deterministic": True}
+    options = MappingProxyType({"deterministic": True})
 
 
 class TestReplicas(TestOnAGpu):
-    options = {"placement": "replicated"}
+    options = MappingProxyType({"placement": "replicated"})
     callables = False
 
 
 class TestAtTheRoot(TestOnAGpu):
-    options = {"placement": "root"}
+    options = MappingProxyType({"placement": "root"})
 
 
 KEYS = {"w": ((3, 4), np.float32), "b": ((5,), np.float64), "big": ((6000,), np.float32), "h": ((7, 3), np.float16)}
