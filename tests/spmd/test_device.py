@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv import RowSparse
 from mpikv.board import Board
 from mpikv.config import Config
+from mpikv.errors import Closed, Unsupported
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
@@ -106,3 +108,41 @@ def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[
         return kv.pushpull(keys, values, out=outs if outs is not None else [np.empty_like(value) for value in values])
     getattr(kv, verb)(keys, values)
     return []
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
+    gpu = FakeGpu(comm.rank)
+    kv = store_on(gpu, comm)
+    kv.init("w", np.ones(3))
+    with pytest.raises(ZeroDivisionError), kv:
+        kv.push("w", np.full(3, 1 / 0))
+    with pytest.raises(Closed, match="ZeroDivisionError"):
+        kv.pull("w")
+    (communicator,) = kv._transport._nccl.communicators
+    assert communicator.state == "aborted"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.set_gradient_compression("2bit"),
+        lambda kv: kv.init("s", RowSparse([0], np.ones((1, 2)), (3, 2))),
+        lambda kv: kv.push("w", RowSparse([0], np.ones((1, 3)), (3, 3))),
+        lambda kv: kv.row_sparse_pull("w", row_ids=[0]),
+        lambda kv: kv.pull("w", wait=False),
+        lambda kv: kv.save("nowhere"),
+        lambda kv: kv.load("nowhere"),
+        lambda kv: kv.save_optimizer_states("nowhere"),
+        lambda kv: kv.load_optimizer_states("nowhere"),
+    ],
+)
+@pytest.mark.ranks(1, 2)
+def test_what_a_gpu_store_cannot_do(comm: Any, call: Any) -> None:
+    """It is refused by name, and the store goes on."""
+    with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
+        kv.init("w", np.ones((3, 3)))
+        with pytest.raises(Unsupported, match="GPU"):
+            call(kv)
+        kv.push("w", np.ones((3, 3)))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full((3, 3), kv.size))
