@@ -64,10 +64,13 @@ class DeviceMemory:
         pairs = list(zip(targets, sources, strict=True))
         here = [pair for pair in pairs if self.gpu.owns(pair[0])]
         if here:
-            self.gpu.copy([into for into, _ in here], [array for _, array in here])
+            self.gpu.copy([into for into, _ in here], [self._uploaded(array) for _, array in here])
         for out, array in pairs:
             if not self.gpu.owns(out):
                 out[...] = self.to_host(array)
+
+    def _uploaded(self, array: Array) -> Array:
+        return array if self.gpu.owns(array) else self.gpu.upload(array)
 
     def to_host(self, array: Array) -> Array:
         out = np.empty(array.shape, array.dtype)

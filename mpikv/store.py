@@ -776,8 +776,9 @@ class KVStore(KVStoreBase):
         and what compressed pushes have left out.
 
         Collective; the same path on every rank, of a file system that all hosts share. Each rank writes the elements
-        that it owns, without copying them. The file takes its place at ``path`` in one step when it is whole and on the
-        disk: a job that is killed at any moment leaves the checkpoint that was there, or the new one.
+        that it owns, without copying them, but for those of a GPU, for which the host needs as much memory. The file
+        takes its place at ``path`` in one step when it is whole and on the disk: a job that is killed at any moment
+        leaves the checkpoint that was there, or the new one.
 
         An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
         the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.

@@ -84,7 +84,9 @@ class Memory(Protocol):
         ...
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy each source to its target, of the same shape, cast where the dtypes differ."""
+        """Copy each source to its target, of the same shape, cast where the dtypes differ. One of the two may be an
+        array of the host, whatever this memory is.
+        """
         ...
 
     def to_host(self, array: Array) -> Array:

@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, 
 from ..exchange import Exchange
 from ..optimizers import Optimizer
 from ..plan import Bucket, Plan, digest
-from ..typing import Array, Updater
+from ..typing import Array, Memory, Updater
 from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order, check_readable, dtype_named
 from .files import NONCE, Draft, Reader, Source
 from .fits import check_keys, check_slots, found, restored_for_states, slot_names
@@ -31,22 +31,41 @@ from .settings import check_dumpable, described, restored
 __all__ = ["Checkpoints"]
 
 
+class _Room:
+    """Arrays of the host to read what belongs into others, which are these themselves where they lie there."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._arrays: list[Array] = []
+        self._places: list[Array] = []
+
+    def over(self, array: Array) -> Array:
+        """Return an array of the host to fill in place of this one."""
+        if self._memory.on_host:
+            return array
+        self._places.append(array)
+        self._arrays.append(np.empty(array.shape, array.dtype))
+        return self._arrays[-1]
+
+    def empty(self) -> None:
+        """Copy what they were filled with to where it belongs."""
+        self._memory.copy(self._places, self._arrays)
+
+
 class Checkpoints:
     """Prepares and runs the calls of one store."""
 
     def __init__(self, exchange: Exchange, agreement: Agreement, root: int) -> None:
         self._exchange, self._agreement, self._root = exchange, agreement, root
-        self._transport = exchange.transport.control
+        self._transport, self._memory = exchange.transport.control, exchange.transport.memory
 
     # --- Save
 
     def save(self, path: Any, residuals: bool) -> Prepared:
-        self._exchange.check_host("save")
         self._check_kept()
         return self._saving("save", path, described(self._exchange.updater), values=True, residuals=bool(residuals))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
-        self._exchange.check_host("save_optimizer_states")
         updater = self._optimizer()
         if dump_optimizer:
             check_dumpable(updater)
@@ -95,7 +114,7 @@ class Checkpoints:
             self._transport.broadcast(nonce, self._root)
             self._together(call, draft.attach, nonce, only=not is_root)
             sums = np.zeros(contents.chunks, np.uint32)
-            own_pieces = [*self._pieces(contents, self._divided), *whole(contents, extras)]
+            own_pieces = [*self._pieces(contents, self._divided, self._memory.to_host), *whole(contents, extras)]
             for chunks, (pieces,) in windows(contents.nbytes, own_pieces):
                 own = self._together(call, write_pieces, draft, pieces, start)
                 sums[chunks] = self._combined(contributed(own, pieces, chunks, contents.nbytes))
@@ -109,11 +128,9 @@ class Checkpoints:
     # --- Load
 
     def load(self, path: Any) -> Prepared:
-        self._exchange.check_host("load")
         return self._found_together("load", self._load, path)
 
     def load_states(self, path: Any) -> Prepared:
-        self._exchange.check_host("load_optimizer_states")
         return self._found_together("load_optimizer_states", self._load_states, path)
 
     def _found_together(self, verb: str, prepare: Callable[[Any], Prepared], path: Any) -> Prepared:
@@ -221,7 +238,8 @@ class Checkpoints:
         own_pieces, common = (list(targeted(contents, each)) for each in targets)
         if self._transport.rank == 0:  # what all ranks read counts once
             own_pieces, common = own_pieces + common, []
-        pieces = list(self._pieces(contents, _owned))
+        room = _Room(self._memory)
+        pieces = list(self._pieces(contents, _owned, room.over))
         for chunks, (values, own, others) in windows(contents.nbytes, pieces, own_pieces, common):
             sums = [
                 contributed(self._together(call, read_pieces, reader, part), part, chunks, contents.nbytes)
@@ -232,6 +250,7 @@ class Checkpoints:
             else:
                 total = self._combined(sums[0] ^ sums[1])
             self._together(call, check_sums, total, header, chunks)
+        room.empty()
         self._exchange.republish(self._plan(contents))
 
     def _settle_counts(self, contents: Contents) -> None:
@@ -254,8 +273,12 @@ class Checkpoints:
         size, ranks, rank = bucket.value.size, self._transport.size, self._transport.rank
         return size * rank // ranks, size * (rank + 1) // ranks
 
-    def _pieces(self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]]) -> Iterator[Piece]:
-        """Yield what this rank has of the arrays, given its elements of a bucket."""
+    def _pieces(
+        self, contents: Contents, elements: Callable[[Bucket], tuple[int, int]], on_host: Callable[[Array], Array]
+    ) -> Iterator[Piece]:
+        """Yield what this rank has of the arrays, given its elements of a bucket, and what stands for them on the
+        host.
+        """
         plan = self._plan(contents)
         memory = [{VALUE: entry.updated, **entry.state} for entry in plan.entries]
         arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
@@ -267,7 +290,7 @@ class Checkpoints:
             for piece in bucket.pieces:
                 first, last = (min(max(edge, piece.at), piece.until) - piece.at for edge in (low, high))
                 for begin, array in arrays[piece.item]:
-                    part = array[piece.begin + first : piece.begin + last]
+                    part = on_host(array[piece.begin + first : piece.begin + last])
                     yield from cut(begin + (piece.begin + first) * array.itemsize, part.view(np.uint8).data)
 
     # --- Together with the other ranks

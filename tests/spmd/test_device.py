@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -131,10 +132,6 @@ def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
         lambda kv: kv.push("w", RowSparse([0], np.ones((1, 3)), (3, 3))),
         lambda kv: kv.row_sparse_pull("w", row_ids=[0]),
         lambda kv: kv.pull("w", wait=False),
-        lambda kv: kv.save("nowhere"),
-        lambda kv: kv.load("nowhere"),
-        lambda kv: kv.save_optimizer_states("nowhere"),
-        lambda kv: kv.load_optimizer_states("nowhere"),
     ],
 )
 @pytest.mark.ranks(1, 2)
@@ -146,3 +143,36 @@ def test_what_a_gpu_store_cannot_do(comm: Any, call: Any) -> None:
             call(kv)
         kv.push("w", np.ones((3, 3)))
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.full((3, 3), kv.size))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("placement", ["auto", "root", "replicated"])
+def test_checkpoints_go_from_gpus_to_hosts_and_back(comm: Any, placement: str, folder: Path) -> None:
+    shapes = {"w": (40, 31), "b": (3,), "none": (0, 2)}
+    host = mpikv.create("dist_sync", comm=comm, placement=placement)
+    there = [store_on(FakeGpu(comm.rank if comm else 0), comm, placement=placement) for _ in range(3)]
+    for kv in (host, there[0]):
+        kv.init(list(shapes), [np.ones(shape, np.float32) for shape in shapes.values()])
+        kv.set_optimizer("adam", learning_rate=0.25)
+        for number in range(3):
+            kv.push(list(shapes), [np.full(shape, number + kv.rank, np.float32) for shape in shapes.values()])
+    host.save(folder / "host")
+    there[0].save(folder / "gpu")
+    there[0].save_optimizer_states(folder / "states")
+    there[1].load(folder / "host")
+    there[2].load(folder / "gpu")
+    there[2].load(folder / "gpu")
+    there[2].load_optimizer_states(folder / "states")
+    other = mpikv.create("dist_sync", comm=comm)
+    other.load(folder / "gpu")
+    stores = [host, other, *there]
+    for kv in stores:
+        kv.push(list(shapes), [np.full(shape, 0.5, np.float32) for shape in shapes.values()])
+    expected, *results = [[on_host(value) for value in kv.pull(list(shapes))] for kv in stores]
+    for result in results:
+        for mine, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+    for kv in stores:
+        kv.close()
+    for kv in there:
+        kv._transport.memory.gpu.checker.assert_clean()
