@@ -101,6 +101,10 @@ class Memory(Protocol):
         """Wait until all that was queued is done. The memory can be used again."""
         ...
 
+    def abandon(self) -> None:
+        """End what is in flight, where it may wait for ranks that do not come. In a forked child, nothing."""
+        ...
+
 
 class Event(Protocol):
     """A point in the work of a stream."""

@@ -126,6 +126,7 @@ class NcclTransport:
         # Held while work is queued: an abort frees what that uses.
         self._queueing = threading.Lock()
         self._watchdog = Watchdog(waiting, self._check_async, self._fail)
+        memory.watch(self._check, self.abandon)
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
         self.turn = 0
@@ -316,12 +317,6 @@ class NcclTransport:
             raise
         self._check()
         return agreed
-
-    def check(self) -> None:
-        """Raise what has become of work in flight, if it is known to have failed. Local; for whoever has waited for the
-        stream, which also comes to its end when work is aborted.
-        """
-        self._check()
 
     def abandon(self) -> None:
         """Abort what is in flight, without the other ranks. Local, idempotent. In a forked child it does nothing, as

@@ -263,7 +263,7 @@ def failure_of(transport: NcclTransport) -> MPIKVError:
     limit = time.monotonic() + 10
     while time.monotonic() < limit:
         try:
-            transport.check()
+            transport._check()
         except MPIKVError as error:
             with pytest.raises(type(error)):
                 push(transport)
@@ -324,6 +324,18 @@ def test_work_that_never_ends_is_given_up(group, nccl, verb):
 
 
 @pytest.mark.ranks(1, 2, 3)
+def test_what_was_aborted_is_not_given_to_a_caller(group, nccl):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    nccl.stick_at.add(FIRST)
+    memory = transport.memory
+    send, recv = (memory.source(np.ones(4)) for _ in range(2))
+    memory.in_order(transport.allreduce, send, recv)
+    with pytest.raises(Stalled, match="allreduce of 4 float64 in flight"):
+        memory.in_order(memory.to_host, recv)
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("status", [1, 6, 8])
 def test_errors_of_work_in_flight_are_found(group, nccl, status):
     transport = joined(group, nccl, timeout=20.0)
@@ -343,7 +355,7 @@ def test_work_that_goes_on_is_no_failure(group, nccl):
     for _ in range(4):
         push(transport)
         time.sleep(TIMEOUT / 3)
-        transport.check()
+        transport._check()
     nccl.asynchronous = 0
     transport.close()
     assert nccl.communicators[0].state == "destroyed"
