@@ -217,6 +217,15 @@ def test_the_checker_finds_a_call_outside_of_the_order(comm):
         transport.allreduce(send, send.copy())
 
 
+@pytest.mark.ranks(2, 3)
+def test_what_is_received_is_aligned(group, nccl):
+    transport = joined(group, nccl, gathers=True)
+    send, recv = (transport.memory.source(np.ones(7, np.int8)) for _ in range(2))
+    terms = transport.memory.in_order(transport.allreduce, send, recv)
+    assert not [nccl.gpu.address(term) % 16 for term in terms if nccl.gpu.address(term) % 16]
+    transport.close()
+
+
 # --- Failures
 
 
