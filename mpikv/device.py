@@ -31,6 +31,13 @@ class DeviceMemory:
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
+        self._check, self._abort = _nothing, _nothing
+
+    def watch(self, check: Callable[[], None], abort: Callable[[], None]) -> None:
+        """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
+        known to have failed, ``abort`` ends it.
+        """
+        self._check, self._abort = check, abort
 
     def zeros(self, nbytes: int) -> Array:
         with self.stream:
@@ -76,6 +83,8 @@ class DeviceMemory:
         out = np.empty(array.shape, array.dtype)
         with self.stream:
             self.gpu.download(array, out)
+        # Work that was aborted has an end, too, and leaves anything behind.
+        self._check()
         return out
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -101,6 +110,9 @@ class DeviceMemory:
         self.stream.synchronize()
         self._in_use.clear()
 
+    def abandon(self) -> None:
+        self._abort()
+
     def _say_that_arrays_travel(self) -> None:
         if not self._said:
             self._said = True
@@ -108,3 +120,7 @@ class DeviceMemory:
                 "a host array is used with a store on %s, to which it is copied at every call; keep it there",
                 self.gpu.name,
             )
+
+
+def _nothing() -> None:
+    pass

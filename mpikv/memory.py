@@ -48,5 +48,8 @@ class HostMemory:
     def close(self) -> None:
         pass
 
+    def abandon(self) -> None:
+        pass
+
 
 HOST = HostMemory()

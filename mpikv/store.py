@@ -1004,7 +1004,7 @@ class KVStore(KVStoreBase):
         """
         if self._leave(why):
             LOST.append(self)
-            self._transport.abandon()
+            self._transport.memory.abandon()
 
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""

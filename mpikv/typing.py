@@ -103,6 +103,10 @@ class Memory(Protocol):
         """Wait until all that was queued is done. The memory can be used again."""
         ...
 
+    def abandon(self) -> None:
+        """End what is in flight, where it may wait for ranks that do not come. In a forked child, nothing."""
+        ...
+
 
 class Event(Protocol):
     """A point in the work of a stream."""
@@ -321,10 +325,6 @@ class Transport(Protocol):
 
         Raises :class:`~mpikv.errors.Stalled` on the ranks that wait when another does not come before the deadline.
         """
-        ...
-
-    def abandon(self) -> None:
-        """Give up what is in flight, without the other ranks. Local, idempotent; harmless in a forked child."""
         ...
 
     def close(self) -> None:

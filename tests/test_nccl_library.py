@@ -157,7 +157,14 @@ def test_nccl_takes_the_ends_of_a_communicator():
 
 def test_nccl_says_more_of_its_last_error(transport):
     refused(transport, "broadcast", transport.memory.source(np.ones(1)), 0)
-    assert isinstance(last_error(), str)
+    assert last_error() == "Broadcast : comm argument is NULL"
+    assert "invalid argument (Broadcast : comm argument is NULL)" in str(transport._failure)
+
+
+@pytest.mark.skipif(cupy.cuda.is_available(), reason="NCCL finds a GPU here")
+def test_a_communicator_without_a_gpu_is_an_error():
+    with pytest.raises(TransportError, match=r"making the communicator: a CUDA call failed \(Cuda failure .*driver"):
+        NcclTransport(Group(), LocalTransport(4096), DeviceMemory(FakeGpu()), nccl, 4096, Waiting(20.0))
 
 
 def test_a_version_and_an_id_are_there_without_a_gpu():

@@ -36,6 +36,8 @@ __all__ = ["WIRES", "NcclTransport", "Wire", "last_error"]
 
 # Seconds for an abort, which may itself wait for ever; the process then ends without it.
 _PATIENCE = 2.0
+# Bytes that a GPU moves at once, if they are aligned.
+_ALIGNMENT = 16
 _STATUS = {
     1: "a CUDA call failed",
     2: "a system call failed",
@@ -127,11 +129,12 @@ class NcclTransport:
         # Held while work is queued: an abort frees what that uses.
         self._queueing = threading.Lock()
         self._watchdog = Watchdog(waiting, self._check_async, self._fail)
+        memory.watch(self._check, self.abandon)
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
         self.turn = 0
-        self._gathered = self.allocate(2 * group.size * limit if gathers else 0)
         # Sums of short integers and of half precision are twice as wide, and so are their terms.
+        self._gathered = self.allocate(group.size * _aligned(2 * limit) if gathers else 0)
         self._wide = self.allocate(2 * limit), self.allocate(2 * limit)
         self._join(waiting)
 
@@ -296,10 +299,13 @@ class NcclTransport:
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
         mine, low = elements[self.rank], starts[self.rank]
-        if self._gathered.size < self.size * mine * send.itemsize:
-            self._gathered = self.memory.zeros(2 * self.size * self.limit)
-        received = self._gathered[: self.size * mine * send.itemsize].view(send.dtype)
-        parts = [received[rank * mine : (rank + 1) * mine] for rank in range(self.size)]
+        nbytes = mine * send.itemsize
+        stride = _aligned(nbytes)
+        if self._gathered.size < self.size * stride:
+            # Where NCCL adds, few stores ever need it, and it is large.
+            self._gathered = self.memory.zeros(self.size * _aligned(2 * self.limit))
+        received = self._gathered
+        parts = [received[rank * stride : rank * stride + nbytes].view(send.dtype) for rank in range(self.size)]
         parts[self.rank] = send[low : low + mine]
         address, byte = self._gpu.address(send), self._nccl.NCCL_UINT8
         with self._queued(f"all_to_all of {send.size} {send.dtype}") as comm, self._grouped():
@@ -308,7 +314,7 @@ class NcclTransport:
                     place = address + starts[peer] * send.itemsize
                     self._call(comm.send, place, elements[peer] * send.itemsize, byte, peer)
                 if mine:
-                    self._call(comm.recv, self._gpu.address(parts[peer]), mine * send.itemsize, byte, peer)
+                    self._call(comm.recv, self._gpu.address(parts[peer]), nbytes, byte, peer)
         return parts
 
     # --- Agreement and ends
@@ -325,12 +331,6 @@ class NcclTransport:
             raise
         self._check()
         return agreed
-
-    def check(self) -> None:
-        """Raise what has become of work in flight, if it is known to have failed. Local; for whoever has waited for the
-        stream, which also comes to its end when work is aborted.
-        """
-        self._check()
 
     def abandon(self) -> None:
         """Abort what is in flight, without the other ranks. Local, idempotent. In a forked child it does nothing, as
@@ -436,6 +436,10 @@ def _as_wire(array: Array, wire: Wire) -> Array | None:
     """Return the array as what NCCL sums, over the same memory, or None where it is narrower."""
     dtype = np.dtype(wire.dtype)
     return array.view(dtype) if array.itemsize == wire.each * dtype.itemsize else None
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _status(error: Exception) -> int:

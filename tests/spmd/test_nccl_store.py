@@ -1,0 +1,89 @@
+"""Stores over NCCL's transport and the stand-ins: their bits in a fixed order, and their ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.errors import Closed, TransportError
+from mpikv.store import KVStore
+from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.store import on_host
+from mpikv.transports.device import open_device_transport
+from mpikv.world import connect
+
+
+def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
+    """Return a store as ``create("nccl")`` makes one. Collective."""
+    config = Config.read(**options)
+    group = connect(comm, config)
+    board = Board(group)
+    mover = open_device_transport(group, config, gpu, FakeNccl(gpu, comm.Dup()), board.warn)
+    return KVStore(group, board, mover, config, root=root, kernels=FakeKernels(gpu))
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("optimizer", [None, "sgd", "adam"])
+def test_a_fixed_order_of_addition_gives_the_bits_of_the_host(comm, placement, optimizer):
+    gpu, draw = FakeGpu(comm.rank), np.random.default_rng(comm.rank)
+    options = {"placement": placement, "deterministic": True}
+    stores = [store_on(gpu, comm, **options), mpikv.create("dist_sync", comm=comm, **options)]
+    shapes = {"w": (30, 7), "b": (5,)}
+    for kv in stores:
+        kv.init({name: np.ones(shape, np.float32) for name, shape in shapes.items()})
+        if optimizer:
+            kv.set_optimizer(optimizer, learning_rate=0.1)
+    for _ in range(4):
+        gradients = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        on_gpu = {name: gpu.upload(gradient) for name, gradient in gradients.items()}
+        for kv, given in zip(stores, (on_gpu, gradients), strict=True):
+            kv.push(given)
+        found, expected = (kv.pull(list(shapes)) for kv in stores)
+        for one, other in zip(found, expected, strict=True):
+            assert on_host(one).tobytes() == on_host(other).tobytes()
+    for kv in stores:
+        kv.close()
+    gpu.checker.assert_clean()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
+    """And nobody waits for it longer than it may take, whether for a value or for the end."""
+    gpu = FakeGpu(comm.rank)
+    config = Config(timeout=0.8)
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    kv = KVStore(
+        group,
+        board := Board(group),
+        open_device_transport(group, config, gpu, nccl, board.warn),
+        config,
+        kernels=FakeKernels(gpu),
+    )
+    kv.init("w", np.zeros(5))
+    if kv.rank == 0:
+        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
+    kv.push("w", np.ones(5))
+    with pytest.raises(TransportError):
+        kv.pull("w", out=np.empty(5))
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(5))
+    assert nccl.communicators[0].state == "aborted"
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_store_that_is_left_by_an_error_ends_what_is_in_flight(comm):
+    gpu = FakeGpu(comm.rank)
+    nccl = FakeNccl(gpu, comm.Dup())
+    group = connect(comm, Config())
+    mover = open_device_transport(group, Config(), gpu, nccl)
+    with pytest.raises(ZeroDivisionError), KVStore(group, Board(group), mover, Config(), kernels=FakeKernels(gpu)):
+        raise ZeroDivisionError
+    assert nccl.communicators[0].state == "aborted"
