@@ -340,6 +340,38 @@ def test_casts(dtype, wanted):
         assert is_ok(into, around)
 
 
+HALVES = [dtype for dtype in FLOATS if dtype.itemsize == 2]
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("wanted", [np.float32, np.float64, np.complex64])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_half_is_widened(dtype, wanted):
+    source = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    into = np.zeros(source.size, wanted)
+    copies.copy([device(into)], [device(source)])
+    assert similar(into, cast(source, wanted))
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("wanted", HALVES, ids=str)
+def test_every_tie_is_rounded(dtype, wanted):
+    """What lies between two halves, and its neighbours."""
+    words = np.arange(1 << 15, dtype=np.uint16)
+    halves = words[np.isfinite(words.view(wanted).astype(np.float32))].view(wanted).astype(np.float64)
+    # Behind the largest lies what would be next, were there more exponents.
+    ties = (halves + np.append(halves[1:], 2 * halves[-1] - halves[-2])) / 2
+    with np.errstate(all="ignore"):
+        ties = np.concatenate([ties, -ties]).astype(dtype)
+        around = [ties, np.nextafter(ties, dtype(np.inf)), np.nextafter(ties, dtype(-np.inf)), -halves, halves]
+        nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+        source = np.concatenate([*around, nans.astype(dtype)], dtype=dtype, casting="unsafe")
+    into = np.zeros(source.size, wanted)
+    copies.copy([device(into)], [device(source)])
+    assert similar(into, cast(source, wanted))
+
+
 @pytest.mark.usefixtures("launching")
 class TestBytes:
     @settings(max_examples=60)
