@@ -407,7 +407,7 @@ def test_many_pairs_take_few_launches(launches):
         sources = [random.standard_normal(random.integers(0, 3000)).astype(dtype) for _ in range(300)]
         targets = [np.empty(source.size, wanted) for source in sources]
         copies.copy([device(target) for target in targets], [device(source) for source in sources])
-        assert [launch.arguments["count"][0] for launch in launches] == [144, 144, 12]
+        assert [launch.arguments["count"][0] for launch in launches] == [127, 127, 46]
         for source, target in zip(sources, targets, strict=True):
             assert target.tobytes() == source.astype(wanted).tobytes()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,14 +15,14 @@ from .loading import Kernel, kernel
 
 __all__ = ["PAIRS", "copy", "prepare"]
 
-MOST = 144
+MOST = 127
 PAIRS = np.dtype(
     [
         ("source", np.uintp, MOST),
         ("target", np.uintp, MOST),
         ("size", np.int64, MOST),
-        ("end", np.uint32, MOST),
-        ("count", np.uint32),
+        ("end", np.int64, MOST),
+        ("count", np.int64),
     ],
     align=True,
 )
@@ -57,20 +59,20 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         TransportUnavailable: nothing can be compiled here.
     """
     same: Facts = []
-    casts: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], Facts] = defaultdict(list)
+    others: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], Facts] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
-        wanted, dtype = target.dtype, source.dtype
+        dtype, wanted = source.dtype, target.dtype
         if not (target.flags.c_contiguous and source.flags.c_contiguous):
             target[...] = source
         elif wanted == dtype:
             same.append((source.data.ptr, target.data.ptr, target.nbytes))  # type: ignore[attr-defined]
-        elif dtype.name in _CAST and wanted.name in _CAST:
-            casts[dtype, wanted].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
+        elif _are_cast(dtype, wanted):
+            others[dtype, wanted].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
         else:
             target[...] = source
     if same:
         _launch(_copying(), same, PART)
-    for (dtype, wanted), facts in casts.items():
+    for (dtype, wanted), facts in others.items():
         _launch(_casting(dtype.name, wanted.name), facts, CAST_PART)
 
 
@@ -78,26 +80,41 @@ def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     """Compile what copies arrays of one dtype to such of another, or load it. Local."""
     if dtype == wanted:
         _copying()
-    elif dtype.name in _CAST and wanted.name in _CAST:
+    elif _are_cast(dtype, wanted):
         _casting(dtype.name, wanted.name)
 
 
+@cache
+def _are_cast(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    return dtype.name in _CAST and wanted.name in _CAST
+
+
+class _Arguments(threading.local):
+    """Memory for the arguments of a launch, each thread's own: a launch copies them."""
+
+    def __init__(self) -> None:
+        self.pairs = np.zeros(1, PAIRS)
+        columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
+        self.facts, self.ends = columns[:3], columns[3]
+        self.count = self.pairs["count"]
+
+
+_arguments = _Arguments()
+
+
 def _launch(run: Kernel, facts: Facts, part: int) -> None:
+    arguments = _arguments
     for low in range(0, len(facts), MOST):
-        pairs = np.array(facts[low : low + MOST], np.int64)
-        count = len(pairs)
-        ends = np.cumsum(-(-pairs[:, 2] // part))
-        blocks = int(ends[-1])
-        if not blocks:
-            continue
-        arguments = np.zeros(1, PAIRS)
-        given = arguments[0]
-        given["source"][:count] = pairs[:, 0]
-        given["target"][:count] = pairs[:, 1]
-        given["size"][:count] = pairs[:, 2]
-        given["end"][:count] = ends
-        given["count"] = count
-        run((blocks,), (THREADS,), (arguments,))
+        some = facts[low : low + MOST]
+        count = len(some)
+        pairs, ends = arguments.facts[:, :count], arguments.ends[:count]
+        pairs[:] = np.array(some, np.int64).T
+        np.add(pairs[2], part - 1, out=ends)
+        np.floor_divide(ends, part, out=ends)
+        blocks = int(np.add.accumulate(ends, out=ends)[-1])
+        if blocks:
+            arguments.count[0] = count
+            run((blocks,), (THREADS,), (arguments.pairs,))
 
 
 def _copying() -> Kernel:
