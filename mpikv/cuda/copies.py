@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..typing import Array
-from .loading import Kernel, kernel
+from .loading import kernel
 
 __all__ = ["PAIRS", "copy", "prepare"]
 
@@ -59,34 +59,37 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         TransportUnavailable: nothing can be compiled here.
     """
     same: Facts = []
-    others: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], Facts] = defaultdict(list)
+    casts: defaultdict[str, Facts] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
         dtype, wanted = source.dtype, target.dtype
         if not (target.flags.c_contiguous and source.flags.c_contiguous):
             target[...] = source
         elif wanted == dtype:
             same.append((source.data.ptr, target.data.ptr, target.nbytes))  # type: ignore[attr-defined]
-        elif _are_cast(dtype, wanted):
-            others[dtype, wanted].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
+        elif cast := _cast(dtype, wanted):
+            casts[cast].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
         else:
             target[...] = source
     if same:
-        _launch(_copying(), same, PART)
-    for (dtype, wanted), facts in others.items():
-        _launch(_casting(dtype.name, wanted.name), facts, CAST_PART)
+        _launch("copy_bytes", same, PART)
+    for cast, facts in casts.items():
+        _launch(cast, facts, CAST_PART)
 
 
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     """Compile what copies arrays of one dtype to such of another, or load it. Local."""
     if dtype == wanted:
-        _copying()
-    elif _are_cast(dtype, wanted):
-        _casting(dtype.name, wanted.name)
+        kernel("copies.cu", "copy_bytes")
+    elif cast := _cast(dtype, wanted):
+        kernel("copies.cu", cast)
 
 
 @cache
-def _are_cast(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    return dtype.name in _CAST and wanted.name in _CAST
+def _cast(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """Return the name of the kernel for a cast, or nothing where there is none."""
+    if dtype.name in _CAST and wanted.name in _CAST:
+        return f"cast<{dtype.name}_kind, {wanted.name}_kind>"
+    return ""
 
 
 class _Arguments(threading.local):
@@ -102,8 +105,8 @@ class _Arguments(threading.local):
 _arguments = _Arguments()
 
 
-def _launch(run: Kernel, facts: Facts, part: int) -> None:
-    arguments = _arguments
+def _launch(expression: str, facts: Facts, part: int) -> None:
+    run, arguments = kernel("copies.cu", expression), _arguments
     for low in range(0, len(facts), MOST):
         some = facts[low : low + MOST]
         count = len(some)
@@ -115,11 +118,3 @@ def _launch(run: Kernel, facts: Facts, part: int) -> None:
         if blocks:
             arguments.count[0] = count
             run((blocks,), (THREADS,), (arguments.pairs,))
-
-
-def _copying() -> Kernel:
-    return kernel("copies.cu", "copy_bytes")
-
-
-def _casting(dtype: str, wanted: str) -> Kernel:
-    return kernel("copies.cu", f"cast<{dtype}_kind, {wanted}_kind>")
