@@ -573,6 +573,20 @@ def compiled(nvrtc, name, names, architecture, form):
         nvrtc.destroyProgram(program)
 
 
+def test_cupy_passes_the_arguments_by_value():
+    """It looks at them before it asks for a GPU; what it cannot pass is a TypeError."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy_backends.cuda.api.driver import CUDADriverError
+    from cupy_backends.cuda.api.runtime import CUDARuntimeError
+
+    no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES):
+        with pytest.raises((CUDADriverError, CUDARuntimeError)):
+            no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
+        with pytest.raises(TypeError, match="size one"):
+            no_kernel((1,), (1,), (np.zeros(2, dtype),), stream=cupy.cuda.Stream.null)
+
+
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", FILES)
