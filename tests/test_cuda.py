@@ -30,8 +30,8 @@ from mpikv.updaters import Assign
 
 FILES = ("rules.cu", "copies.cu", "codes.cu")
 FLOATS = available()
-CAST = [dtype for dtype in [*map(np.dtype, set(DTYPES) - {"bfloat16"}), FLOATS[-1]] if dtype.name in DTYPES]
-CAST.sort(key=lambda dtype: DTYPES.index(dtype.name))
+CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
+CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
 
 
 @pytest.fixture(scope="module")
