@@ -20,17 +20,18 @@ from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
 from mpikv import optimizers
-from mpikv.cuda import copies, kernels, loading
+from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
+from mpikv.cuda import codes, copies, kernels, loading
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract
 from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
-FILES = ("rules.cu", "copies.cu")
+FILES = ("rules.cu", "copies.cu", "codes.cu")
 FLOATS = available()
-CAST = [dtype for dtype in [*map(np.dtype, set(DTYPES) - {"bfloat16"}), FLOATS[-1]] if dtype.name in DTYPES]
-CAST.sort(key=lambda dtype: DTYPES.index(dtype.name))
+CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
+CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
 
 
 @pytest.fixture(scope="module")
@@ -340,6 +341,38 @@ def test_casts(dtype, wanted):
         assert is_ok(into, around)
 
 
+HALVES = [dtype for dtype in FLOATS if dtype.itemsize == 2]
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("wanted", [np.float32, np.float64, np.complex64])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_half_is_widened(dtype, wanted):
+    source = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    into = np.zeros(source.size, wanted)
+    copies.copy([device(into)], [device(source)])
+    assert similar(into, cast(source, wanted))
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("wanted", HALVES, ids=str)
+def test_every_tie_is_rounded(dtype, wanted):
+    """What lies between two halves, and its neighbours."""
+    words = np.arange(1 << 15, dtype=np.uint16)
+    halves = words[np.isfinite(words.view(wanted).astype(np.float32))].view(wanted).astype(np.float64)
+    # Behind the largest lies what would be next, were there more exponents.
+    ties = (halves + np.append(halves[1:], 2 * halves[-1] - halves[-2])) / 2
+    with np.errstate(all="ignore"):
+        ties = np.concatenate([ties, -ties]).astype(dtype)
+        around = [ties, np.nextafter(ties, dtype(np.inf)), np.nextafter(ties, dtype(-np.inf)), -halves, halves]
+        nans = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+        source = np.concatenate([*around, nans.astype(dtype)], dtype=dtype, casting="unsafe")
+    into = np.zeros(source.size, wanted)
+    copies.copy([device(into)], [device(source)])
+    assert similar(into, cast(source, wanted))
+
+
 @pytest.mark.usefixtures("launching")
 class TestBytes:
     @settings(max_examples=60)
@@ -375,7 +408,7 @@ def test_many_pairs_take_few_launches(launches):
         sources = [random.standard_normal(random.integers(0, 3000)).astype(dtype) for _ in range(300)]
         targets = [np.empty(source.size, wanted) for source in sources]
         copies.copy([device(target) for target in targets], [device(source) for source in sources])
-        assert [launch.arguments["count"][0] for launch in launches] == [144, 144, 12]
+        assert [launch.arguments["count"][0] for launch in launches] == [127, 127, 46]
         for source, target in zip(sources, targets, strict=True):
             assert target.tobytes() == source.astype(wanted).tobytes()
 
@@ -420,6 +453,56 @@ def test_nothing_to_copy(unrun):
     assert unrun == []
 
 
+# --- Codes
+
+
+@pytest.mark.usefixtures("launching")
+class TestCodes:
+    @pytest.mark.parametrize("kind", [TwoBit, OneBit])
+    @settings(max_examples=60)
+    @given(
+        st.one_of(st.integers(0, 130), st.sampled_from([65535, 65536, 65537])),
+        st.sampled_from([0.5, 0.1, 3.0, 1e-30, 1e30]),
+        st.sampled_from([0.0, 0.2]),
+        st.integers(0, 2**32),
+    )
+    def test_same_bits_as_numpy(self, kind, size, threshold, wild, seed):
+        random, codec = np.random.default_rng(seed), ErrorFeedback(kind(threshold))
+        there = codes.CudaRanges(codec)
+        assert there.settings() == codec.settings()
+        residuals = [np.zeros(size, np.float32) for _ in range(2)]
+        total = numbers(random, size, np.dtype(np.float32), wild)
+        totals = [total, total.copy()]
+        for _ in range(3):
+            gradient = numbers(random, size, np.dtype(np.float32), wild)
+            gradient[random.random(size) < 0.2] = threshold
+            payloads = [random.integers(0, 256, each.nbytes(size), np.uint8) for each in (codec, there)]
+            with np.errstate(all="ignore"):
+                codec.encode(gradient, payloads[0], residuals[0])
+                codec.decode_add(payloads[0], totals[0])
+            there.encode(device(gradient), device(payloads[1]), device(residuals[1]))
+            there.decode_add(device(payloads[1]), device(totals[1]))
+            assert payloads[0].tobytes() == payloads[1].tobytes()
+            assert bits(residuals[0]) == bits(residuals[1])
+            assert bits(totals[0]) == bits(totals[1])
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_code_that_nobody_sends_says_nothing():
+    """Of two bits, 01 stands for nothing."""
+    total = np.ones(16, np.float32)
+    payload = np.full(4, 0b01_11_10_00, np.uint8)
+    codes.CudaRanges(ErrorFeedback(TwoBit(0.5))).decode_add(device(payload), device(total))
+    np.testing.assert_array_equal(total, [1.0, 1.5, 0.5, 1.0] * 4)
+
+
+def test_codecs_without_a_kernel(unrun):
+    with pytest.raises(mpikv.Unsupported, match=r"the codec topk.* has no CUDA kernel"):
+        codes.CudaRanges(ErrorFeedback(mpikv.codecs.TopK(0.1)))
+    with pytest.raises(mpikv.Unsupported, match=r"the codec fp16.* has no CUDA kernel"):
+        codes.CudaRanges(mpikv.codecs.create("fp16"))
+
+
 # --- Layout
 
 
@@ -428,6 +511,7 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
+        ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
@@ -489,6 +573,20 @@ def compiled(nvrtc, name, names, architecture, form):
         nvrtc.destroyProgram(program)
 
 
+def test_cupy_passes_the_arguments_by_value():
+    """It looks at them before it asks for a GPU; what it cannot pass is a TypeError."""
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    from cupy_backends.cuda.api.driver import CUDADriverError
+    from cupy_backends.cuda.api.runtime import CUDARuntimeError
+
+    no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES):
+        with pytest.raises((CUDADriverError, CUDARuntimeError)):
+            no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
+        with pytest.raises(TypeError, match="size one"):
+            no_kernel((1,), (1,), (np.zeros(2, dtype),), stream=cupy.cuda.Stream.null)
+
+
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("name", FILES)
@@ -508,7 +606,7 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
     assert floats == {each for each in floats if ".rn." in each}
     if name == "rules.cu":
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
-    else:
+    elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text

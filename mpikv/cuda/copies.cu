@@ -3,20 +3,20 @@
 // Every pair is cut into parts of one size, the last shorter, and each block has a part: large and small arrays keep a
 // GPU as busy as one array of all their elements would.
 
-enum { PAIRS = 144, PART = 1 << 15, CAST_PART = 1 << 12 };
+enum { PAIRS = 127, PART = 1 << 15, CAST_PART = 1 << 12 };
 
 // What one launch is given, by value: at most 4096 bytes. mpikv/cuda/copies.py has the same.
 struct Pairs {
     const char* source[PAIRS];
     char* target[PAIRS];
     long long size[PAIRS];  // of bytes, or of elements to be cast
-    word32 end[PAIRS];      // the parts of this pair and those before it
-    word32 count;
+    long long end[PAIRS];   // the parts of this pair and those before it
+    long long count;
 };
 
 // Return the pair of which this block has a part: the first that ends behind it.
 INNER int pair_of_block(const Pairs& pairs) {
-    int low = 0, high = pairs.count - 1;
+    int low = 0, high = (int)pairs.count - 1;
     while (low < high) {
         const int middle = (low + high) / 2;
         if (pairs.end[middle] > blockIdx.x)
@@ -35,7 +35,7 @@ struct Part {
 
 INNER Part part_of_block(const Pairs& pairs, long long length) {
     const int pair = pair_of_block(pairs);
-    const long long low = (long long)(blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
+    const long long low = (blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
     const long long high = low + length < pairs.size[pair] ? low + length : pairs.size[pair];
     const Part part = {pairs.source[pair], pairs.target[pair], low, high};
     return part;

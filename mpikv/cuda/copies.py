@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..typing import Array
-from .loading import Kernel, kernel
+from .loading import kernel
 
 __all__ = ["PAIRS", "copy", "prepare"]
 
-MOST = 144
+MOST = 127
 PAIRS = np.dtype(
     [
         ("source", np.uintp, MOST),
         ("target", np.uintp, MOST),
         ("size", np.int64, MOST),
-        ("end", np.uint32, MOST),
-        ("count", np.uint32),
+        ("end", np.int64, MOST),
+        ("count", np.int64),
     ],
     align=True,
 )
@@ -57,52 +59,62 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         TransportUnavailable: nothing can be compiled here.
     """
     same: Facts = []
-    casts: defaultdict[tuple[np.dtype[Any], np.dtype[Any]], Facts] = defaultdict(list)
+    casts: defaultdict[str, Facts] = defaultdict(list)
     for target, source in zip(targets, sources, strict=True):
-        wanted, dtype = target.dtype, source.dtype
+        dtype, wanted = source.dtype, target.dtype
         if not (target.flags.c_contiguous and source.flags.c_contiguous):
             target[...] = source
         elif wanted == dtype:
             same.append((source.data.ptr, target.data.ptr, target.nbytes))  # type: ignore[attr-defined]
-        elif dtype.name in _CAST and wanted.name in _CAST:
-            casts[dtype, wanted].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
+        elif cast := _cast(dtype, wanted):
+            casts[cast].append((source.data.ptr, target.data.ptr, target.size))  # type: ignore[attr-defined]
         else:
             target[...] = source
     if same:
-        _launch(_copying(), same, PART)
-    for (dtype, wanted), facts in casts.items():
-        _launch(_casting(dtype.name, wanted.name), facts, CAST_PART)
+        _launch("copy_bytes", same, PART)
+    for cast, facts in casts.items():
+        _launch(cast, facts, CAST_PART)
 
 
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     """Compile what copies arrays of one dtype to such of another, or load it. Local."""
     if dtype == wanted:
-        _copying()
-    elif dtype.name in _CAST and wanted.name in _CAST:
-        _casting(dtype.name, wanted.name)
+        kernel("copies.cu", "copy_bytes")
+    elif cast := _cast(dtype, wanted):
+        kernel("copies.cu", cast)
 
 
-def _launch(run: Kernel, facts: Facts, part: int) -> None:
+@cache
+def _cast(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> str:
+    """Return the name of the kernel for a cast, or nothing where there is none."""
+    if dtype.name in _CAST and wanted.name in _CAST:
+        return f"cast<{dtype.name}_kind, {wanted.name}_kind>"
+    return ""
+
+
+class _Arguments(threading.local):
+    """Memory for the arguments of a launch, each thread's own: a launch copies them."""
+
+    def __init__(self) -> None:
+        self.pairs = np.zeros(1, PAIRS)
+        columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
+        self.facts, self.ends = columns[:3], columns[3]
+        self.count = self.pairs["count"]
+
+
+_arguments = _Arguments()
+
+
+def _launch(expression: str, facts: Facts, part: int) -> None:
+    run, arguments = kernel("copies.cu", expression), _arguments
     for low in range(0, len(facts), MOST):
-        pairs = np.array(facts[low : low + MOST], np.int64)
-        count = len(pairs)
-        ends = np.cumsum(-(-pairs[:, 2] // part))
-        blocks = int(ends[-1])
-        if not blocks:
-            continue
-        arguments = np.zeros(1, PAIRS)
-        given = arguments[0]
-        given["source"][:count] = pairs[:, 0]
-        given["target"][:count] = pairs[:, 1]
-        given["size"][:count] = pairs[:, 2]
-        given["end"][:count] = ends
-        given["count"] = count
-        run((blocks,), (THREADS,), (arguments,))
-
-
-def _copying() -> Kernel:
-    return kernel("copies.cu", "copy_bytes")
-
-
-def _casting(dtype: str, wanted: str) -> Kernel:
-    return kernel("copies.cu", f"cast<{dtype}_kind, {wanted}_kind>")
+        some = facts[low : low + MOST]
+        count = len(some)
+        pairs, ends = arguments.facts[:, :count], arguments.ends[:count]
+        pairs[:] = np.array(some, np.int64).T
+        np.add(pairs[2], part - 1, out=ends)
+        np.floor_divide(ends, part, out=ends)
+        blocks = int(np.add.accumulate(ends, out=ends)[-1])
+        if blocks:
+            arguments.count[0] = count
+            run((blocks,), (THREADS,), (arguments.pairs,))

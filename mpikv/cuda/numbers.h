@@ -7,7 +7,11 @@
 #ifdef __CUDACC__
 
 #define INNER __device__ __forceinline__
+#if __CUDA_ARCH__ >= 700
 #define GRID_CONSTANT __grid_constant__
+#else
+#define GRID_CONSTANT
+#endif
 
 INNER float root(float number) { return __fsqrt_rn(number); }
 INNER double root(double number) { return __dsqrt_rn(number); }
