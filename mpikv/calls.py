@@ -6,6 +6,7 @@ run then is collective.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeAlias
@@ -30,7 +31,20 @@ from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
-from .rowarguments import Asked, Brought, asked_of, brings_rows, brought, deliver, paired, single_rows, union
+from .rowarguments import (
+    Asked,
+    Brought,
+    asked_of,
+    asks_rows,
+    brings_rows,
+    brought,
+    check_outs,
+    deliver,
+    fill,
+    paired,
+    single_rows,
+    union,
+)
 from .rows import Rows, check_updater
 from .rowsparse import RowSparse
 from .trial import asked_for, choose
@@ -42,6 +56,7 @@ Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 """What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
 arguments."""
 
+_log = logging.getLogger("mpikv")
 _COMPRESS = "set_gradient_compression"
 # What a push adds to its description when it takes the buffers.
 _BUFFERS = "from the buffers"
@@ -94,9 +109,27 @@ class Calls:
         exchange.stage(plan, arrays)
         return call, (exchange.push, plan, arrays, steps, confirm)
 
-    def pull(self, key: Any, out: Any, priority: Any) -> Prepared:
+    def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> Prepared:
+        given = out if out is not None or not isinstance(key, Mapping) else key
+        if asks_rows(given):
+            return self._pull_into_rows(key, given, ignore_sparse, priority)
         plan, arrays, result = self.pulled(key, out)
         return self._planned("pull", plan, priority), (self._run_pull, plan, arrays, result)
+
+    def _pull_into_rows(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> Prepared:
+        """Prepare a pull that fills a :class:`RowSparse`, or leaves it as it is, and fills all else."""
+        form = parse(key, None, "out") if out is key else outs_of(key, out, self.known(key).keys)
+        plan = self._exchange.plan(form.keys)
+        dense = [[each for each in group if type(each) is not RowSparse] for group in form.groups]
+        sparse = [[each for each in group if type(each) is RowSparse] for group in form.groups]
+        for entry, rows in zip(plan.entries, sparse, strict=True):
+            check_outs(entry, rows)
+            if rows and ignore_sparse:
+                _log.info("pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it", entry.key)
+        if ignore_sparse:
+            sparse = []
+        arrays = targets(plan.entries, dense)
+        return self._planned("pull", plan, priority), (self._run_pull_into_rows, plan, arrays, sparse, out)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
         exchange = self._exchange
@@ -388,6 +421,15 @@ class Calls:
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)
+        return result
+
+    def _run_pull_into_rows(
+        self, plan: Plan, arrays: Arrays, sparse: Sequence[Sequence[RowSparse]], result: Any
+    ) -> Any:
+        self._exchange.pull(plan, arrays)
+        for entry, group in zip(plan.entries, sparse, strict=True) if sparse else ():
+            for rows in group:
+                fill(entry, rows)
         return result
 
     def _pull_rows(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import platform
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -15,7 +16,16 @@ from typing import Any
 
 from .errors import ConfigError, known_names
 
-__all__ = ["Config", "Launch", "launch_of", "slice_bytes", "updates_on_kvstore", "wants_slices"]
+__all__ = [
+    "Config",
+    "Launch",
+    "launch_of",
+    "nccl_host",
+    "nccl_settings",
+    "slice_bytes",
+    "updates_on_kvstore",
+    "wants_slices",
+]
 
 TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
@@ -161,6 +171,29 @@ def slice_bytes(environ: Mapping[str, str] | None = None) -> int:
 def visible_gpus(environ: Mapping[str, str] | None = None) -> str | None:
     """Return what CUDA_VISIBLE_DEVICES says, or None where it is not set: which GPUs CUDA shows this process."""
     return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+
+
+# Where ranks differ in one of these, NCCL waits for ever, or moves other bytes than it should.
+_OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_PROTO")
+
+
+def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of NCCL that are set here and have to be the same on all ranks.
+
+    >>> nccl_settings({"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"})
+    {'NCCL_ALGO': 'Ring'}
+    """
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in _OF_NCCL if name in environ}
+
+
+def nccl_host(environ: Mapping[str, str] | None = None) -> str:
+    """Return what NCCL takes for the name of this host: NCCL_HOSTID, or the host's own.
+
+    >>> nccl_host({"NCCL_HOSTID": "a"})
+    'a'
+    """
+    return (os.environ if environ is None else environ).get("NCCL_HOSTID") or platform.node()
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -16,7 +17,22 @@ from .keys import Entry, parse
 from .rowsparse import RowSparse, merged_rows, row_ids
 from .typing import Array, Key
 
-__all__ = ["Asked", "Brought", "asked_of", "brings_rows", "brought", "deliver", "paired", "single_rows", "union"]
+__all__ = [
+    "Asked",
+    "Brought",
+    "asked_of",
+    "asks_rows",
+    "brings_rows",
+    "brought",
+    "check_outs",
+    "deliver",
+    "fill",
+    "paired",
+    "single_rows",
+    "union",
+]
+
+_NUMPYS = {np.ndarray}
 
 
 class Brought(NamedTuple):
@@ -36,6 +52,15 @@ class Asked(NamedTuple):
 def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
     """Return whether the arrays of a call, of which there are some for each key, are meant to be rows."""
     return any(type(given) is RowSparse for group in groups for given in group)
+
+
+def asks_rows(out: Any) -> bool:
+    """Return whether there is a :class:`RowSparse` among what a pull is to fill, in any form."""
+    if isinstance(out, Mapping):
+        out = list(out.values())
+    if not isinstance(out, (list, tuple)):
+        return type(out) is RowSparse
+    return set(map(type, out)) != _NUMPYS and any(map(asks_rows, out))
 
 
 def brought(
@@ -94,6 +119,19 @@ def deliver(entry: Entry, asked: Sequence[Asked], ids: Array, rows: Array) -> No
         else:
             each.out[...] = 0
             each.out[each.ids] = some
+
+
+def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
+    """Raise if some outs cannot hold the rows of a value."""
+    for out in outs:
+        _check_fit(entry, "out", out, out.dtype, entry.dtype)
+
+
+def fill(entry: Entry, out: RowSparse) -> None:
+    """Give an out all rows of a value, of which this rank has the newest, that are not zero."""
+    rows = entry.value.reshape(entry.shape[0], prod(entry.shape[1:]))
+    ids = np.flatnonzero(rows.any(axis=1))
+    out.replace(ids, entry.value[ids].astype(out.dtype, copy=False))
 
 
 def union(wanted: Sequence[Array]) -> Array:

@@ -344,8 +344,9 @@ class KVStore(KVStoreBase):
                 a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
                 up to date. None: new arrays are returned.
             priority: as in :meth:`push`.
-            ignore_sparse: accepted for MXNet's sake. Row-sparse values are pulled as whole arrays;
-                :meth:`row_sparse_pull` pulls rows.
+            ignore_sparse: what happens to a :class:`RowSparse` among the outs. True leaves it as it is, and logs so;
+                False gives it all rows of the value that are not zero, for which the whole value travels;
+                :meth:`row_sparse_pull` moves rows alone.
             wait: as in :meth:`push`.
 
         Returns:
@@ -365,7 +366,7 @@ class KVStore(KVStoreBase):
             [array([0., 0.]), array([1.])]
         """
         call = self._collective if wait is True else self._door("pull", wait)
-        return call("pull", self._calls.pull, key, out, priority)
+        return call("pull", self._calls.pull, key, out, ignore_sparse, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.

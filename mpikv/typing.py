@@ -147,6 +147,10 @@ class Gpu(Protocol):
     uuid: str
     """The same for all processes that use this GPU, and for no other GPU."""
 
+    def use(self) -> None:
+        """Make this the GPU of the present thread, as it is of the one that made this object."""
+        ...
+
     def stream(self) -> Stream:
         """Return a new stream of high priority, which does not wait for the default stream."""
         ...

@@ -220,7 +220,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("sparse-pull", "`row_sparse_pull` of chosen rows, unique and sorted"),
         _row("sparse-pull-lists", "one list of rows for several outs"),
         _row("sparse-optimizers", "optimizers that touch the pushed rows only: element-wise ones, lazily"),
-        _later("sparse-ignore", "`ignore_sparse` leaves row-sparse outs as they are"),
+        _row("sparse-ignore", "`ignore_sparse` leaves row-sparse outs as they are, False fills them"),
         _later("sparse-trainer", "a Trainer with sparse gradients and weights"),
     ),
     "Gradient compression": (

@@ -6,18 +6,17 @@ import os
 import subprocess
 import sys
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rules import RULES, bits, in_numpy, plain, run, training
 
 import mpikv
 from mpikv import optimizers
 from mpikv.cli.launchers import clean
 from mpikv.kernels import NumpyKernels
-from mpikv.optimizers import BLOCK
 from mpikv.optimizers.forms import call_of
 from mpikv.testing import KernelsContract, UpdaterContract
 
@@ -26,62 +25,6 @@ numba = pytest.importorskip("numba", reason=WHY)
 compiled = pytest.importorskip("mpikv.optimizers.compiled", reason=WHY)
 
 FLOATS = ("float32", "float64")
-
-# Around the widths of SIMD registers, and around a block.
-SIZES = st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1]))
-
-POSITIVE = st.one_of(st.sampled_from([1e-50, 1e-8, 0.3, 1.0, 1e30, 1e300]), st.floats(1e-12, 1e12))
-NOT_NEGATIVE = st.one_of(st.just(0.0), POSITIVE)
-SHARE = st.one_of(st.sampled_from([0.0, 1e-50, 0.9, 0.999]), st.floats(0, 1, exclude_max=True))
-COMMON = {
-    "learning_rate": NOT_NEGATIVE,
-    "wd": NOT_NEGATIVE,
-    "rescale_grad": st.one_of(st.just(1.0), NOT_NEGATIVE, NOT_NEGATIVE.map(float.__neg__)),
-    "clip_gradient": st.one_of(st.none(), POSITIVE),
-}
-SOME_SHARE = SHARE.filter(bool)
-BETAS = {"beta1": SHARE, "beta2": SHARE, "epsilon": POSITIVE}
-CLIPPED = {"rho": SHARE, "epsilon": POSITIVE, "clip_weights": st.one_of(st.none(), POSITIVE)}
-
-# What each loop is reached by, and all options that it reads.
-RULES = {
-    "sgd": ("sgd", {}),
-    "sgd-momentum": ("sgd", {"momentum": SOME_SHARE}),
-    "sgd-nesterov": ("sgd", {"momentum": SOME_SHARE, "nesterov": st.just(True)}),
-    "test": ("test", {}),
-    "signum": ("signum", {"momentum": SOME_SHARE, "wd_lh": NOT_NEGATIVE}),
-    "signum-plain": ("signum", {"momentum": st.just(0.0), "wd_lh": NOT_NEGATIVE}),
-    "adagrad": ("adagrad", {"epsilon": POSITIVE}),
-    "rmsprop": ("rmsprop", CLIPPED),
-    "rmsprop-centered": ("rmsprop", {"centered": st.just(True), "momentum": SHARE, **CLIPPED}),
-    "adadelta": ("adadelta", {"rho": SHARE, "epsilon": POSITIVE}),
-    "adam": ("adam", BETAS),
-    "adamw": ("adamw", {"correct_bias": st.booleans(), **BETAS}),
-    "nadam": ("nadam", {"schedule_decay": NOT_NEGATIVE, **BETAS}),
-    "adamax": ("adamax", BETAS),
-    "ftrl": ("ftrl", {"lamda1": NOT_NEGATIVE, "beta": POSITIVE}),
-}
-# What only ever grows from zero by squares and magnitudes.
-MAGNITUDES = {"variance", "history", "largest", "n", "gradient", "delta"}
-
-
-def numbers(random, size, dtype, wild):
-    """Return ordinary numbers, and among them a share of those at the edges of the dtype."""
-    facts = np.finfo(dtype)
-    edges = [0.0, np.inf, np.nan, facts.max, facts.tiny, facts.smallest_subnormal, 3 * facts.smallest_subnormal]
-    array = random.standard_normal(size) * 10.0 ** random.uniform(-3, 3, size)
-    at = random.random(size) < wild
-    array[at] = random.choice(edges, size)[at] * random.choice([-1, 1], size)[at]
-    return array.astype(dtype)
-
-
-def bits(array):
-    """Return the bytes, with one NaN for all: which one comes out of an operation of two is not said by IEEE 754."""
-    return np.where(np.isnan(array), np.nan, array).astype(array.dtype).tobytes()
-
-
-def in_numpy(optimizer, left, right, weight, state, step):
-    NumpyKernels().bind(optimizer, left + right, weight, state)(step)
 
 
 def in_a_loop(optimizer, left, right, weight, state, step):
@@ -92,31 +35,12 @@ def with_the_sum_in_a_loop(optimizer, left, right, weight, state, step):
     compiled.bind_adding(optimizer, weight, state)(left, right, step)
 
 
-def run(update, optimizer, arrays, state, updates):
-    """Return the bits after each update by the sum of two neighbours of the arrays after the first."""
-    weight, *terms = (array.copy() for array in arrays)
-    state = {name: array.copy() for name, array in state.items()}
-    seen = []
-    for count, (left, right) in zip(updates, pairwise(terms), strict=True):
-        with np.errstate(all="ignore"):
-            update(optimizer, left, right, weight, state, optimizer.step("key", count))
-        seen.append({name: bits(array) for name, array in {"weight": weight, **state}.items()})
-    return seen
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=60)
 @given(st.data())
 def test_same_bits_as_numpy(rule, dtype, data):
-    name, options = RULES[rule]
-    optimizer = optimizers.create(name, **data.draw(st.fixed_dictionaries({**COMMON, **options})))
-    size, wild = data.draw(SIZES), data.draw(st.sampled_from([0.0, 0.1, 0.9]))
-    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-    updates = [1, 2, data.draw(st.integers(3, 10**6))]
-    arrays = [numbers(random, size, dtype, wild) for _ in range(2 + len(updates))]
-    state = {name: numbers(random, size, dtype, wild) for name in optimizer.states}
-    state = {name: np.abs(array) if name in MAGNITUDES else array for name, array in state.items()}
+    optimizer, arrays, state, updates = data.draw(training(rule, np.dtype(dtype)))
     found = run(data.draw(st.sampled_from([in_a_loop, with_the_sum_in_a_loop])), optimizer, arrays, state, updates)
     assert found == run(in_numpy, optimizer, arrays, state, updates)
 
@@ -148,14 +72,7 @@ class Compiled:
 class TestContract(UpdaterContract):
     @pytest.fixture(autouse=True, params=[*RULES, "adam-master", "lamb"])
     def settle(self, request):
-        self.name, _, kind = request.param.partition("-")
-        self.options = {
-            "momentum": {"momentum": 0.9},
-            "nesterov": {"momentum": 0.9, "nesterov": True},
-            "plain": {"momentum": 0.0},
-            "centered": {"centered": True},
-            "master": {"multi_precision": True},
-        }.get(kind, {})
+        self.name, self.options = plain(request.param)
 
     def updater(self):
         return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.75, **self.options))

@@ -35,9 +35,9 @@ struct Part {
 
 INNER Part part_of_block(const Pairs& pairs, long long length) {
     const int pair = pair_of_block(pairs);
-    Part part = {pairs.source[pair], pairs.target[pair]};
-    part.low = (long long)(blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
-    part.high = part.low + length < pairs.size[pair] ? part.low + length : pairs.size[pair];
+    const long long low = (long long)(blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
+    const long long high = low + length < pairs.size[pair] ? low + length : pairs.size[pair];
+    const Part part = {pairs.source[pair], pairs.target[pair], low, high};
     return part;
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -105,6 +104,5 @@ def _copying() -> Kernel:
     return kernel("copies.cu", "copy_bytes")
 
 
-@cache
 def _casting(dtype: str, wanted: str) -> Kernel:
     return kernel("copies.cu", f"cast<{dtype}_kind, {wanted}_kind>")

@@ -7,7 +7,6 @@ those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,8 +80,7 @@ class CudaKernels:
         return _Update(updater, total, value, state)
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
-        """Return None: where a library adds, there is one term."""
-        return
+        return None  # where a library adds, there is one term
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
@@ -142,7 +140,6 @@ def _address(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
     return int(array.data.ptr)  # type: ignore[attr-defined]
 
 
-@cache
 def _kernel_of(form: str, dtype: str) -> Kernel:
     return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind>")
 

@@ -106,7 +106,7 @@ class TransportContract:
     def test_reduce_ignores_recv_of_other_ranks(self, transport: Transport) -> None:
         for root in range(transport.size):
             with Exchange(transport, np.dtype(np.int32), 7, seed=root) as exchange:
-                none = np.empty(0, np.int32)
+                none = placed(transport, np.empty(0, np.int32))
                 exchange.terms = transport.reduce(
                     exchange.send, exchange.recv if transport.rank == root else none, root
                 )
@@ -125,11 +125,9 @@ class TransportContract:
         transport = self.make(group, self.limit, 20.0)
         for dtype in (np.float32, np.float64):
             send = np.random.default_rng(transport.rank).standard_normal(401).astype(dtype)
-            recv = np.empty_like(send)
-            terms = transport.allreduce(send, recv)
-            if terms[0] is not recv:
-                add(terms, 0, recv.size, recv)
-            assert len(set(group.gather(hashlib.sha256(recv.tobytes()).hexdigest()))) == 1
+            recv = placed(transport, np.empty_like(send))
+            total = sum_of(transport, transport.allreduce(placed(transport, send), recv), recv)
+            assert len(set(group.gather(hashlib.sha256(total.tobytes()).hexdigest()))) == 1
         transport.close()
         group.close()
 
@@ -151,24 +149,24 @@ class TransportContract:
                 parts = transport.all_to_all(self.prepared(transport, sends, number % 2 == 0), counts)
                 assert len(parts) == transport.size
                 for part, send in zip(parts, sends, strict=True):
-                    assert_same(part, send[low : low + counts[transport.rank]])
+                    assert_same(read(transport, part), send[low : low + counts[transport.rank]])
 
     def test_all_to_all_of_everything(self, transport: Transport) -> None:
         for number, size in enumerate((0, 1, 65, transport.limit)):
             sends = [values(BYTE, size, (8, size, rank)) for rank in range(transport.size)]
             parts = transport.all_to_all(self.prepared(transport, sends, number % 2 == 0), None)
             for part, send in zip(parts, sends, strict=True):
-                assert_same(part, send)
+                assert_same(read(transport, part), send)
 
     def prepared(self, transport: Transport, sends: Sequence[Array], in_outbox: bool) -> Array:
         """Return what this rank sends, in the outbox or in memory that may not be written."""
         send = sends[transport.rank]
         if in_outbox:
             outbox = transport.outboxes[transport.turn][: send.size]
-            outbox[:] = send
+            write(transport, outbox, send)
             return outbox
         send.flags.writeable = False
-        return send
+        return placed(transport, send)
 
     def test_all_gather(self, transport: Transport) -> None:
         for dtype in dtypes():
@@ -178,10 +176,10 @@ class TransportContract:
                     whole = values(dtype, size, (3, size))
                     low = sum(counts[: transport.rank])
                     own = slice(low, low + counts[transport.rank])
-                    buffer, check = guarded(dtype, size)
-                    buffer[own] = whole[own]
+                    buffer, check = guarded(transport, dtype, size)
+                    write(transport, buffer[own], whole[own])
                     transport.all_gather(buffer, counts)
-                    assert_same(buffer, whole)
+                    assert_same(read(transport, buffer), whole)
                     check()
 
     def test_broadcast(self, transport: Transport) -> None:
@@ -190,11 +188,11 @@ class TransportContract:
             for root in range(transport.size):
                 for size in (*sizes(transport.limit, dtype), longest):
                     whole = values(dtype, size, (4, size, root))
-                    buffer, check = guarded(dtype, size)
+                    buffer, check = guarded(transport, dtype, size)
                     if transport.rank == root:
-                        buffer[:] = whole
+                        write(transport, buffer, whole)
                     transport.broadcast(buffer, root)
-                    assert_same(buffer, whole)
+                    assert_same(read(transport, buffer), whole)
                     check()
 
     def test_sends_may_be_the_outbox_or_not(self, transport: Transport) -> None:
@@ -233,9 +231,9 @@ class TransportContract:
             with Exchange(transport, dtype, size, seed=number, prepared=True) as exchange:
                 if refused:
                     assert transport.agree(transport.rank, showing=True) is (transport.size == 1)
-                    exchange.send.fill(0)
+                    write(transport, exchange.send, np.zeros(size, dtype))
                     time.sleep(2e-3 * slow)
-                    exchange.send[:] = values(dtype, size, (number, size, transport.rank))
+                    write(transport, exchange.send, values(dtype, size, (number, size, transport.rank)))
                 else:
                     assert transport.agree(7, showing=True)
                 self.summed(transport, exchange, verbs[0])
@@ -254,9 +252,9 @@ class TransportContract:
             exchange.expect(exchange.sum)
 
     def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:
-        transport.outboxes[transport.turn][:] = 255
+        write(transport, transport.outboxes[transport.turn], np.full(self.limit, 255, np.uint8))
         with Exchange(transport, np.dtype(np.int64), 33, seed=5, prepared=False) as exchange:
-            transport.outboxes[transport.turn][:] = 255
+            write(transport, transport.outboxes[transport.turn], np.full(self.limit, 255, np.uint8))
             exchange.terms = transport.allreduce(exchange.send, exchange.recv)
             exchange.expect(exchange.sum)
 
@@ -287,10 +285,10 @@ class TransportContract:
                 elif verb == 3:
                     parts = transport.all_to_all(exchange.send.view(np.uint8), [8 * count for count in counts])
                     low = sum(counts[: transport.rank])
-                    exchange.recv[:own] = np.add.reduce([part.view(dtype) for part in parts])
-                    assert_same(exchange.recv[:own], exchange.sum[low : low + own])
+                    found = np.add.reduce([read(transport, part).view(dtype) for part in parts])
+                    assert_same(found, exchange.sum[low : low + own])
                 else:
-                    exchange.recv[:] = values(dtype, size, (number, transport.rank))
+                    write(transport, exchange.recv, values(dtype, size, (number, transport.rank)))
                     transport.broadcast(exchange.recv, root)
                     exchange.expect(values(dtype, size, (number, root)))
                 if transport.rank == slow:
@@ -302,27 +300,33 @@ class TransportContract:
             memory = transport.allocate(nbytes)
             assert memory.dtype == np.uint8
             assert memory.shape == (nbytes,)
-            assert memory.__array_interface__["data"][0] % 64 == 0
-            assert not memory.any()
+            assert self.address(transport, memory) % 64 == 0
+            assert not read(transport, memory).any()
             transport.fence()
             if transport.place == 0:
-                memory[:] = len(blocks) + 1
+                write(transport, memory, np.full(nbytes, len(blocks) + 1, np.uint8))
             blocks.append(memory)
         transport.fence()
         for number, memory in enumerate(blocks):
-            assert (memory == number + 1).all(), "allocations overlap, or are not shared"
+            assert (read(transport, memory) == number + 1).all(), "allocations overlap, or are not shared"
         transport.fence()
+
+    def address(self, transport: Transport, array: Array) -> int:
+        """Return where an array lies."""
+        address: int = array.__array_interface__["data"][0]
+        return address
 
     def test_who_sees_what_is_written_to_allocated_memory(self, comm: Any) -> None:
         group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
         memory = transport.allocate(8 * transport.size).view(np.int64)
         for turn in range(1, 50):
-            memory[transport.rank] = turn * 100 + transport.rank
+            own = slice(transport.rank, transport.rank + 1)
+            write(transport, memory[own], np.array([turn * 100 + transport.rank]))
             transport.fence()
             for rank in range(transport.size):
                 seen = rank in sharers(group, transport)
-                assert memory[rank] == (turn * 100 + rank if seen else 0)
+                assert read(transport, memory)[rank] == (turn * 100 + rank if seen else 0)
             transport.fence()
         del memory
         transport.close()
@@ -347,12 +351,12 @@ class TransportContract:
                     assert transport.agree(turn), "until then, others read what is overwritten now"
                     time.sleep(naps[transport.rank])
                     own = slice(low, low + owned[transport.rank])
-                    buffer[own] = whole[own]
+                    write(transport, buffer[own], whole[own])
                     if counts is None:
                         transport.broadcast(buffer, root)
                     else:
                         transport.all_gather(buffer, counts)
-                    assert_same(buffer, whole)
+                    assert_same(read(transport, buffer), whole)
 
     def test_agree(self, transport: Transport) -> None:
         for token in (0, 1, 12345678901234567, LARGEST_TOKEN):
@@ -370,9 +374,9 @@ class TransportContract:
         transport = self.make(group, self.limit, 20.0)
         memory, sharing = transport.allocate(8 * transport.size).view(np.int64), list(sharers(group, transport))
         for turn in range(1, 50):
-            memory[transport.rank] = turn
+            write(transport, memory[transport.rank : transport.rank + 1], np.array([turn]))
             assert transport.agree(turn)
-            assert (memory[sharing] == turn).all()
+            assert (read(transport, memory)[sharing] == turn).all()
             assert transport.agree(turn)
         del memory
         transport.close()
@@ -440,26 +444,30 @@ class Exchange:
         self.sum = total(sends)
         self._original = sends[transport.rank]
         self.terms: Sequence[Array] = ()
-        self.recv, self._check = guarded(accumulator(dtype), size if received is None else received)
+        self._transport = transport
+        self.recv, self._check = guarded(transport, accumulator(dtype), size if received is None else received)
         if prepared or (prepared is None and seed % 2):
             self.send = transport.outboxes[transport.turn][: size * dtype.itemsize].view(dtype)
-            self.send[:] = self._original
+            write(transport, self.send, self._original)
             self._private = False
         else:
-            self.send = self._original.copy()
-            self.send.flags.writeable = False
-            self._private = True
+            send = self._original.copy()
+            send.flags.writeable = False
+            self.send, self._private = placed(transport, send), True
 
     def expect(self, result: Array) -> None:
         """Compare what was received."""
-        if self.terms and self.terms[0] is not self.recv:
-            add(self.terms, 0, self.recv.size, self.recv)
-        assert_same(self.recv, result)
+        assert_same(self.received(), result)
+
+    def received(self) -> Array:
+        """Return the sum of the terms, or what was received."""
+        return sum_of(self._transport, self.terms, self.recv)
 
     def spoil(self) -> None:
         """Change what this rank has sent."""
-        self.send.flags.writeable = True
-        self.send += 1
+        if self._transport.memory.on_host:
+            self.send.flags.writeable = True
+        write(self._transport, self.send, read(self._transport, self.send) + 1)
         self._private = False
 
     def __enter__(self) -> Exchange:
@@ -469,7 +477,34 @@ class Exchange:
         if failure[0] is None:
             self._check()
             if self._private:
-                assert_same(self.send, self._original)
+                assert_same(read(self._transport, self.send), self._original)
+
+
+def sum_of(transport: Transport, terms: Sequence[Array], recv: Array) -> Array:
+    """Return the sum of terms, which are anything where the transport has added them, on the host."""
+    if not terms or terms[0] is recv:
+        return read(transport, recv)
+    total = np.empty(recv.shape, recv.dtype)
+    add([read(transport, term) for term in terms], 0, total.size, total)
+    return total
+
+
+def write(transport: Transport, target: Array, content: Array) -> None:
+    """Fill memory of the transport with an array of the host, in the order of its calls."""
+    memory = transport.memory
+    memory.in_order(memory.copy, (target,), (memory.source(content),))
+
+
+def read(transport: Transport, array: Array) -> Array:
+    """Return an array of the transport's memory as one of the host, after all calls so far."""
+    memory = transport.memory
+    found: Array = memory.in_order(memory.to_host, array)
+    return found
+
+
+def placed(transport: Transport, content: Array) -> Array:
+    """Return an array of the host in the transport's memory: itself, or a copy."""
+    return transport.memory.source(content)
 
 
 def sharers(group: Group, transport: Transport) -> Sequence[int]:
@@ -520,15 +555,17 @@ def total(sends: Sequence[Array]) -> Array:
     return result
 
 
-def guarded(dtype: np.dtype[Any], size: int) -> tuple[Array, Any]:
+def guarded(transport: Transport, dtype: np.dtype[Any], size: int) -> tuple[Array, Any]:
     """Return memory to write to, and a function that checks that nothing was written beside it."""
-    memory = np.ones(size + 2 * GUARD, dtype)
+    whole = np.ones(size + 2 * GUARD, dtype)
+    whole[GUARD : GUARD + size] = 0
+    memory = placed(transport, whole)
 
     def check() -> None:
-        beside = np.concatenate([memory[:GUARD], memory[GUARD + size :]])
+        found = read(transport, memory)
+        beside = np.concatenate([found[:GUARD], found[GUARD + size :]])
         assert (beside == np.ones(1, dtype)).all(), "memory beside the array was written"
 
-    memory[GUARD : GUARD + size] = 0
     return memory[GUARD : GUARD + size], check
 
 

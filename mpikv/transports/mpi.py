@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import accumulator, zeros
-from ..errors import settled
 from ..halves import widen
 from ..memory import HOST
 from ..typing import Array, Memory
 from ..waiting import Waits
 from ..world import Group
+from .everywhere import allocate_everywhere
 from .requests import Requests
 
 __all__ = ["MpiTransport"]
@@ -74,18 +74,7 @@ class MpiTransport:
         Raises:
             MemoryError: on every rank, if it was raised on one.
         """
-        memory, reason = None, ""
-        try:
-            memory = make(nbytes)
-        except MemoryError as error:
-            reason = str(error) or "the process cannot have more"
-        if not self.agree(memory is not None) or memory is None:
-            if memory is not None:
-                take_back()
-            short = {rank: why for rank, why in enumerate(self._group.gather(reason)) if why}
-            text = f"{nbytes} bytes for values are needed and ranks {list(short)} have too little memory"
-            raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))
-        return memory
+        return allocate_everywhere(self._group, self.agree, make, nbytes, take_back)
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):

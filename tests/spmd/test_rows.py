@@ -284,6 +284,50 @@ def test_lists(comm):
         assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
 
 
+@pytest.mark.feature("sparse-ignore")
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+def test_pull_leaves_rows_as_they_are_or_fills_them(comm, transport, caplog):
+    caplog.set_level("INFO", "mpikv")
+    value = np.zeros((40, 31))
+    value[[3, 17, 39]] = comm.size if comm else 1
+    none, half = np.zeros((4, 0)), np.array([[1, 0], [0, 0], [0, -0.0], [0, np.nan]], np.float16)
+    with mpikv.create(comm=comm, transport=transport if comm else "local", bucket_bytes=4096) as kv:
+        kv.init(["s", "d", "none", "half"], [np.zeros((40, 31)), np.ones(3), none, half])
+        kv.push("s", RowSparse([39, 3, 17], np.ones((3, 31)), (40, 31)))
+        outs = RowSparse([5], np.ones((1, 31), np.float32), (40, 31)), np.empty((40, 31)), np.empty(3)
+        given = [[outs[0], outs[1]], outs[2]]
+        assert kv.pull(["s", "d"], out=given) is given
+        assert (outs[0].indices.tolist(), outs[0].values.tolist()) == ([5], [[1.0] * 31])
+        assert [record.levelname for record in caplog.records if "'s'" in record.message] == ["INFO"]
+        np.testing.assert_array_equal(outs[1], value)
+        np.testing.assert_array_equal(outs[2], np.ones(3))
+        kv.pull(["s", "d"], out=given, ignore_sparse=False)
+        assert outs[0].indices.tolist() == [3, 17, 39]
+        np.testing.assert_array_equal(outs[0].to_dense(), value.astype(np.float32))
+        rows = {
+            "none": RowSparse([2], np.ones((1, 0)), (4, 0)),
+            "half": RowSparse([], np.empty((0, 2), np.float16), (4, 2)),
+        }
+        assert kv.pull(rows, ignore_sparse=False) is rows
+        assert len(rows["none"]) == 0
+        np.testing.assert_array_equal(rows["half"].indices, [0, 3])
+        np.testing.assert_array_equal(rows["half"].values, half[[0, 3]])
+        outs[0].values.fill(7)
+        np.testing.assert_array_equal(kv.pull("s"), value)
+
+
+def test_rows_that_do_not_fit_a_pull(comm):
+    """On one rank; the others, who pull whole arrays, are told."""
+    size, rank = (comm.size, comm.rank) if comm else (1, 0)
+    with mpikv.create(comm=comm) as kv:
+        kv.init("s", np.ones((3, 2)))
+        out = RowSparse([0], np.ones((1, 3)), (3, 3)) if rank == size - 1 else np.empty((3, 2))
+        for ignore in (True, False):
+            with pytest.raises(mpikv.ValueMismatch if rank == size - 1 else mpikv.PeerFailed, match="shape"):
+                kv.pull("s", out=out, ignore_sparse=ignore)
+        np.testing.assert_array_equal(kv.pull("s"), np.ones((3, 2)))
+
+
 @pytest.mark.feature("sparse-assign", "sparse-pull")
 def test_rows_that_are_not_there_are_zeros(comm):
     with mpikv.create(comm=comm) as kv:

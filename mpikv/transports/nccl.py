@@ -1,0 +1,466 @@
+"""Ranks with a GPU each: NCCL adds and carries, on the store's stream.
+
+A call returns when its work is queued. What the ranks have to agree on goes through a transport of the host's memory,
+``control``, whose waits have deadlines; work on the GPU has none of its own, so a :class:`~.watchdog.Watchdog` looks
+after it, and ends it by aborting the communicator.
+
+NCCL and its constants come in as ``nccl``: the module ``cupy.cuda.nccl``, or what stands for it in tests.
+
+Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/ (in-place operations, group calls, fault tolerance).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import DeviceMemory
+from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
+from ..typing import Array, Transport
+from ..waiting import Waits
+from ..world import Group
+from .everywhere import allocate_everywhere
+from .preflight import preflight, shown
+from .watchdog import Watchdog, Work
+
+__all__ = ["WIRES", "NcclTransport", "Wire", "last_error"]
+
+# Seconds for an abort, which may itself wait for ever; the process then ends without it.
+_PATIENCE = 2.0
+_STATUS = {
+    1: "a CUDA call failed",
+    2: "a system call failed",
+    3: "internal error",
+    4: "invalid argument",
+    5: "invalid usage",
+    6: "another rank failed",
+    7: "still in progress",
+    8: "timed out",
+}
+_IN_PROGRESS, _REMOTE = 7, 6
+_JOINING = "making the communicator"
+
+
+class Wire(NamedTuple):
+    """As what NCCL sums the elements of a dtype."""
+
+    dtype: str
+    constant: str
+    """Its name in NCCL."""
+    operation: str = "NCCL_SUM"
+    each: int = 1
+    """How many of them one element is."""
+
+
+_INT32, _UINT32 = Wire("int32", "NCCL_INT32"), Wire("uint32", "NCCL_UINT32")
+_FLOAT32, _FLOAT64 = Wire("float32", "NCCL_FLOAT32"), Wire("float64", "NCCL_FLOAT64")
+WIRES = {
+    # Of zeros and ones the logical or is the maximum.
+    "bool": Wire("uint8", "NCCL_UINT8", "NCCL_MAX"),
+    "int8": Wire("int8", "NCCL_INT8"),
+    "int16": _INT32,
+    "int32": _INT32,
+    "int64": Wire("int64", "NCCL_INT64"),
+    "uint8": Wire("uint8", "NCCL_UINT8"),
+    "uint16": _UINT32,
+    "uint32": _UINT32,
+    "uint64": Wire("uint64", "NCCL_UINT64"),
+    # NCCL would round at every hop.
+    "float16": _FLOAT32,
+    "bfloat16": _FLOAT32,
+    "float32": _FLOAT32,
+    "float64": _FLOAT64,
+    "complex64": _FLOAT32._replace(each=2),
+    "complex128": _FLOAT64._replace(each=2),
+}
+"""By the names of dtypes."""
+
+
+class NcclTransport:
+    """The transport for ranks with a GPU each. All its calls that move data are made on the stream of ``memory``."""
+
+    name = "nccl"
+    shared = False
+    neighbours = 1
+    place = 0
+    lends = False
+
+    def __init__(
+        self,
+        group: Group,
+        control: Transport,
+        memory: DeviceMemory,
+        nccl: Any,
+        limit: int,
+        waiting: Waits,
+        *,
+        gathers: bool = False,
+    ) -> None:
+        """Collective. ``limit`` is in bytes; ``control`` is closed with this transport.
+
+        With ``gathers`` NCCL only carries: sums return every rank's elements, as those of
+        :class:`~mpikv.transports.mpi.MpiTransport`.
+
+        Raises:
+            TransportUnavailable: on every rank, where two use one GPU, or their libraries or settings differ.
+            MemoryError: on every rank, if the GPU of one has too little memory.
+            Stalled: NCCL did not find the other ranks before the deadline.
+            TransportError: NCCL failed.
+        """
+        self.rank, self.size, self.limit = group.rank, group.size, limit
+        self.control, self.memory = control, memory
+        self._group, self._nccl, self._gpu, self._gathers = group, nccl, memory.gpu, gathers
+        self._process = os.getpid()
+        self._comm: Any = None
+        self._failure: MPIKVError | None = None
+        # Held while work is queued: an abort frees what that uses.
+        self._queueing = threading.Lock()
+        self._watchdog = Watchdog(waiting, self._check_async, self._fail)
+        preflight(group, self._gpu, nccl.get_version())
+        self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
+        self.turn = 0
+        self._gathered = self.allocate(group.size * limit if gathers else 0)
+        # Sums of short integers and of half precision are twice as wide.
+        self._wide = self.allocate(2 * limit), self.allocate(2 * limit)
+        self._join(waiting)
+
+    def _join(self, waiting: Waits) -> None:
+        """Make the communicator, in a thread of its own: NCCL may wait for ever for a rank that does not come."""
+        identity, errors = self._identity(), list[BaseException]()
+
+        def create() -> None:
+            try:
+                self._create(identity)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=create, name="mpikv-nccl", daemon=True)
+        thread.start()
+        try:
+            waiting.until(lambda: not thread.is_alive(), tuple)
+            if errors:
+                raise errors[0]
+        except (Stalled, self._nccl.NcclError, KeyError) as error:
+            self._fail(error if isinstance(error, Stalled) else self._translated(error, _JOINING), _JOINING)
+        # A rank that failed says so to the others, and raises what it failed of.
+        if not self.control.agree(int(self._failure is None)):
+            self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
+        self._check()
+
+    def _identity(self) -> bytes:
+        """Return the id of a new communicator, which the first rank makes."""
+        told = ""
+        if self.rank == 0:
+            try:
+                told = json.dumps([self._nccl.get_unique_id().hex(), ""])
+            except (self._nccl.NcclError, KeyError) as error:
+                told = json.dumps(["", str(self._translated(error, "making an id"))])
+        identity, problem = json.loads(self._group.gather(told)[0])
+        if problem:
+            raise TransportError(f"rank 0: {problem}")
+        return bytes.fromhex(identity)
+
+    def _create(self, identity: bytes) -> None:
+        """Make a communicator and its ways of communication."""
+        self._gpu.use()
+        comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
+        # Collecting it as garbage would wait for the other ranks. It is destroyed, or aborted, or left alone.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
+        self._comm = comm
+        if self._failure is not None:
+            self._fail(self._failure, "")  # nobody waits for it any more
+            return
+        nccl, stream, address = self._nccl, self.memory.stream.handle, self._gpu.address(self._wide[0])
+        # NCCL connects at the first use of an algorithm, and then waits on the host, too.
+        comm.allReduce(address, address, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+        comm.reduce(address, address, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 0, stream)
+        comm.broadcast(address, address, 4, nccl.NCCL_FLOAT32, 0, stream)
+        self.memory.stream.synchronize()
+
+    def allocate(self, nbytes: int) -> Array:
+        return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes)
+
+    # --- Sums
+
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        if self._gathers:
+            return self._gather(send, [send.size if rank == root else 0 for rank in range(self.size)])
+
+        def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
+            address = 0 if into is None else self._gpu.address(into)
+            self._call(comm.reduce, self._gpu.address(source), address, source.size, *self._sort(wire), root)
+
+        return self._sum("reduce", send, recv if self.rank == root else None, start)
+
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        if self._gathers:
+            return self._gather(send, None)
+
+        def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
+            assert into is not None
+            addresses = self._gpu.address(source), self._gpu.address(into)
+            self._call(comm.allReduce, *addresses, source.size, *self._sort(wire))
+
+        return self._sum("allreduce", send, recv, start)
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        if self._gathers:
+            return self._gather(send, counts)
+
+        def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
+            assert into is not None
+            address, target = self._gpu.address(source), self._gpu.address(into)
+            if len(set(counts)) == 1:
+                self._call(comm.reduceScatter, address, target, counts[0] * wire.each, *self._sort(wire))
+                return
+            with self._grouped():
+                for rank, count in enumerate(counts):
+                    if count:
+                        mine = target if rank == self.rank else 0
+                        self._call(comm.reduce, address, mine, count * wire.each, *self._sort(wire), rank)
+                    address += count * wire.each * source.itemsize
+
+        return self._sum("reduce_scatter", send, recv, start)
+
+    def _sum(
+        self,
+        name: str,
+        send: Array,
+        recv: Array | None,
+        start: Callable[[Any, Wire, Array, Array | None], None],
+    ) -> Sequence[Array]:
+        """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'."""
+        wire = WIRES[send.dtype.name]
+        with self._queued(f"{name} of {send.size} {send.dtype}") as comm:
+            source = _as_wire(send, wire)
+            if source is None:
+                source = self._wide[0].view(np.dtype(wire.dtype))[: send.size]
+                self.memory.copy((source,), (send,))
+            into = recv if recv is None else _as_wire(recv, wire)
+            if recv is not None and into is None:
+                into = self._wide[1].view(np.dtype(wire.dtype))[: recv.size]
+                start(comm, wire, source, into)
+                self.memory.copy((recv,), (into,))
+            else:
+                start(comm, wire, source, into)
+        return () if recv is None else (recv,)
+
+    def _sort(self, wire: Wire) -> tuple[int, int]:
+        return getattr(self._nccl, wire.constant), getattr(self._nccl, wire.operation)
+
+    # --- Bytes
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        return self._gather(send, counts)
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        nbytes = [count * buffer.itemsize for count in counts]
+        address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
+        with self._queued(f"all_gather of {buffer.size} {buffer.dtype}") as comm:
+            if len(set(nbytes)) == 1:
+                mine = address + self.rank * nbytes[0]
+                self._call(comm.allGather, mine, address, nbytes[0], byte)
+                return
+            with self._grouped():
+                for rank, length in enumerate(nbytes):
+                    if length:
+                        self._call(comm.broadcast, address, address, length, byte, rank)
+                    address += length
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        address = self._gpu.address(buffer)
+        with self._queued(f"broadcast of {buffer.size} {buffer.dtype}") as comm:
+            self._call(comm.broadcast, address, address, buffer.nbytes, self._nccl.NCCL_UINT8, root)
+
+    def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
+        elements = counts or [send.size] * self.size
+        starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
+        mine, low = elements[self.rank], starts[self.rank]
+        if self._gathered.size < self.size * mine * send.itemsize:
+            self._gathered = self.memory.zeros(self.size * self.limit)
+        received = self._gathered[: self.size * mine * send.itemsize].view(send.dtype)
+        parts = [received[rank * mine : (rank + 1) * mine] for rank in range(self.size)]
+        parts[self.rank] = send[low : low + mine]
+        address, byte = self._gpu.address(send), self._nccl.NCCL_UINT8
+        with self._queued(f"all_to_all of {send.size} {send.dtype}") as comm, self._grouped():
+            for peer in (rank for rank in range(self.size) if rank != self.rank):
+                if elements[peer]:
+                    place = address + starts[peer] * send.itemsize
+                    self._call(comm.send, place, elements[peer] * send.itemsize, byte, peer)
+                if mine:
+                    self._call(comm.recv, self._gpu.address(parts[peer]), mine * send.itemsize, byte, peer)
+        return parts
+
+    # --- Agreement and ends
+
+    def fence(self, showing: bool = False) -> None:
+        pass
+
+    def agree(self, token: int, showing: bool = False) -> bool:
+        self._check()
+        try:
+            agreed = self.control.agree(token)
+        except MPIKVError as error:
+            self._fail(error, "")
+            raise
+        self._check()
+        return agreed
+
+    def check(self) -> None:
+        """Raise what has become of work in flight, if it is known to have failed. Local; for whoever has waited for the
+        stream, which also comes to its end when work is aborted.
+        """
+        self._check()
+
+    def abandon(self) -> None:
+        """Abort what is in flight, without the other ranks. Local, idempotent. In a forked child it does nothing, as
+        neither NCCL nor CUDA survives a fork.
+        """
+        self._fail(TransportError("the store ended before this was done"), "")
+
+    def close(self) -> None:
+        if self._process != os.getpid() or not self.outboxes[0].size:
+            return
+        self.memory.close()
+        try:
+            self._check()
+            self.agree(0)
+            comm, self._comm = self._comm, None
+            self._call(comm.destroy, on_stream=False)
+        except MPIKVError as error:
+            self._fail(error, "")
+            logging.getLogger("mpikv").warning("NCCL's communicator was aborted instead of closed: %s", error)
+        self._failure = self._failure or TransportError("the transport was closed")
+        nothing = self.outboxes[0][:0]
+        self.outboxes, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
+        self.control.close()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure)) from (self._failure.__cause__ or self._failure)
+
+    def _fail(self, error: Exception, call: str) -> None:
+        """Make the transport unusable, and end what is in flight."""
+        if self._process != os.getpid():
+            return
+        if self._failure is None:
+            self._failure = _failure(error, call)
+        # Not for ever: a thread may be in a call that comes to its end by the abort only.
+        held = self._queueing.acquire(timeout=_PATIENCE)
+        try:
+            comm, self._comm = self._comm, None
+            if comm is not None:
+                _abort(comm)
+        finally:
+            if held:
+                self._queueing.release()
+
+    # --- The door of every call of NCCL
+
+    @contextmanager
+    def _queued(self, call: str) -> Iterator[Any]:
+        """Give a block the communicator, and look after what it queues."""
+        work = Work(call)
+        try:
+            with self._queueing:
+                self._check()
+                self._watchdog.look_after(work)
+                yield self._comm
+                work.event = self.memory.stream.record()
+        except BaseException as error:
+            work.failed = True
+            known = error if isinstance(error, MPIKVError) else TransportError(f"{call} was left by {error!r}")
+            self._fail(known, call)
+            raise
+
+    @contextmanager
+    def _grouped(self) -> Iterator[None]:
+        """Have NCCL take the calls of a block as one. There must be no other way out of a group."""
+        self._call(self._nccl.groupStart, on_stream=False)
+        try:
+            yield
+        except BaseException:
+            with suppress(self._nccl.NcclError, KeyError):  # which says the same once more
+                self._nccl.groupEnd()
+            raise
+        self._call(self._nccl.groupEnd, on_stream=False)
+
+    def _call(self, function: Callable[..., Any], *arguments: int, on_stream: bool = True) -> None:
+        """Call NCCL, whose errors leave as TransportError."""
+        try:
+            function(*arguments, self.memory.stream.handle) if on_stream else function(*arguments)
+        except (self._nccl.NcclError, KeyError) as error:
+            raise self._translated(error, function.__name__) from error
+
+    def _check_async(self) -> None:
+        """Raise what NCCL says of work in flight."""
+        comm = self._comm
+        try:
+            if comm is not None:
+                comm.check_async_error()
+        except (self._nccl.NcclError, KeyError) as error:
+            if _status(error) != _IN_PROGRESS:
+                raise self._translated(error, "work in flight") from error
+
+    def _translated(self, error: Exception, doing: str) -> MPIKVError:
+        status = _status(error)
+        said = last_error()
+        text = (
+            f"NCCL {shown(self._nccl.get_version())} failed in {doing}: {_STATUS.get(status, f'status {status}')}"
+            f"{said and f' ({said})'}; NCCL_DEBUG=WARN has it say more"
+        )
+        return (PeerFailed if status == _REMOTE else TransportError)(text)
+
+
+def _as_wire(array: Array, wire: Wire) -> Array | None:
+    """Return the array as what NCCL sums, over the same memory, or None where it is narrower."""
+    dtype = np.dtype(wire.dtype)
+    return array.view(dtype) if array.itemsize == wire.each * dtype.itemsize else None
+
+
+def _status(error: Exception) -> int:
+    """Return NCCL's status; those that are newer than CuPy are given as a KeyError."""
+    if isinstance(error, KeyError):
+        if not error.args or not isinstance(error.args[0], int):
+            raise error
+        return error.args[0]
+    return int(getattr(error, "status", 0))
+
+
+def _failure(error: Exception, call: str) -> MPIKVError:
+    """Return what the next call raises: the same, with what was in flight."""
+    about = f", with {call} in flight" if call else ""
+    if isinstance(error, Stalled):
+        failure: MPIKVError = Stalled(f"{error}{about}", error.missing)
+    elif isinstance(error, PeerFailed):
+        failure = PeerFailed(f"{error}{about}")
+    else:
+        failure = TransportError(f"{error}{about}")
+    failure.__cause__ = error.__cause__ or error
+    return failure
+
+
+def _abort(comm: Any) -> None:
+    # NCCL's abort may wait for ever itself.
+    thread = threading.Thread(target=comm.abort, name="mpikv-nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+
+
+def last_error() -> str:
+    """Return what NCCL says of the last error of this process, if it is loaded and says so (2.13)."""
+    try:
+        tell = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW).ncclGetLastError
+    except (OSError, AttributeError):
+        return ""
+    tell.restype, tell.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    return (tell(None) or b"").decode(errors="replace").strip()

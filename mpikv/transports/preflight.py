@@ -1,0 +1,76 @@
+"""What NCCL needs of the ranks together, looked at before it is called: else it would only wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ..config import nccl_host, nccl_settings
+from ..errors import TransportUnavailable, settled
+from ..typing import Gpu
+from ..world import Group
+
+__all__ = ["preflight"]
+
+# From this version on NCCL lets ranks share a GPU where it is told to.
+_SHARING = 23000
+
+
+def preflight(group: Group, gpu: Gpu, version: int) -> None:
+    """Compare GPUs, libraries and settings. Collective.
+
+    Raises:
+        TransportUnavailable: on every rank, with what is wrong with any.
+    """
+    mine = {
+        "host": nccl_host(),
+        "gpu": gpu.uuid,
+        "name": gpu.name,
+        "version": version,
+        "settings": nccl_settings(),
+    }
+    told = [json.loads(text) for text in group.gather(json.dumps(mine))]
+    if problem := _problem(told):
+        raise settled(TransportUnavailable(f"{problem}; 'dist_sync' sums on the host"))
+
+
+def _problem(told: Sequence[dict[str, Any]]) -> str:
+    versions = [rank["version"] for rank in told]
+    if other := _first_other(versions):
+        return (
+            f"rank 0 has NCCL {shown(versions[0])} and rank {other} has {shown(versions[other])}; "
+            "install the same on every host"
+        )
+    settings = [rank["settings"] for rank in told]
+    if other := _first_other(settings):
+        return (
+            f"rank 0 is given {settings[0]} and rank {other} {settings[other]}; NCCL needs the same settings on all "
+            "ranks"
+        )
+    if settings[0].get("NCCL_COMM_BLOCKING") == "0":
+        return "NCCL_COMM_BLOCKING=0 is set, with which NCCL's calls return before they have begun; unset it"
+    may_share = settings[0].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and versions[0] >= _SHARING
+    seen: dict[tuple[str, str], int] = {}
+    for rank, facts in enumerate(told):
+        first = seen.setdefault((facts["host"], facts["gpu"]), rank)
+        if first != rank and not may_share:
+            return (
+                f"ranks {first} and {rank} use one GPU, {facts['name']} ({facts['gpu']}) of host {facts['host']}; "
+                "start at most one rank for each GPU"
+            )
+    return ""
+
+
+def _first_other(values: Sequence[Any]) -> int:
+    """Return the first place of a value that is not the first one, or 0."""
+    return next((place for place, value in enumerate(values) if value != values[0]), 0)
+
+
+def shown(version: int) -> str:
+    """Return a version as people write it.
+
+    >>> shown(23203)
+    '2.32.3'
+    """
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

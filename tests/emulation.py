@@ -1,0 +1,130 @@
+"""A stand-in for CuPy that runs kernels on the host: their sources are compiled as plain C++, and a launch runs its
+threads one after the other. Its arrays are numpy's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpikv.cuda import loading
+
+__all__ = ["Launch", "OnDevice", "compiler", "cupy_on_host", "emulated", "expressions", "run_program"]
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *(*FLOATS, "complex64", "complex128"),
+)
+# As on a GPU: every operation is rounded by itself. Warnings are errors, but for pragmas of the other compiler.
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+
+LAUNCH = """
+template <class Given> static void launch(void (*kernel)(Given), unsigned int blocks, unsigned int threads,
+                                          const void* given) {
+    gridDim.x = blocks;
+    blockDim.x = threads;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) kernel(*(const Given*)given);
+}
+"""
+
+
+def expressions(name):
+    """Return the C++ names of all kernels of a file, each with all its dtypes."""
+    text = loading.source(name)
+    found = []
+    for parameters, kernel in re.findall(r"^(?:template <(.*)> )?__global__ void (\w+)\(", text, re.MULTILINE):
+        if not parameters:
+            found.append(kernel)
+        elif parameters == "class From, class To":
+            found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
+        else:
+            rules = re.findall(r"struct (\w+_rule)", text)
+            found += [f"{kernel}<{rule}, {dtype}_kind>" for rule in rules for dtype in FLOATS]
+    return found
+
+
+def compiler():
+    """Return a C++ compiler of this machine, or skip."""
+    found = shutil.which("g++")
+    if found is None:
+        pytest.skip("g++ is not installed: it compiles the CUDA sources for the host")
+    return found
+
+
+def emulated(name, folder):
+    """Return a dict of the kernels of a file, which run on the host."""
+    names = expressions(name)
+    doors = "".join(
+        f'extern "C" void launch_{i}(unsigned int blocks, unsigned int threads, const void* given) '
+        f"{{ launch({each}, blocks, threads, given); }}\n"
+        for i, each in enumerate(names)
+    )
+    path, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    path.write_text(loading.source(name) + LAUNCH + doors)
+    subprocess.run([compiler(), *FLAGS, "-shared", "-fPIC", "-o", library, path], check=True)
+    loaded = ctypes.CDLL(str(library))
+    return {each: getattr(loaded, f"launch_{i}") for i, each in enumerate(names)}
+
+
+def run_program(name, lines, folder):
+    """Return what C++ statements print that know a source."""
+    path, program = folder / f"print-{name}.cpp", folder / f"print-{name}"
+    body = "\n".join(lines)
+    path.write_text(f"#include <cstddef>\n#include <cstdio>\n{loading.source(name)}\nint main() {{\n{body}\n}}\n")
+    subprocess.run([compiler(), "-std=c++17", "-Wno-invalid-offsetof", "-o", program, path], check=True)
+    return subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+
+
+class OnDevice(np.ndarray):
+    """A numpy array that tells where it lies as CuPy's do."""
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+class Launch:
+    """What one launch was given."""
+
+    def __init__(self, expression, grid, block, arguments):
+        self.expression, self.grid, self.block = expression, grid, block
+        self.arguments = arguments.copy()
+
+
+def cupy_on_host(kernels, launches):
+    """Return a module with a ``RawModule`` of CuPy's form, which finds kernels by their sources. Each launch is noted,
+    and run where there is a kernel.
+    """
+
+    class RawModule:
+        def __init__(self, *, code, options, name_expressions):
+            assert {"--fmad=false", "-std=c++17"} <= set(options)
+            (self._names,) = [name for name in kernels if loading.source(name) == code]
+            self._expressions = name_expressions
+
+        def get_function(self, expression):
+            assert expression in self._expressions
+            assert expression in expressions(self._names)
+            run = kernels[self._names].get(expression)
+
+            def start(grid, block, arguments):
+                (given,) = arguments
+                assert given.size == 1  # CuPy passes no other by value
+                assert given.nbytes <= 4096
+                ((blocks,), (threads,)) = grid, block
+                assert 0 < blocks < 1 << 31
+                launches.append(Launch(expression, grid, block, given))
+                if run is not None:
+                    run(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_void_p(given.ctypes.data))
+
+            return start
+
+    return SimpleNamespace(RawModule=RawModule)

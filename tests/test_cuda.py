@@ -1,0 +1,514 @@
+"""The CUDA sources, without a GPU: they are compiled to its machine code, and run on the host, where their bits are
+those of numpy. What needs a GPU is marked so elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+from emulation import DTYPES, OnDevice, compiler, cupy_on_host, emulated, expressions, run_program
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
+
+import mpikv
+from mpikv import optimizers
+from mpikv.cuda import copies, kernels, loading
+from mpikv.cuda.kernels import CudaKernels
+from mpikv.optimizers.forms import FORMS, call_of
+from mpikv.testing import KernelsContract
+from mpikv.testing.updater import available, wide, zeros
+from mpikv.updaters import Assign
+
+FILES = ("rules.cu", "copies.cu")
+FLOATS = available()
+CAST = [dtype for dtype in [*map(np.dtype, set(DTYPES) - {"bfloat16"}), FLOATS[-1]] if dtype.name in DTYPES]
+CAST.sort(key=lambda dtype: DTYPES.index(dtype.name))
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory):
+    """The kernels of all sources, compiled for the host."""
+    compiler()
+    folder = tmp_path_factory.mktemp("cuda")
+    return {name: emulated(name, folder) for name in FILES}
+
+
+@pytest.fixture
+def nothing_loaded():
+    loading.kernel.cache_clear()
+    yield
+    loading.kernel.cache_clear()
+
+
+@pytest.fixture
+def launches(on_host, nothing_loaded, monkeypatch):
+    """Launches run on the host, and are listed."""
+    listed = []
+    monkeypatch.setitem(sys.modules, "cupy", cupy_on_host(on_host, listed))
+    return listed
+
+
+@pytest.fixture
+def unrun(nothing_loaded, monkeypatch):
+    """Launches are listed only."""
+    listed = []
+    monkeypatch.setitem(sys.modules, "cupy", cupy_on_host({name: {} for name in FILES}, listed))
+    return listed
+
+
+def device(array):
+    return array.view(OnDevice)
+
+
+class Emulated(CudaKernels):
+    """Takes numpy's arrays."""
+
+    def bind(self, updater, total, value, state):
+        there = {name: device(array) for name, array in state.items()}
+        return super().bind(updater, device(total), device(value), there)
+
+
+class TestKernels(KernelsContract):
+    @pytest.fixture(autouse=True)
+    def settle(self, launches):
+        self.launches = launches
+
+    def make(self):
+        return Emulated()
+
+
+# --- Rules
+
+
+def on_emulated_gpu(optimizer, left, right, weight, state, step):
+    total = sum_of(left, right)
+    before = total.tobytes()
+    Emulated().bind(optimizer, total, weight, state)(step)
+    assert total.tobytes() == before
+
+
+@pytest.fixture(scope="class")
+def launching(on_host):
+    """As `launches`, for classes of tests that draw examples."""
+    with pytest.MonkeyPatch.context() as patch:
+        loading.kernel.cache_clear()
+        patch.setitem(sys.modules, "cupy", cupy_on_host(on_host, []))
+        yield
+    loading.kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("launching")
+class TestRules:
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("rule", RULES)
+    @settings(max_examples=40)
+    @given(st.data())
+    def test_same_bits_as_numpy(self, rule, dtype, data):
+        optimizer, arrays, state, updates = data.draw(training(rule, dtype))
+        found = run(on_emulated_gpu, optimizer, arrays, state, updates)
+        assert found == run(in_numpy, optimizer, arrays, state, updates)
+
+
+def test_every_rule_is_tested():
+    assert {name for name, _ in RULES.values()} == set(CudaKernels.rules)
+    reached = set()
+    for rule in RULES:
+        name, options = plain(rule)
+        optimizer = optimizers.create(name, **options)
+        reached.add(call_of(optimizer, optimizer.step("key", 1))[0])
+    assert {f"{form}_rule" for form in reached} == set(re.findall(r"struct (\w+_rule)", loading.source("rules.cu")))
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_master_that_does_not_move_is_rounded():
+    """FTRL with a rate of 0 changes nothing, but what is stored is what its master says, as in numpy."""
+    optimizer = optimizers.FTRL(learning_rate=0.0, multi_precision=True)
+    value, master = np.zeros(3, np.float16), np.array([1.0, 0.1, 1e-9], np.float32)
+    state = {"z": np.ones(3, np.float32), "n": np.ones(3, np.float32), "master": master}
+    Emulated().bind(optimizer, np.ones(3, np.float32), value, state)(optimizer.step("key", 1))
+    np.testing.assert_array_equal(value, master.astype(np.float16))
+
+
+class TestLaunchesOfUpdates:
+    def bound(self, optimizer, value, **state):
+        return Emulated().bind(optimizer, np.ones_like(value, dtype=wide(value.dtype)), value, state)
+
+    def test_arguments(self, unrun):
+        optimizer = optimizers.Adam(wd=0.25, rescale_grad=0.5, clip_gradient=2.0, multi_precision=True)
+        value = np.zeros(1000, np.float16)
+        state = zeros(optimizer, value)
+        total = np.ones(1000, np.float32)
+        Emulated().bind(optimizer, total, value, state)(optimizer.step("key", 1))
+        (launch,) = unrun
+        assert launch.expression == "update<adam_rule, float16_kind>"
+        assert (launch.grid, launch.block) == ((4,), (256,))
+        (given,) = launch.arguments
+        assert given["total"] == total.ctypes.data
+        assert given["value"] == value.ctypes.data
+        assert given["master"] == state["master"].ctypes.data
+        assert list(given["state"]) == [state["mean"].ctypes.data, state["variance"].ctypes.data, 0]
+        assert given["size"] == 1000
+        _, sent = call_of(optimizer, optimizer.step("key", 1))
+        assert tuple(given["numbers"][: len(sent)]) == sent
+        assert tuple(given["numbers"][:3]) == (0.5, 2.0, 0.25)
+
+    def test_a_large_value_takes_few_blocks(self, unrun):
+        value = np.zeros(3_000_000, np.float32)
+        optimizer = optimizers.SGD()
+        self.bound(optimizer, value)(optimizer.step("key", 1))
+        assert unrun[0].grid == (kernels.MOST_BLOCKS,)
+
+    def test_an_empty_value_takes_none(self, unrun):
+        optimizer = optimizers.SGD()
+        self.bound(optimizer, np.zeros(0, np.float32))(optimizer.step("key", 1))
+        assert unrun == []
+
+    def test_options_may_change_at_any_time(self, unrun):
+        optimizer = optimizers.SGD(momentum=0.9)
+        value = np.zeros(5)
+        update = self.bound(optimizer, value, momentum=np.zeros(5))
+        update(optimizer.step("key", 1))
+        optimizer.nesterov = True
+        optimizer.learning_rate = 0.5
+        update(optimizer.step("key", 2))
+        assert [launch.expression for launch in unrun] == [
+            "update<momentum_rule, float64_kind>",
+            "update<nesterov_rule, float64_kind>",
+        ]
+        assert [launch.arguments[0]["numbers"][3] for launch in unrun] == [0.1, 0.5]
+
+    def test_an_update_keeps_its_arrays(self, unrun):
+        optimizer, value = optimizers.SGD(momentum=0.9), np.zeros(5)
+        arrays = [device(np.zeros(5)) for _ in range(3)]
+        alive = [weakref.ref(array) for array in arrays]
+        total, value, velocity = arrays
+        update = CudaKernels().bind(optimizer, total, value, {"momentum": velocity})
+        del arrays, total, value, velocity
+        gc.collect()
+        assert all(array() is not None for array in alive)
+        del update
+        gc.collect()
+        assert all(array() is None for array in alive)
+
+    @pytest.mark.parametrize("which", ["total", "value", "momentum"])
+    @pytest.mark.parametrize("wrong", ["dtype", "size", "layout"])
+    def test_arrays_that_do_not_fit(self, which, wrong):
+        arrays = {name: np.zeros(6, np.float32) for name in ("total", "value", "momentum")}
+        arrays[which] = {
+            "dtype": np.zeros(6, np.float64),
+            "size": np.zeros(5, np.float32),
+            "layout": np.zeros((6, 2), np.float32)[:, 0],
+        }[wrong]
+        with pytest.raises(mpikv.ValueMismatch, match=r"must be contiguous, \d elements of float"):
+            Emulated().bind(optimizers.SGD(momentum=0.9), arrays.pop("total"), arrays.pop("value"), arrays)
+
+
+class TestPreparation:
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_a_push_loads_nothing(self, unrun, dtype):
+        for rule in RULES:
+            name, options = plain(rule)
+            optimizer = optimizers.create(name, **options)
+            CudaKernels().prepare(optimizer, dtype, False)
+            loaded = loading.kernel.cache_info().misses
+            value = np.zeros(3, dtype)
+            Emulated().bind(optimizer, np.zeros(3, wide(dtype)), value, zeros(optimizer, value))(
+                optimizer.step("key", 1)
+            )
+            assert loading.kernel.cache_info().misses == loaded
+        assert len(unrun) == len(RULES)
+
+    @pytest.mark.parametrize("dtype", CAST, ids=str)
+    def test_nor_does_one_that_assigns(self, unrun, dtype):
+        CudaKernels().prepare(Assign(), dtype, False)
+        loaded = loading.kernel.cache_info().misses
+        assert loaded == 1
+        half = dtype.name in ("float16", "bfloat16")
+        Emulated().bind(Assign(), np.zeros(3, np.float32 if half else dtype), np.zeros(3, dtype), {})(None)
+        assert loading.kernel.cache_info().misses == loaded
+        assert len(unrun) == 1
+
+    def test_a_sum_in_its_place_is_not_copied(self, unrun):
+        value = np.zeros(3)
+        Emulated().bind(Assign(), value, value, {})(None)
+        assert unrun == []
+
+    @pytest.mark.parametrize("kind", [optimizers.LARS, optimizers.LAMB])
+    def test_optimizers_without_a_kernel(self, unrun, kind):
+        with pytest.raises(mpikv.Unsupported, match=rf"^{kind.__name__} has no CUDA kernel \(known: AdaDelta, .*SGD"):
+            CudaKernels().prepare(kind(), np.dtype(np.float32), False)
+        assert unrun == []
+
+    def test_a_subclass_has_a_rule_of_its_own(self):
+        class Upwards(optimizers.SGD):
+            pass
+
+        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
+            CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
+        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
+            Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
+
+    def test_dtypes_without_a_rule(self, unrun):
+        with pytest.raises(mpikv.Unsupported, match="SGD cannot update values of int32"):
+            CudaKernels().prepare(optimizers.SGD(), np.dtype(np.int32), False)
+
+    def test_an_updater_function_is_left_to_itself(self, unrun):
+        updater = mpikv.updaters.CallableUpdater(lambda key, received, stored: stored.__iadd__(received))
+        CudaKernels().prepare(updater, np.dtype(np.float32), False)
+        value = np.zeros(3, np.float32)
+        CudaKernels().bind(updater, np.ones(3, np.float32), value, {})("key")
+        np.testing.assert_array_equal(value, np.ones(3))
+        assert unrun == []
+
+    def test_without_cupy(self, nothing_loaded, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        with pytest.raises(mpikv.TransportUnavailable, match=r"update<descent_rule, float32_kind>.*pip install 'cupy"):
+            CudaKernels().prepare(optimizers.SGD(), np.dtype(np.float32), False)
+
+
+def test_cupy_is_loaded_late():
+    code = "import sys, mpikv.cuda.kernels, mpikv.cuda.copies; assert 'cupy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- Copies
+
+
+def similar(found, expected):
+    """Compare all bits, with one NaN for all, part by part of complex numbers."""
+    if expected.dtype.kind == "c":
+        return similar(found.real, expected.real) and similar(found.imag, expected.imag)
+    if expected.dtype.kind in "biu":
+        return found.tobytes() == expected.tobytes()
+    return bits(np.asarray(found)) == bits(expected)
+
+
+def filled(random, size, dtype):
+    """Return numbers of a dtype, those at its edges among them."""
+    if dtype.kind in "biu":
+        array = random.integers(0, 256, size * dtype.itemsize, np.uint8).view(dtype if dtype.kind != "b" else np.uint8)
+        few = random.random(size) < 0.5
+        return np.where(few, random.integers(0, 3, size).astype(array.dtype), array).astype(dtype)
+    if dtype.kind == "c":
+        part = np.dtype(f"f{dtype.itemsize // 2}")
+        return (numbers(random, 2 * size, part, 0.3)).view(dtype)
+    return numbers(random, size, dtype, 0.3)
+
+
+def into_guards(size, dtype, offset):
+    """Return an array to be written, and one that surrounds it."""
+    around = np.full((size + 40) * dtype.itemsize, 7, np.uint8)
+    begin = 16 * dtype.itemsize + offset * dtype.itemsize
+    return around[begin : begin + size * dtype.itemsize].view(dtype), around
+
+
+def is_ok(into, around):
+    begin = into.ctypes.data - around.ctypes.data
+    return (around[:begin] == 7).all() and (around[begin + into.nbytes :] == 7).all()
+
+
+def cast(array, dtype):
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
+        return array.astype(dtype)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("wanted", CAST, ids=str)
+@pytest.mark.parametrize("dtype", CAST, ids=str)
+def test_casts(dtype, wanted):
+    random = np.random.default_rng(DTYPES.index(dtype.name))
+    pairs = []
+    for size in (0, 1, 5, 4095, 4096, 4097, 10_000):
+        source = filled(random, size, dtype)
+        if wanted.kind in "iu" and dtype.kind not in "biu":
+            # What is out of an integer's range becomes anything, in numpy too.
+            few = np.iinfo(wanted)
+            source = random.integers(max(few.min, -200), min(few.max, 200), size).astype(dtype)
+        pairs.append((source, *into_guards(size, wanted, size % 3)))
+    copies.copy([device(into) for _, into, _ in pairs], [device(source) for source, _, _ in pairs])
+    for source, into, around in pairs:
+        assert similar(into, cast(source, wanted)), (source, into)
+        assert is_ok(into, around)
+
+
+@pytest.mark.usefixtures("launching")
+class TestBytes:
+    @settings(max_examples=60)
+    @given(
+        st.lists(
+            st.tuples(
+                st.one_of(st.integers(0, 70), st.sampled_from([32767, 32768, 32769, 100_000])),
+                st.integers(0, 17),
+                st.integers(0, 17),
+            ),
+            max_size=12,
+        ),
+        st.integers(0, 2**32),
+    )
+    def test_of_any_alignment(self, pairs, seed):
+        random = np.random.default_rng(seed)
+        sources, targets, surroundings = [], [], []
+        for size, begin, offset in pairs:
+            sources.append(random.integers(0, 256, size + 20, np.uint8)[begin : begin + size])
+            into, around = into_guards(size, np.dtype(np.uint8), offset)
+            targets.append(into)
+            surroundings.append(around)
+        copies.copy([device(into) for into in targets], [device(source) for source in sources])
+        for source, into, around in zip(sources, targets, surroundings, strict=True):
+            assert into.tobytes() == source.tobytes()
+            assert is_ok(into, around)
+
+
+def test_many_pairs_take_few_launches(launches):
+    random = np.random.default_rng(0)
+    for dtype, wanted in [(np.float32, np.float32), (np.float32, np.float16)]:
+        launches.clear()
+        sources = [random.standard_normal(random.integers(0, 3000)).astype(dtype) for _ in range(300)]
+        targets = [np.empty(source.size, wanted) for source in sources]
+        copies.copy([device(target) for target in targets], [device(source) for source in sources])
+        assert [launch.arguments["count"][0] for launch in launches] == [144, 144, 12]
+        for source, target in zip(sources, targets, strict=True):
+            assert target.tobytes() == source.astype(wanted).tobytes()
+
+
+def test_what_is_alike_goes_together(launches):
+    dtypes = [(np.float32, np.float32), (np.int64, np.int64), (np.float32, np.float64), (np.bool_, np.float64)] * 2
+    sources = [np.arange(5).astype(dtype) for dtype, _ in dtypes]
+    targets = [np.empty(5, wanted) for _, wanted in dtypes]
+    copies.copy([device(target) for target in targets], [device(source) for source in sources])
+    assert sorted((launch.expression, launch.arguments["count"][0]) for launch in launches) == [
+        ("cast<bool_kind, float64_kind>", 2),
+        ("cast<float32_kind, float64_kind>", 2),
+        ("copy_bytes", 4),
+    ]
+    for source, target in zip(sources, targets, strict=True):
+        np.testing.assert_array_equal(target, source)
+
+
+def test_parts_of_a_large_array(unrun):
+    source = np.zeros(3 * copies.PART // 4 + 1, np.float32)
+    copies.copy(
+        [device(np.zeros(8, np.uint8)), device(np.empty_like(source))], [device(np.zeros(8, np.uint8)), device(source)]
+    )
+    (launch,) = unrun
+    assert launch.grid == (1 + 4,)
+    assert list(launch.arguments[0]["end"][:2]) == [1, 5]
+
+
+def test_other_arrays_are_left_to_cupy(unrun):
+    wide = np.arange(12.0).reshape(3, 4)
+    targets = [np.zeros((4, 3)), np.zeros((3, 8))[:, ::2], np.zeros((3, 4), "f2"), np.zeros((3, 4), np.longdouble)]
+    sources = [wide.T, wide, np.asfortranarray(wide), wide]
+    copies.copy([device(target) for target in targets], [device(source) for source in sources])
+    assert unrun == []
+    for target, source in zip(targets, sources, strict=True):
+        np.testing.assert_array_equal(target, source)
+
+
+def test_nothing_to_copy(unrun):
+    copies.copy([], [])
+    copies.copy([device(np.zeros(0))], [device(np.zeros(0))])
+    assert unrun == []
+
+
+# --- Layout
+
+
+def test_layouts(tmp_path):
+    for name, kind, dtype in [
+        ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
+        ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
+        ("copies.cu", "Pairs", copies.PAIRS),
+    ]:
+        lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
+        lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
+        expected = [dtype.itemsize]
+        for field in dtype.names:
+            expected += [dtype.fields[field][1], dtype[field].itemsize]
+        assert list(map(int, run_program(name, lines, tmp_path))) == expected
+
+
+def test_constants(tmp_path):
+    printed = run_program("rules.cu", ['printf("%d %d\\n", STATES, NUMBERS);'], tmp_path)
+    assert list(map(int, printed)) == [kernels.STATES, kernels.NUMBERS]
+    printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
+    assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
+
+
+def test_the_numbers_of_every_form_fit():
+    for kind in FORMS:
+        optimizer = kind()
+        for name in ("momentum", "centered"):
+            if name in kind.options():
+                setattr(optimizer, name, 0.5 if name == "momentum" else True)
+        _, numbers = call_of(optimizer, optimizer.step("key", 1))
+        assert len(numbers) <= kernels.NUMBERS
+        assert len(optimizer.states) <= kernels.STATES
+
+
+# --- NVRTC
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    pytest.importorskip("cupy", reason="CuPy is not installed: it brings what speaks to NVRTC")
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    return nvrtc
+
+
+def compiled(nvrtc, name, names, architecture, form):
+    """Return what NVRTC makes of kernels, with the options that CuPy adds."""
+    program = nvrtc.createProgram(loading.source(name), name, (), ())
+    try:
+        for each in names:
+            nvrtc.addNameExpression(program, each)
+        options = (*loading.OPTIONS, f"-arch={architecture}", "--device-as-default-execution-space")
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError:
+            pytest.fail(nvrtc.getProgramLog(program))
+        assert nvrtc.getProgramLog(program).strip() == ""
+        lowered = [nvrtc.getLoweredName(program, each) for each in names]
+        assert len(set(lowered)) == len(names)
+        return form(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", FILES)
+def test_machine_code(nvrtc, name, architecture):
+    binary = compiled(nvrtc, name, expressions(name), architecture, nvrtc.getCUBIN)
+    assert bytes(binary[:4]) == b"\x7fELF"
+
+
+@pytest.mark.deadline(300)
+@pytest.mark.parametrize("name", FILES)
+def test_no_operation_is_fused_or_approximate(nvrtc, name):
+    text = compiled(nvrtc, name, expressions(name), "compute_80", nvrtc.getPTX)
+    text = text.decode() if isinstance(text, bytes) else text
+    operations = set(re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.]*)", text, re.MULTILINE))
+    assert not {each for each in operations if re.match(r"fma|mad\.r|.*\.(ftz|approx|full)", each)}
+    floats = {each for each in operations if re.match(r"(add|sub|mul|div|sqrt)\..*f(32|64)$", each)}
+    assert floats == {each for each in floats if ".rn." in each}
+    if name == "rules.cu":
+        assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
+    else:
+        assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
+    # Local memory would be a copy of the arguments for each thread.
+    assert ".local" not in text
