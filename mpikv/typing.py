@@ -224,8 +224,11 @@ class Transport(Protocol):
     """
 
     name: str
-    memory: Memory
-    """Where all arrays lie that it is given and that it returns."""
+
+    @property
+    def memory(self) -> Memory:
+        """Where all arrays lie that it is given and that it returns."""
+        ...
 
     @property
     def control(self) -> Transport:

@@ -7,9 +7,10 @@ It is given addresses and the handles of streams, as NCCL is, and moves the byte
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -107,6 +108,9 @@ class FakeNccl:
         self.asynchronous = 0
         """The status that is found when one looks for errors of what was begun before."""
         self.init_returns = self.abort_returns = True
+        """Whether making a communicator, and aborting it, has an end before :attr:`released`."""
+        self.released = threading.Event()
+        """Ends what would wait for ever, when a test is over."""
         self.communicators: list[FakeCommunicator] = []
         self.depth = 0
         self._group: list[tuple[FakeCommunicator, Operation]] = []
@@ -130,8 +134,8 @@ class FakeNccl:
         config: Any = None,
     ) -> FakeCommunicator:
         """Return a new communicator. Collective."""
-        while not self.init_returns:
-            time.sleep(0.01)
+        if not self.init_returns:
+            self.wait_for_ever()
         if not self.gpu.used:
             raise MisuseError("a communicator is made in a thread that has not chosen its GPU")
         self.count("init")
@@ -166,6 +170,11 @@ class FakeNccl:
             raise_status(status)
         return len(self.calls) in self.stick_at
 
+    def wait_for_ever(self) -> NoReturn:
+        """Wait as NCCL waits for a rank that does not come."""
+        self.released.wait()
+        raise_status(2)
+
     def queue(self, communicator: FakeCommunicator, operation: Operation, sticks: bool) -> None:
         """Carry an operation out, or keep it for the end of the group."""
         if self.depth:
@@ -175,7 +184,7 @@ class FakeNccl:
             communicator.carry_out([operation], sticks)
 
 
-def raise_status(status: int) -> None:
+def raise_status(status: int) -> NoReturn:
     """Raise what the real module raises, which does not know all statuses."""
     if status not in _STATUS:
         raise KeyError(status)
@@ -194,8 +203,8 @@ class FakeCommunicator:
             raise MisuseError(f"rank {rank} of {ndev} is not what the group of ranks has")
         others = [other for other in range(ndev) if other != rank]
         told = self._exchange({other: (["init", identity.hex()], b"") for other in others}, others)
-        while told is None:
-            time.sleep(0.01)  # as NCCL does
+        if told is None:
+            nccl.wait_for_ever()
         if any(said != ["init", identity.hex()] for said, _ in told.values()):
             raise MisuseError("ranks were given different ids")
 
@@ -223,8 +232,8 @@ class FakeCommunicator:
         self.state = "destroyed"
 
     def abort(self) -> None:
-        while not self._nccl.abort_returns:
-            time.sleep(0.01)
+        if not self._nccl.abort_returns:
+            self._nccl.released.wait()
         self.state, self._stuck.blocked = "aborted", False
 
     def allReduce(  # noqa: N802
@@ -370,9 +379,9 @@ class FakeCommunicator:
         limit = time.monotonic() + self._nccl.patience
         while len(received) < len(wanted) or not all(request.Test() for request in requests):
             for peer in set(wanted) - received.keys():
-                if (text := self._arrived(peer)) is not None:
-                    end = 8 + int.from_bytes(text[:8], "little")
-                    received[peer] = json.loads(text[8:end]), text[end:]
+                if (told := self._arrived(peer)) is not None:
+                    end = 8 + int.from_bytes(told[:8], "little")
+                    received[peer] = json.loads(told[8:end]), told[end:]
             if time.monotonic() > limit:
                 _unfinished.extend(requests)
                 return None

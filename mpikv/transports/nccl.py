@@ -24,7 +24,7 @@ import numpy as np
 
 from ..device import DeviceMemory
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
-from ..typing import Array, Transport
+from ..typing import Array, Memory, Transport
 from ..waiting import Waits
 from ..world import Group
 from .everywhere import allocate_everywhere
@@ -116,8 +116,10 @@ class NcclTransport:
             TransportError: NCCL failed.
         """
         self.rank, self.size, self.limit = group.rank, group.size, limit
-        self.control, self.memory = control, memory
-        self._group, self._nccl, self._gpu, self._gathers = group, nccl, memory.gpu, gathers
+        self.control = control
+        self.memory: Memory = memory
+        self._group, self._nccl, self._gpu, self._stream = group, nccl, memory.gpu, memory.stream
+        self._gathers = gathers
         self._process = os.getpid()
         self._comm: Any = None
         self._failure: MPIKVError | None = None
@@ -178,12 +180,12 @@ class NcclTransport:
         if self._failure is not None:
             self._fail(self._failure, "")  # nobody waits for it any more
             return
-        nccl, stream, address = self._nccl, self.memory.stream.handle, self._gpu.address(self._wide[0])
+        nccl, stream, address = self._nccl, self._stream.handle, self._gpu.address(self._wide[0])
         # NCCL connects at the first use of an algorithm, and then waits on the host, too.
         comm.allReduce(address, address, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
         comm.reduce(address, address, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 0, stream)
         comm.broadcast(address, address, 4, nccl.NCCL_FLOAT32, 0, stream)
-        self.memory.stream.synchronize()
+        self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Array:
         return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes)
@@ -375,7 +377,7 @@ class NcclTransport:
                 self._check()
                 self._watchdog.look_after(work)
                 yield self._comm
-                work.event = self.memory.stream.record()
+                work.event = self._stream.record()
         except BaseException as error:
             work.failed = True
             known = error if isinstance(error, MPIKVError) else TransportError(f"{call} was left by {error!r}")
@@ -397,7 +399,7 @@ class NcclTransport:
     def _call(self, function: Callable[..., Any], *arguments: int, on_stream: bool = True) -> None:
         """Call NCCL, whose errors leave as TransportError."""
         try:
-            function(*arguments, self.memory.stream.handle) if on_stream else function(*arguments)
+            function(*arguments, self._stream.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
             raise self._translated(error, function.__name__) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import pytest
 import mpikv
 from mpikv.board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
@@ -21,33 +20,51 @@ from mpikv.world import connect
 
 
 def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
-    config = Config.read(**options)
+    """Return a store on a GPU; of several ranks, which move data by a stand-in for NCCL. Collective."""
+    config = Config.read(**{"bucket_bytes": 1 << 14, **options})
     group = connect(comm, config)
-    mover = LocalTransport(1 << 16, DeviceMemory(gpu))
+    nccl = FakeNccl(gpu, comm.Dup()) if comm else None
+    mover = open_device_transport(group, config, gpu, nccl)
     return KVStore(group, Board(group), mover, config, root=root, kernels=FakeKernels(gpu))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 class TestOnAGpu(StoreContract):
     sparse = False
+    options: Mapping[str, Any] = {}
 
     @pytest.fixture(autouse=True)
     def on_gpu(self, comm: Any) -> Iterator[None]:
-        self.gpu, self.comm = FakeGpu(), comm
+        self.gpu, self.comm = FakeGpu(comm.rank if comm else 0), comm
         yield
         self.gpu.checker.assert_clean()
 
     def create(self, **options: Any) -> KVStore:
-        return store_on(self.gpu, self.comm, **options)
+        return store_on(self.gpu, self.comm, **{**self.options, **options})
+
+
+class TestInAFixedOrder(TestOnAGpu):
+    options = {"deterministic": True}
+
+
+class TestReplicas(TestOnAGpu):
+    options = {"placement": "replicated"}
+    callables = False
+
+
+class TestAtTheRoot(TestOnAGpu):
+    options = {"placement": "root"}
 
 
 KEYS = {"w": ((3, 4), np.float32), "b": ((5,), np.float64), "big": ((6000,), np.float32), "h": ((7, 3), np.float16)}
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("updater", ["assign", "sgd", "adam", "function"])
 def test_the_same_as_on_the_host(comm: Any, seed: int, updater: str) -> None:
     """Random calls with arrays of the GPU and of the host, from several streams."""
-    gpu, draw = FakeGpu(), np.random.default_rng(seed)
+    gpu, draw = FakeGpu(comm.rank if comm else 0), np.random.default_rng(seed)
     own = np.random.default_rng([seed, comm.rank if comm else 0])
     stores = [store_on(gpu, comm), mpikv.create("dist_sync", comm=comm)]
     streams = [gpu.current(), gpu.stream(), gpu.stream()]

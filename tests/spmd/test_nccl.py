@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mpikv.arrays import accumulator
+from mpikv.arrays import accumulator, bfloat16
 from mpikv.device import DeviceMemory
+from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
 from mpikv.testing import TransportContract
-from mpikv.testing.fakegpu import FakeGpu
-from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.fakegpu import FakeGpu, FakeStream, RaceError
+from mpikv.testing.fakenccl import FakeNccl, NcclError
 from mpikv.testing.faulty import Wrapper
-from mpikv.testing.transport import divisions
+from mpikv.testing.transport import NAMES, divisions
 from mpikv.transports.local import LocalTransport
-from mpikv.transports.nccl import NcclTransport
+from mpikv.transports.nccl import WIRES, NcclTransport
 from mpikv.transports.shm import ShmTransport
+from mpikv.transports.watchdog import Work
 from mpikv.typing import Array, Transport
 from mpikv.waiting import Waiting
 from mpikv.world import Group
@@ -103,3 +109,408 @@ class TestNccl(TransportContract):
 
 class TestNcclThatGathers(TestNccl):
     gathers = True
+
+
+# --- The order of streams, and what is kept
+
+
+def exercise(group: Group, nccl: FakeNccl) -> None:
+    """Push as a program does that uses streams of its own: what is pushed comes from another stream than the call's."""
+    gpu = nccl.gpu
+    transport = joined(group, nccl)
+    memory = transport.memory
+    made, calling = gpu.stream(), gpu.stream()
+    for dtype in (np.float32, np.int16, np.float16):
+        recv = gpu.empty((100,), accumulator(np.dtype(dtype)))
+        calling.wait(gpu.current().record())
+        for _ in range(3):
+            made.wait(calling.record())
+            with made:
+                send = gpu.upload(np.ones(100, dtype))
+            calling.wait(made.record())
+            with calling:
+                memory.in_order(transport.allreduce, send, recv)
+                recv += 1
+                memory.in_order(transport.reduce, send, recv, 0)
+                send += 1
+            del send
+            found = np.empty(recv.shape, recv.dtype)
+            with calling:
+                gpu.download(recv, found)
+            if group.rank == 0:
+                assert (found == group.size).all()
+    transport.close()
+    gpu.checker.assert_clean()
+
+
+class Forgetful:
+    """Leaves out what some streams do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
+        self._monkeypatch, self._store = monkeypatch, store
+
+    def wait(self) -> None:
+        """Let streams, the store's or all others, wait for nothing inside of a store's call."""
+        original, store = FakeStream.wait, self._store
+
+        def wait(stream: FakeStream, event: Any) -> None:
+            if not (in_call() and (stream.number == STORE) is store):
+                original(stream, event)
+
+        self._monkeypatch.setattr(FakeStream, "wait", wait)
+
+    def record(self) -> None:
+        """Let events, of the store's stream or of all others, be about nothing."""
+        original, store = FakeStream.record, self._store
+
+        def record(stream: FakeStream) -> Any:
+            event = original(stream)
+            if in_call() and (stream.number == STORE) is store:
+                event.clock.clear()
+            return event
+
+        self._monkeypatch.setattr(FakeStream, "record", record)
+
+
+STORE = 1
+"""The number of the first stream that is made, which is the store's."""
+
+
+def in_call() -> bool:
+    """Return whether a store's call asks, not the test."""
+    return sys._getframe(2).f_code.co_name == "in_order"
+
+
+@pytest.mark.ranks(1, 2)
+def test_streams_of_a_program_and_of_a_store_are_in_order(comm):
+    group = Group(comm)
+    exercise(group, faked(group))
+    group.close()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("store", [True, False], ids=["of the store", "of the caller"])
+@pytest.mark.parametrize("what", ["wait", "record"])
+def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
+    group = Group(comm)
+    nccl = faked(group)
+    getattr(Forgetful(monkeypatch, store), what)()
+    with pytest.raises(RaceError, match="nothing orders them"):
+        exercise(group, nccl)
+    group.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_checker_finds_arrays_that_are_not_kept(comm, monkeypatch):
+    group = Group(comm)
+    monkeypatch.setattr(DeviceMemory, "_keep", lambda *_: None)
+    with pytest.raises(RaceError, match="was freed while"):
+        exercise(group, faked(group))
+    group.close()
+
+
+@pytest.mark.ranks(1)
+def test_the_checker_finds_a_call_outside_of_the_order(comm):
+    transport = joined(Group(), faked(Group()))
+    send = transport.memory.source(np.ones(100, np.int16))
+    with pytest.raises(RaceError, match="nothing orders them"):
+        transport.allreduce(send, send.copy())
+
+
+# --- Failures
+
+
+@pytest.fixture
+def nccl(comm: Any) -> Iterator[FakeNccl]:
+    """Return NCCL for a rank that waits half as long for others as a transport does; at the end it waits no more."""
+    group = Group(comm)
+    fake = faked(group, patience=TIMEOUT / 2)
+    yield fake
+    fake.released.set()
+    group.close()
+
+
+@pytest.fixture
+def group(comm: Any) -> Iterator[Group]:
+    group = Group(comm)
+    yield group
+    group.close()
+
+
+TIMEOUT = 0.6
+# The calls of making a communicator.
+FIRST = 5
+
+
+def push(transport: NcclTransport, verb: str = "allreduce") -> None:
+    """Make a call that moves data."""
+    memory, size = transport.memory, 10 * transport.size
+    send, recv = (memory.source(np.ones(size, np.float32)) for _ in range(2))
+    uneven = [size, *[0] * (transport.size - 1)]
+    arguments = {
+        "allreduce": (send, recv),
+        "reduce": (send, recv, 0),
+        "reduce_scatter": (send, recv[: uneven[transport.rank]], uneven),
+        "all_to_all": (send.view(np.uint8), None),
+        "all_gather": (send, uneven),
+        "broadcast": (send, 0),
+    }
+    memory.in_order(getattr(transport, verb), *arguments[verb])
+
+
+def failure_of(transport: NcclTransport) -> MPIKVError:
+    """Return what the next call raises, once work in flight is known to have failed."""
+    limit = time.monotonic() + 10
+    while time.monotonic() < limit:
+        try:
+            transport.check()
+        except MPIKVError as error:
+            with pytest.raises(type(error)):
+                push(transport)
+            with pytest.raises(type(error)):
+                transport.agree(1)
+            return error
+        time.sleep(0.01)
+    raise AssertionError("nothing has failed")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("status", range(1, 9))
+def test_a_call_that_fails_ends_the_transport(group, nccl, status):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    if group.rank == 0:
+        nccl.fail_at[FIRST] = status
+        with pytest.raises(PeerFailed if status == 6 else TransportError, match=r"NCCL 2\.32\.3 failed in") as caught:
+            push(transport)
+        assert isinstance(caught.value.__cause__, KeyError if status > 6 else NcclError)
+        assert "allReduce" in str(caught.value)
+    else:
+        push(transport)
+        assert "allreduce of" in str(failure_of(transport))
+    assert failure_of(transport)
+    assert [communicator.state for communicator in nccl.communicators] == ["aborted"]
+    transport.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_to_all", "all_gather"])
+def test_a_call_that_fails_in_a_group_ends_the_group(group, nccl, verb):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    if group.rank == 0:
+        nccl.fail_at[FIRST] = 5
+        with pytest.raises(TransportError, match="invalid usage"):
+            push(transport, verb)
+        assert failure_of(transport)
+    assert not nccl.depth
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("verb", ["reduce", "allreduce", "reduce_scatter", "all_gather", "broadcast"])
+def test_work_that_never_ends_is_given_up(group, nccl, verb):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    if group.rank == group.size - 1:
+        nccl.stick_at.add(FIRST)
+    started = time.monotonic()
+    push(transport, verb)
+    # A rank that waits for its GPU meanwhile is let go, too.
+    transport.memory.stream.synchronize()
+    failure = failure_of(transport)
+    assert TIMEOUT / 2 < time.monotonic() - started < 5
+    assert isinstance(failure, Stalled)
+    assert f"with {verb} of {10 * group.size} float32 in flight" in str(failure)
+    assert nccl.communicators[0].state == "aborted"
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("status", [1, 6, 8])
+def test_errors_of_work_in_flight_are_found(group, nccl, status):
+    transport = joined(group, nccl, timeout=20.0)
+    nccl.stick_at.add(FIRST)
+    push(transport)
+    nccl.asynchronous = status
+    failure = failure_of(transport)
+    assert type(failure) is (PeerFailed if status == 6 else TransportError)
+    assert "in flight" in str(failure)
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_work_that_goes_on_is_no_failure(group, nccl):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    nccl.asynchronous = 7  # which says that nothing has failed
+    for _ in range(4):
+        push(transport)
+        time.sleep(TIMEOUT / 3)
+        transport.check()
+    nccl.asynchronous = 0
+    transport.close()
+    assert nccl.communicators[0].state == "destroyed"
+
+
+@pytest.mark.ranks(1, 2)
+def test_work_without_an_end_mark_is_given_up(group, nccl, monkeypatch):
+    """Or the test before this one would prove nothing."""
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    monkeypatch.setattr(Work, "done", property(lambda work: work.failed))
+    push(transport)
+    assert isinstance(failure_of(transport), Stalled)
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_nobody_looks_where_nothing_is_in_flight(group, nccl):
+    transport = joined(group, nccl)
+    push(transport)
+    assert "mpikv-watchdog" in {thread.name for thread in threading.enumerate()}
+    time.sleep(0.3)
+    assert "mpikv-watchdog" not in {thread.name for thread in threading.enumerate()}
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_abort_that_never_ends_holds_nobody_up(group, nccl):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    nccl.abort_returns = False
+    nccl.stick_at.add(FIRST)
+    push(transport)
+    started = time.monotonic()
+    assert isinstance(failure_of(transport), Stalled)
+    assert time.monotonic() - started < 5
+    nccl.released.set()
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_communicator_that_never_comes_is_given_up(group, nccl):
+    if group.rank == 0:
+        nccl.init_returns = False
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="making the communicator" if group.rank == 0 else None):
+        joined(group, nccl, timeout=TIMEOUT)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("call", range(1, FIRST))
+def test_a_communicator_that_fails_fails_everywhere(group, nccl, call):
+    if group.rank == group.size - 1:
+        nccl.fail_at[call] = 2
+    with pytest.raises(TransportError):
+        joined(group, nccl, timeout=TIMEOUT)
+    assert {communicator.state for communicator in nccl.communicators} <= {"aborted"}
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_does_not_come_to_the_end_is_not_waited_for(group, nccl, caplog):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    if group.rank:
+        transport.close()
+        assert "aborted instead of closed" in caplog.text
+    else:
+        time.sleep(2 * TIMEOUT)
+        transport.abandon()
+    assert nccl.communicators[0].state == "aborted"
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_abandoned_transport_leaves_nothing_in_flight(group, nccl):
+    transport = joined(group, nccl)
+    nccl.stick_at.add(FIRST)
+    push(transport)
+    transport.abandon()
+    transport.abandon()
+    assert nccl.communicators[0].state == "aborted"
+    transport.memory.stream.synchronize()
+    assert "the store ended" in str(failure_of(transport))
+
+
+@pytest.mark.ranks(1)
+def test_a_forked_child_leaves_it_alone(group, nccl):
+    transport = joined(group, nccl)
+    child = os.fork()
+    if not child:
+        transport.abandon()
+        transport.close()
+        os._exit(0 if nccl.communicators[0].state == "in use" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    push(transport)
+    transport.close()
+    assert nccl.communicators[0].state == "destroyed"
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_too_little_memory_is_an_error_everywhere(group, nccl, monkeypatch):
+    if group.rank == 0:
+
+        def zeros(nbytes: int) -> Array:
+            raise MemoryError("out of memory")
+
+        monkeypatch.setattr(nccl.gpu, "zeros", zeros)
+    with pytest.raises(MemoryError, match=r"ranks \[0\] have too little memory \(out of memory\)"):
+        joined(group, nccl)
+    assert not nccl.communicators
+
+
+# --- What is looked at before
+
+
+def refused(group: Group, nccl: FakeNccl) -> str:
+    """Return why all ranks refuse to begin, which all say alike, before NCCL is called."""
+    with pytest.raises(TransportUnavailable) as caught:
+        joined(group, nccl)
+    assert len(set(group.gather(str(caught.value)))) == 1
+    assert not nccl.calls
+    return str(caught.value)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_do_not_share_a_gpu(group, nccl, monkeypatch):
+    nccl.gpu.uuid = "GPU-1"
+    assert "ranks 0 and 1 use one GPU, fake:1 (GPU-1) of host" in refused(group, nccl)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    nccl.version = 22907
+    assert "use one GPU" in refused(group, nccl)
+    nccl.version = 23004
+    joined(group, nccl).close()
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    monkeypatch.setenv("NCCL_HOSTID", f"host-{group.rank}")
+    joined(group, nccl).close()
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_have_one_version_of_nccl(group, nccl):
+    nccl.version -= 100 * group.rank
+    assert refused(group, nccl).startswith("rank 0 has NCCL 2.32.3 and rank 1 has 2.31.3; install")
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_have_the_same_settings(group, nccl, monkeypatch):
+    if group.rank == 1:
+        monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert "rank 0 is given {} and rank 1 {'NCCL_ALGO': 'Ring'}" in refused(group, nccl)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_calls_that_return_before_they_have_begun_are_refused(group, nccl, monkeypatch):
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    assert "NCCL_COMM_BLOCKING=0 is set" in refused(group, nccl)
+
+
+def test_every_dtype_that_can_be_stored_has_a_wire():
+    assert sorted(WIRES) == sorted(NAMES)
+    for name, wire in WIRES.items():
+        if name == "bool":
+            assert wire == ("uint8", "NCCL_UINT8", "NCCL_MAX", 1)
+        elif name.startswith("complex"):
+            assert (wire.each, wire.operation) == (2, "NCCL_SUM")
+            assert np.dtype(wire.dtype).itemsize * 2 == np.dtype(name).itemsize
+        else:
+            assert (wire.each, wire.operation) == (1, "NCCL_SUM")
+            assert np.can_cast(dtype_of(name), wire.dtype)
+        assert wire.constant == f"NCCL_{wire.dtype.upper()}"
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    return bfloat16() if name == "bfloat16" else np.dtype(name)

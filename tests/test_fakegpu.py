@@ -1,0 +1,227 @@
+"""The stand-in for a GPU finds races, and nothing else."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpikv import optimizers
+from mpikv.device import DeviceMemory
+from mpikv.errors import Unsupported
+from mpikv.testing.fakegpu import FakeEvent, FakeGpu, FakeKernels, FakeStream, RaceError
+
+STREAMS, SIZE = 3, 4
+
+
+@pytest.fixture
+def gpu() -> FakeGpu:
+    return FakeGpu()
+
+
+def on(stream: FakeStream, array: Any) -> None:
+    with stream:
+        array += 1
+
+
+def test_two_streams_that_write_are_a_race(gpu):
+    array, (first, second) = gpu.upload(np.zeros(4)), (gpu.stream(), gpu.stream())
+    gpu.current().synchronize()
+    on(first, array)
+    with pytest.raises(RaceError, match="add on stream 2 reads what add on stream 1 writes, and nothing orders them"):
+        on(second, array)
+    with pytest.raises(RaceError):
+        gpu.checker.assert_clean()
+
+
+@pytest.mark.parametrize("by", ["event", "host", "done", "download"])
+def test_streams_that_are_ordered_are_no_race(gpu, by):
+    array, (first, second) = gpu.upload(np.zeros(4)), (gpu.stream(), gpu.stream())
+    gpu.current().synchronize()
+    on(first, array)
+    event = first.record()
+    if by == "event":
+        second.wait(event)
+    elif by == "host":
+        first.synchronize()
+    elif by == "done":
+        assert [event.done, event.done] == [False, True]
+    else:
+        with first:
+            gpu.download(array, np.empty(4))
+    on(second, array)
+    gpu.checker.assert_clean()
+
+
+def test_an_event_is_of_the_time_when_it_was_recorded(gpu):
+    array, (first, second) = gpu.upload(np.zeros(4)), (gpu.stream(), gpu.stream())
+    gpu.current().synchronize()
+    event = first.record()
+    on(first, array)
+    second.wait(event)
+    with pytest.raises(RaceError):
+        on(second, array)
+
+
+def test_reads_are_no_race_and_neither_are_other_elements(gpu):
+    array, (first, second) = gpu.upload(np.zeros(4)), (gpu.stream(), gpu.stream())
+    gpu.current().synchronize()
+    for stream, half in ((first, array[:2]), (second, array[2:])):
+        on(stream, half)
+    first.synchronize()
+    second.synchronize()
+    for stream in (first, second):
+        with stream:
+            array.copy()
+    gpu.checker.assert_clean()
+    with pytest.raises(RaceError, match="writes what copy"):
+        on(second, array)
+
+
+def test_what_a_later_write_covers_in_part_is_not_forgotten(gpu):
+    array, (first, second, third) = gpu.upload(np.zeros(4)), (gpu.stream() for _ in range(3))
+    gpu.current().synchronize()
+    on(first, array)
+    second.wait(first.record())
+    on(second, array[1:3])
+    for part, writer in ((array[:1], 1), (array[1:3], 2), (array[3:], 1)):
+        with pytest.raises(RaceError, match=f"what add on stream {writer} writes"):
+            on(third, part)
+
+
+def test_memory_is_not_freed_while_another_stream_uses_it(gpu):
+    other = gpu.stream()
+    array = gpu.upload(np.zeros(4))
+    other.wait(gpu.current().record())
+    on(other, array)
+    del array
+    with pytest.raises(RaceError, match="memory of stream 0 was freed while add on stream 1 uses it"):
+        gpu.checker.assert_clean()
+
+
+def test_memory_may_be_freed_once_its_stream_comes_after_its_use(gpu):
+    other = gpu.stream()
+    array = gpu.upload(np.zeros(4))
+    other.wait(gpu.current().record())
+    on(other, array)
+    gpu.current().wait(other.record())
+    del array
+    gpu.checker.assert_clean()
+
+
+def test_memory_that_was_never_written_is_no_number(gpu):
+    assert np.isnan(DeviceMemory(gpu).to_host(gpu.empty((3,), np.dtype(np.float32)))).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        (lambda array: np.asarray(array), TypeError),
+        (lambda array: array + np.ones(4), TypeError),
+        (lambda array: array.__setitem__(slice(None), np.ones(4)), TypeError),
+        (lambda array: np.copyto(array, np.ones(4)), TypeError),
+        (lambda array: np.from_dlpack(array), (BufferError, RuntimeError)),
+        (lambda array: array.flags.writeable, AttributeError),
+        (lambda array: array[[0, 1]], Unsupported),
+    ],
+)
+def test_arrays_refuse_what_cupy_refuses(gpu, wrong, refusal):
+    with pytest.raises(refusal):
+        wrong(gpu.upload(np.zeros(4)))
+
+
+def test_arrays_compute_as_numpys(gpu):
+    host = np.arange(12, dtype=np.float32).reshape(3, 4)
+    array, memory = gpu.upload(host), DeviceMemory(gpu)
+    array[1:] *= 2
+    host[1:] *= 2
+    array[0] = array[2]
+    host[0] = host[2]
+    np.add(array, 1, out=array)
+    host += 1
+    wide = array.reshape(-1).astype(np.float64)
+    assert (wide.dtype, wide.shape, wide.ndim, wide.nbytes, len(wide)) == (np.float64, (12,), 1, 96, 12)
+    assert (memory.in_order(memory.to_host, wide) == host.reshape(-1)).all()
+    assert np.may_share_memory(array, array[1])
+    assert not np.may_share_memory(array[0], array[1])
+    array.fill(3)
+    assert (memory.in_order(memory.to_host, np.maximum(array, 5)) == 5).all()
+    assert (
+        memory.in_order(memory.to_host, array.view(np.uint8)) == np.full((3, 4), 3, np.float32).view(np.uint8)
+    ).all()
+    gpu.checker.assert_clean()
+
+
+def test_kernels_are_work_of_the_present_stream(gpu):
+    kernels, sgd = FakeKernels(gpu), optimizers.SGD(learning_rate=0.5)
+    total, value = gpu.upload(np.ones(3)), gpu.upload(np.zeros(3))
+    update = kernels.bind(sgd, total, value, {})
+    update(sgd.step("w", 1))
+    found = np.empty(3)
+    gpu.download(value, found)
+    assert (found == -0.5).all()
+    update(sgd.step("w", 2))
+    with gpu.stream(), pytest.raises(RaceError, match="update on stream 1 writes what update on stream 0 writes"):
+        update(sgd.step("w", 3))
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("use"),
+            st.integers(0, STREAMS - 1),
+            st.integers(0, SIZE - 1),
+            st.integers(1, SIZE),
+            st.booleans(),
+        ),
+        st.tuples(st.just("record"), st.integers(0, STREAMS - 1)),
+        st.tuples(st.just("wait"), st.integers(0, STREAMS - 1), st.integers(0, 20)),
+        st.tuples(st.just("synchronize"), st.integers(0, STREAMS - 1)),
+    ),
+    min_size=15,
+    max_size=60,
+)
+
+
+@given(steps)
+@settings(max_examples=300)
+def test_races_are_those_of_a_graph_of_what_comes_before_what(program):
+    """The oracle keeps every use for ever, and for each a set of all that comes before it."""
+    gpu = FakeGpu(lag=0)
+    array = gpu.upload(np.zeros(SIZE, np.uint8))
+    gpu.current().synchronize()
+    streams = [gpu.stream() for _ in range(STREAMS)]
+    events: list[tuple[FakeEvent, frozenset[int]]] = []
+    uses: list[tuple[int, int, bool]] = []
+    before = [frozenset[int]()] * STREAMS
+    host = frozenset[int]()
+    for what, number, *more in program:
+        stream = streams[number]
+        if what == "use":
+            low, length, writes = more
+            high = min(SIZE, low + length)
+            before[number] |= host
+            racing = any(
+                (writes or other_writes) and low < other_high and other_low < high and other not in before[number]
+                for other, (other_low, other_high, other_writes) in enumerate(uses)
+            )
+            part = array[low:high]
+            with stream, pytest.raises(RaceError) if racing else nullcontext():
+                gpu.launch("use", [part] * (not writes), [part] * writes)
+            if not racing:  # else it has not happened
+                before[number] |= {len(uses)}
+                uses.append((low, high, writes))
+        elif what == "record":
+            before[number] |= host
+            events.append((stream.record(), before[number]))
+        elif what == "wait" and events:
+            event, done = events[more[0] % len(events)]
+            stream.wait(event)
+            before[number] |= done
+        elif what == "synchronize":
+            stream.synchronize()
+            host |= before[number]
