@@ -1003,6 +1003,7 @@ class KVStore(KVStoreBase):
         """
         if self._leave(why):
             LOST.append(self)
+            self._transport.abandon()
 
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""

@@ -321,6 +321,10 @@ class Transport(Protocol):
         """
         ...
 
+    def abandon(self) -> None:
+        """Give up what is in flight, without the other ranks. Local, idempotent; harmless in a forked child."""
+        ...
+
     def close(self) -> None:
         """Release all memory. Collective, idempotent."""
         ...

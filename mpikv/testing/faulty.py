@@ -86,6 +86,9 @@ class Wrapper:
         self.before("agree")
         return self._transport.agree(token, showing)
 
+    def abandon(self) -> None:
+        self._transport.abandon()
+
     def close(self) -> None:
         self._transport.close()
 

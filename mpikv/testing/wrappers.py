@@ -82,5 +82,8 @@ class Recording:
     def agree(self, token: int, showing: bool = False) -> bool:
         return self._transport.agree(token, showing)
 
+    def abandon(self) -> None:
+        self._transport.abandon()
+
     def close(self) -> None:
         self._transport.close()

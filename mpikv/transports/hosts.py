@@ -145,6 +145,9 @@ class HostsTransport:
         # neighbours go on with it, which a fence would.
         return self._inner.agree(int(equal), showing and equal) and equal
 
+    def abandon(self) -> None:
+        pass  # nothing is in flight when a call has returned
+
     def close(self) -> None:
         for prepared in (self._sums, self._routes, self._allocated):
             prepared.clear()

@@ -130,6 +130,9 @@ class MpiTransport:
             self._requests.check()
         return bool(self._highest[0] == -self._highest[1])
 
+    def abandon(self) -> None:
+        pass  # nothing is in flight when a call has returned
+
     def close(self) -> None:
         self._comm = None
         self.outboxes, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import accumulator
 from ..device import DeviceMemory
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..typing import Array, Memory, Transport
@@ -129,8 +130,8 @@ class NcclTransport:
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
         self.turn = 0
-        self._gathered = self.allocate(group.size * limit if gathers else 0)
-        # Sums of short integers and of half precision are twice as wide.
+        self._gathered = self.allocate(2 * group.size * limit if gathers else 0)
+        # Sums of short integers and of half precision are twice as wide, and so are their terms.
         self._wide = self.allocate(2 * limit), self.allocate(2 * limit)
         self._join(waiting)
 
@@ -194,7 +195,7 @@ class NcclTransport:
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         if self._gathers:
-            return self._gather(send, [send.size if rank == root else 0 for rank in range(self.size)])
+            return self._terms(send, [send.size if rank == root else 0 for rank in range(self.size)])
 
         def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
             address = 0 if into is None else self._gpu.address(into)
@@ -204,7 +205,7 @@ class NcclTransport:
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         if self._gathers:
-            return self._gather(send, None)
+            return self._terms(send, None)
 
         def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
             assert into is not None
@@ -215,7 +216,7 @@ class NcclTransport:
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         if self._gathers:
-            return self._gather(send, counts)
+            return self._terms(send, counts)
 
         def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
             assert into is not None
@@ -231,6 +232,14 @@ class NcclTransport:
                     address += count * wire.each * source.itemsize
 
         return self._sum("reduce_scatter", send, recv, start)
+
+    def _terms(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        """Return every rank's elements for this one, in the dtype of the sum: whoever adds them need not widen any."""
+        wide = accumulator(send.dtype)
+        if wide != send.dtype:
+            narrow, send = send, self._wide[0].view(wide)[: send.size]
+            self.memory.copy((send,), (narrow,))
+        return self._gather(send, counts)
 
     def _sum(
         self,
@@ -288,7 +297,7 @@ class NcclTransport:
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
         mine, low = elements[self.rank], starts[self.rank]
         if self._gathered.size < self.size * mine * send.itemsize:
-            self._gathered = self.memory.zeros(self.size * self.limit)
+            self._gathered = self.memory.zeros(2 * self.size * self.limit)
         received = self._gathered[: self.size * mine * send.itemsize].view(send.dtype)
         parts = [received[rank * mine : (rank + 1) * mine] for rank in range(self.size)]
         parts[self.rank] = send[low : low + mine]

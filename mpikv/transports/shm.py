@@ -145,6 +145,9 @@ class ShmTransport:
         self._shown = showing
         return True
 
+    def abandon(self) -> None:
+        pass  # nothing is in flight when a call has returned
+
     def close(self) -> None:
         # Arrays over a window keep the interpreter from crashing on a later access only while they are gone with it.
         self._flags.release()

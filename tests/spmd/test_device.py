@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpikv
+from mpikv import RowSparse
 from mpikv.board import Board
 from mpikv.config import Config
+from mpikv.errors import Closed, Unsupported
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports.local import LocalTransport
+from mpikv.transports.device import open_device_transport
 from mpikv.world import connect
 
 
@@ -31,7 +35,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
 @pytest.mark.ranks(1, 2, 3, 4)
 class TestOnAGpu(StoreContract):
     sparse = False
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
     def on_gpu(self, comm: Any) -> Iterator[None]:
@@ -44,16 +48,16 @@ class TestOnAGpu(StoreContract):
 
 
 class TestInAFixedOrder(TestOnAGpu):
-    options = {"deterministic": True}
+    options = MappingProxyType({"deterministic": True})
 
 
 class TestReplicas(TestOnAGpu):
-    options = {"placement": "replicated"}
+    options = MappingProxyType({"placement": "replicated"})
     callables = False
 
 
 class TestAtTheRoot(TestOnAGpu):
-    options = {"placement": "root"}
+    options = MappingProxyType({"placement": "root"})
 
 
 KEYS = {"w": ((3, 4), np.float32), "b": ((5,), np.float64), "big": ((6000,), np.float32), "h": ((7, 3), np.float16)}
@@ -104,3 +108,41 @@ def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[
         return kv.pushpull(keys, values, out=outs if outs is not None else [np.empty_like(value) for value in values])
     getattr(kv, verb)(keys, values)
     return []
+
+
+@pytest.mark.ranks(2, 3)
+def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
+    gpu = FakeGpu(comm.rank)
+    kv = store_on(gpu, comm)
+    kv.init("w", np.ones(3))
+    with pytest.raises(ZeroDivisionError), kv:
+        kv.push("w", np.full(3, 1 / 0))
+    with pytest.raises(Closed, match="ZeroDivisionError"):
+        kv.pull("w")
+    (communicator,) = kv._transport._nccl.communicators
+    assert communicator.state == "aborted"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv: kv.set_gradient_compression("2bit"),
+        lambda kv: kv.init("s", RowSparse([0], np.ones((1, 2)), (3, 2))),
+        lambda kv: kv.push("w", RowSparse([0], np.ones((1, 3)), (3, 3))),
+        lambda kv: kv.row_sparse_pull("w", row_ids=[0]),
+        lambda kv: kv.pull("w", wait=False),
+        lambda kv: kv.save("nowhere"),
+        lambda kv: kv.load("nowhere"),
+        lambda kv: kv.save_optimizer_states("nowhere"),
+        lambda kv: kv.load_optimizer_states("nowhere"),
+    ],
+)
+@pytest.mark.ranks(1, 2)
+def test_what_a_gpu_store_cannot_do(comm: Any, call: Any) -> None:
+    """It is refused by name, and the store goes on."""
+    with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
+        kv.init("w", np.ones((3, 3)))
+        with pytest.raises(Unsupported, match="GPU"):
+            call(kv)
+        kv.push("w", np.ones((3, 3)))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full((3, 3), kv.size))
