@@ -6,6 +6,7 @@
     mpikv run -n 4 scripts/train_digits.py --verify       the weights beside those of one process, every placement
     mpikv run -n 4 scripts/train_digits.py --kvstore dist_async --staleness 4       no rank waits for a batch's sum
     mpikv run -n 4 scripts/train_digits.py --dtype float32 --compression 2bit       gradients of two bits
+    mpikv run -n 4 scripts/train_digits.py --device gpu   on a GPU for each rank, which sum by NCCL
 
 What to copy is `train`: every rank takes its part of every batch, divides its gradients by the size of the whole batch,
 and gives them to `pushpull`, which sums them, lets the owner of each weight update it, and brings the new weights back.
@@ -107,7 +108,7 @@ def gradients(params: Arrays, images: Array, labels: Array, batch_size: float) -
     """Return these images' part of the gradient of a batch's mean loss; that of no images is zero."""
     hidden, scores = forward(params, images)
     error = np.exp(scores)
-    error[np.arange(len(labels)), labels] -= 1
+    error[np.arange(len(labels), like=labels), labels] -= 1
     error /= batch_size
     back = (error @ params["output/weight"].T) * (hidden > 0)
     return {
@@ -137,20 +138,37 @@ def epochs(count: int, settings: Settings) -> Iterator[tuple[float, list[Array]]
         yield rate, [order[start : start + settings.batch] for start in range(0, count, settings.batch)]
 
 
-def train(kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callable[[Arrays], None]) -> Arrays:
-    """Train on all ranks; return the weights, which are the same on each."""
-    params = initial(settings.dtype, settings.seed)
+def train(
+    kv: mpikv.KVStore,
+    digits: Digits,
+    settings: Settings,
+    report: Callable[[Arrays], None],
+    onto: Callable[[Array], Array] = np.asarray,
+) -> Arrays:
+    """Train on all ranks; return the weights, which are the same on each. ``onto`` brings arrays to their device."""
+    params = {name: onto(value) for name, value in initial(settings.dtype, settings.seed).items()}
     kv.broadcast(params, out=params)  # every rank starts from the root's weights
     kv.set_optimizer(settings.optimizer, **OPTIMIZERS[settings.optimizer], rescale_grad=1 / settings.scale)
     for rate, batches in epochs(len(digits.labels), settings):
         kv.set_learning_rate(rate)
         for batch in batches:
             part = batch[kv.rank :: kv.size]
-            grads = gradients(params, digits.images[part], digits.labels[part], len(batch) / settings.scale)
+            images, labels = onto(digits.images[part]), onto(digits.labels[part])
+            grads = gradients(params, images, labels, len(batch) / settings.scale)
             kv.pushpull(grads, out=params)
         if kv.is_root:
             report(params)
     return params
+
+
+def train_on_gpu(kv: mpikv.KVStore, digits: Digits, settings: Settings, report: Callable[[Arrays], None]) -> Arrays:
+    """Train as `train` does, with arrays of CuPy on the store's GPU, which numpy's functions take as well."""
+    import cupy
+
+    def report_on_host(params: dict[str, Any]) -> None:
+        report({name: value.get() for name, value in params.items()})
+
+    return train(kv, digits, settings, report_on_host, cupy.asarray)
 
 
 def train_with_trainer(
@@ -298,7 +316,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a network on handwritten digits, on any number of ranks.")
     add = parser.add_argument
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adam", help="default: adam; sgd has momentum 0.9")
-    add("--kvstore", default="dist_sync", help="default: dist_sync; dist_async updates when a gradient arrives")
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="where arrays are; gpu needs CuPy; default: cpu")
+    add("--kvstore", help="default: dist_sync, or nccl on GPUs; dist_async updates when a gradient arrives")
     add("--staleness", type=count, help="of dist_async: how many batches a rank may be ahead; default: any number")
     add("--placement", choices=PLACEMENTS, help="where weights and optimizer state live; default: the store decides")
     add("--dtype", choices=("float32", "float64"), default="float64", help="default: float64")
@@ -318,6 +337,9 @@ def arguments() -> argparse.Namespace:
         parser.error("--compression needs --dtype float32, and no --verify: its weights are others")
     if options.kvstore == "dist_async" and (options.verify or options.trainer):
         parser.error("dist_async gives other weights at each run, in no step with a Trainer: no --verify, no --trainer")
+    options.kvstore = options.kvstore or ("nccl" if options.device == "gpu" else "dist_sync")
+    if options.device == "gpu" and (options.verify or options.trainer or options.compression):
+        parser.error("--device gpu has no --verify, --trainer and --compression")
     if options.plot and not find_spec("matplotlib"):
         parser.error("--plot needs matplotlib:  pip install matplotlib")
     return options
@@ -332,9 +354,14 @@ def main() -> int:
     digits = load(options.dtype, options.seed)
     report = Reporter(digits, options.epochs)
     choices = {"placement": options.placement, "compression": packed, "staleness": options.staleness}
-    with mpikv.create(options.kvstore, **choices) as kv:
+    try:
+        store = mpikv.create(options.kvstore, **choices)
+    except mpikv.TransportUnavailable as error:
+        sys.exit(f"train_digits.py: {error}")
+    run = train_on_gpu if options.device == "gpu" else train_with_trainer if options.trainer else train
+    with store as kv:
         started = time.perf_counter()
-        (train_with_trainer if options.trainer else train)(kv, digits, settings, report)
+        run(kv, digits, settings, report)
         seconds = time.perf_counter() - started
         setting = f"ranks {kv.size}, placement {kv.placement}, transport {kv.transport}, {seconds:.1f} s"
         is_root = kv.is_root

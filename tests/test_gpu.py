@@ -431,3 +431,21 @@ def test_the_gpu_of_a_rank(monkeypatch):
     standin.__version__ = "14"
     with pytest.raises(TransportUnavailable, match="no GPU can be used here"):
         find_gpu(0, 1)
+
+
+# --- The example
+
+
+def test_the_example_says_what_is_missing():
+    pytest.importorskip("sklearn")
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/train_digits.py", "--device", "gpu", "--epochs", "1"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=18,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"train_digits.py: create: .*(need the package CuPy|no GPU can be used here).*\n", done.stderr)

@@ -96,6 +96,11 @@ def broken():
 def test_with_a_broken_fixture(broken):
     pass
 
+@pytest.mark.skip(reason="nothing is launched for it")
+@pytest.mark.ranks(2, 5)
+def test_is_left_out(comm):
+    pass
+
 @pytest.mark.ranks(3)
 def test_exit_of_the_job(comm):
     if comm.rank == 2:
@@ -191,6 +196,7 @@ def test_a_failure_costs_one_test_and_not_the_rest(session: Session) -> None:
     expected |= {"test_ordinary": "passed", "test_hangs_here": "failure"}
     expected |= {f"test_never_starts[{number}-ranks=4]": "failure" for number in (1, 2)}
     expected |= {f"test_is_{what}[ranks=2]": "skipped" for what in ("skipped", "expected_to_fail")}
+    expected |= {f"test_is_left_out[ranks={size}]": "skipped" for size in (2, 5)}
     expected |= {"test_with_a_broken_fixture[ranks=2]": "error", "test_exit_of_the_job[ranks=3]": "error"}
     assert session.outcomes == expected
     assert session.code == 1

@@ -1,0 +1,397 @@
+"""The steps of ``scripts/gpu_check``: a function each, which returns numbers, raises Skip, or fails.
+
+``python scripts/gpu_steps.py NAME`` runs one and prints a line of JSON; ``mpikv run -n 2 scripts/gpu_steps.py NAME``
+runs one on several ranks, the first of which prints. Ranks that are more than the GPUs share them, of which no number
+says how fast anything is: those of several ranks are there to show that it works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+ROOT = Path(__file__).resolve().parents[1]
+Numbers: TypeAlias = "dict[str, Any]"
+MB = 1 << 20
+
+
+class Skip(Exception):
+    """The step cannot be done on this machine."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to run, on how many ranks, and for how many seconds at most."""
+
+    run: Callable[[], Numbers]
+    seconds: float
+    ranks: int = 1
+    dies: bool = False
+    """Whether a rank is killed, so that the job's exit status is none of success."""
+
+
+def command(*arguments: str, seconds: float = 20) -> str:
+    """Return what a command prints, or why there is none."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"none ({type(error).__name__})"
+    return done.stdout.strip()
+
+
+def version_of(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> Numbers:
+    """Say what the machine has."""
+    import cupy
+
+    from mpikv.cli.launchers import environment, find_launcher, find_library
+    from mpikv.gpu import survey
+
+    found = survey()
+    library = find_library(environment())
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)
+    return {
+        "gpus": found.devices,
+        "compute_capability": f"{gpu['major']}.{gpu['minor']}",
+        "memory_GB": round(gpu["totalGlobalMem"] / 1e9, 1),
+        "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "cuda_of_driver": cupy.cuda.runtime.driverGetVersion(),
+        "cuda_of_cupy": cupy.cuda.runtime.runtimeGetVersion(),
+        "cupy": found.cupy,
+        "nccl": found.nccl,
+        "mpi": library.version,
+        "launcher": str(find_launcher(library, environment()).path),
+        "python": sys.version.split()[0],
+        "numpy": version_of("numpy"),
+        "torch": version_of("torch"),
+        "problems": found.problems,
+    }
+
+
+def gpu_seconds(run: Callable[[], object], repeat: int = 20) -> float:
+    """Return how long the GPU takes for a call, of the present stream, in the mean of several."""
+    import cupy
+
+    run()
+    first, last = cupy.cuda.Event(), cupy.cuda.Event()
+    first.record()
+    for _ in range(repeat):
+        run()
+    last.record()
+    last.synchronize()
+    return float(cupy.cuda.get_elapsed_time(first, last)) / 1e3 / repeat
+
+
+def host_seconds(run: Callable[[], object], repeat: int = 200) -> float:
+    """Return how long a call takes until it returns, the median of several."""
+    import cupy
+
+    taken = []
+    for number in range(repeat):
+        begin = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - begin)
+        if number % 20 == 0:
+            cupy.cuda.get_current_stream().synchronize()  # the queue is not to fill
+    return sorted(taken)[repeat // 2]
+
+
+def one_communicator() -> Numbers:
+    """Use NCCL by itself, on one rank."""
+    import cupy
+
+    from mpikv.gpu import find_nccl
+
+    nccl = find_nccl()
+    buffer, stream = cupy.ones(MB, "f4"), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    begin = time.perf_counter()
+    comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    found: Numbers = {"init_ms": (time.perf_counter() - begin) * 1e3}
+    for name in ("first_us", "second_us"):
+        begin = time.perf_counter()
+        comm.allReduce(buffer.data.ptr, buffer.data.ptr, buffer.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
+        stream.synchronize()
+        found[name] = (time.perf_counter() - begin) * 1e6
+    found["memory_MB"] = (free - cupy.cuda.runtime.memGetInfo()[0]) / MB
+    comm.destroy()
+    assert float(buffer.sum()) == MB
+    return found
+
+
+def tests(ranks: int) -> Callable[[], Numbers]:
+    def run() -> Numbers:
+        """Run ``pytest -m gpu`` on a number of ranks, of which some must pass and none be skipped for want of a GPU."""
+        from mpikv.gpu import survey
+
+        if problems := survey().problems:
+            raise AssertionError("; ".join(problems))
+        only = ["-k", f"ranks={ranks}"] if ranks > 1 else []
+        arguments = ["-m", "pytest", "tests/gpu", "-m", "gpu", f"--ranks={ranks}", *only, "-q", "--no-header"]
+        arguments += ["-p", "no:cacheprovider", "--color=no", "--tb=short"]
+        # The limit of the step ends it: what is said here must be said before.
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        lines = done.stdout.splitlines() or [done.stderr[-500:]]
+        if done.returncode or " passed" not in lines[-1]:
+            raise AssertionError(
+                "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E  ")))[-3000:]
+            )
+        return {"pytest": lines[-1].strip("= "), "skipped": [line for line in lines if line.startswith("SKIPPED")]}
+
+    return run
+
+
+def store(**options: Any) -> Any:
+    import mpikv
+
+    return mpikv.create("nccl", **options)
+
+
+def sums() -> Numbers:
+    """Say how long a store, and sums of three sizes, take on ranks that share a GPU: that they work, no more."""
+    import cupy
+
+    begin = time.perf_counter()
+    with store() as kv:
+        found: Numbers = {"create_s": time.perf_counter() - begin}
+        for size, name in ((1, "4_B_ms"), (MB // 4, "1_MB_ms"), (4 * MB, "16_MB_ms")):
+            kv.init(name, cupy.zeros(size, "f4"))
+            gradient = cupy.full(size, kv.rank + 1, "f4")
+            found[name] = gpu_seconds(lambda name=name, gradient=gradient: kv.push(name, gradient), 10) * 1e3
+            assert (kv.pull(name).get() == kv.size * (kv.size + 1) / 2).all()
+    return found
+
+
+def bits() -> Numbers:
+    """In a fixed order a store on GPUs adds as one on the host does, to the bit."""
+    import numpy as np
+
+    import mpikv
+
+    random = np.random.default_rng(own_rank())
+    sent = random.standard_normal(100_003).astype(np.float32)
+    found = []
+    for name in ("nccl", "dist_sync"):
+        with mpikv.create(name, deterministic=True) as kv:
+            kv.init("w", np.zeros_like(sent))
+            kv.push("w", sent)
+            value = kv.pull("w")
+            found.append(value.get() if hasattr(value, "get") else value)
+    assert found[0].tobytes() == found[1].tobytes(), f"{(found[0] != found[1]).sum()} elements differ"
+    return {"elements": sent.size}
+
+
+def refused() -> Numbers:
+    """What cannot work is refused on every rank, and soon."""
+    from mpikv.errors import MPIKVError
+
+    found: Numbers = {}
+    own = os.environ.pop("NCCL_HOSTID", "")
+    for name, variables, why in (
+        ("two_ranks_on_a_gpu", {}, "ranks 0 and 1 use one GPU"),
+        ("not_blocking", {"NCCL_COMM_BLOCKING": "0", "NCCL_HOSTID": own}, "NCCL_COMM_BLOCKING=0 is set"),
+    ):
+        os.environ.update(variables)
+        begin = time.perf_counter()
+        try:
+            store(timeout=20.0).close()
+        except MPIKVError as error:
+            if why not in str(error):
+                raise
+            found[name] = f"{type(error).__name__}: {error}"
+            found[f"{name}_s"] = time.perf_counter() - begin
+        else:
+            raise AssertionError(f"{name} was not refused")
+    return found
+
+
+def stopped() -> Numbers:
+    """A rank that is stopped between two pushes is missed at the deadline."""
+    import cupy
+
+    from mpikv.errors import TransportError
+
+    with store(timeout=5.0, warn_after=2.0) as kv:
+        victim = int(kv.comm.bcast(os.getpid(), root=1))
+        kv.init("w", cupy.zeros(MB, "f4"))
+        for step in range(1000):
+            if kv.rank == 1 and step == 5:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            begin = time.perf_counter()
+            try:
+                kv.push("w", cupy.ones(MB, "f4"))
+            except TransportError as error:
+                found = {"seconds": time.perf_counter() - begin, "raised": f"{type(error).__name__}: {error}"}
+                tell(found)  # the job is about to end
+                os.kill(victim, signal.SIGKILL)
+                os._exit(1)
+    raise AssertionError("nothing was raised")
+
+
+def host_cost() -> Numbers:
+    """Say how long calls take to be queued, on one rank."""
+    import cupy
+
+    found: Numbers = {}
+    with store() as kv:
+        for count in (1, 160, 1000):
+            keys = [f"{count}/{number}" for number in range(count)]
+            arrays = [cupy.ones(256, "f4") for _ in keys]
+            kv.init(keys, arrays)
+            for name, call in (("push", lambda k, a: kv.push(k, a)), ("pull", lambda k, a: kv.pull(k, out=a))):
+                call(keys, arrays)
+                found[f"{name}_{count}_us"] = host_seconds(lambda: call(keys, arrays), 100) * 1e6  # noqa: B023
+    return found
+
+
+def kernels() -> Numbers:
+    """Say at what bandwidth updates run beside a copy on the device: bytes that must move, by the time."""
+    import cupy
+
+    from mpikv import optimizers
+    from mpikv.cuda.copies import copy
+    from mpikv.cuda.kernels import CudaKernels
+
+    size = 64 * MB
+    total, value = cupy.full(size, 1e-3, "f4"), cupy.ones(size, "f4")
+    found: Numbers = {"copy_GB_s": 8 * size / gpu_seconds(lambda: cupy.copyto(value, total)) / 1e9}
+    parts = [total[start : start + size // 160] for start in range(0, size // 160 * 160, size // 160)]
+    targets = [value[start : start + size // 160] for start in range(0, size // 160 * 160, size // 160)]
+    found["copies_of_160_GB_s"] = 8 * size / gpu_seconds(lambda: copy(targets, parts)) / 1e9
+    half = cupy.empty(size, "f2")
+    found["cast_to_float16_GB_s"] = 6 * size / gpu_seconds(lambda: copy([half], [total])) / 1e9
+    for name, updater, moved in (
+        ("momentum", optimizers.SGD(learning_rate=1e-3, momentum=0.9), 20),
+        ("adam", optimizers.Adam(learning_rate=1e-3), 28),
+    ):
+        on_gpu = CudaKernels()
+        on_gpu.prepare(updater, value.dtype, False)
+        state = {key: cupy.zeros(size, dtype) for key, dtype in updater.slots(value.dtype).items()}
+        update, step = on_gpu.bind(updater, total, value, state), updater.step("w", 1)
+        found[f"{name}_GB_s"] = moved * size / gpu_seconds(lambda: update(step)) / 1e9  # noqa: B023
+    return found
+
+
+def torch_updates() -> Numbers:
+    """Say the same of torch's fused optimizers."""
+    try:
+        import torch
+    except ImportError:
+        raise Skip("torch is not installed") from None
+    if not torch.cuda.is_available():
+        raise Skip("this torch has no CUDA")
+    found: Numbers = {"torch": torch.__version__}
+    for name, kind, options, moved in (
+        ("momentum", torch.optim.SGD, {"momentum": 0.9}, 20),
+        ("adam", torch.optim.Adam, {}, 28),
+    ):
+        weight = torch.ones(64 * MB, device="cuda", requires_grad=True)
+        weight.grad = torch.full_like(weight, 1e-3)
+        optimizer = kind([weight], lr=1e-3, fused=True, **options)
+        found[f"{name}_GB_s"] = moved * weight.numel() / gpu_seconds(optimizer.step) / 1e9
+    return found
+
+
+def large() -> Numbers:
+    """Push and pull 256 MB on one rank, beside the copies that this takes."""
+    import cupy
+
+    size = 64 * MB
+    gradient, out = cupy.ones(size, "f4"), cupy.empty(size, "f4")
+    found: Numbers = {"one_copy_ms": gpu_seconds(lambda: cupy.copyto(out, gradient)) * 1e3}
+    with store() as kv:
+        kv.init("w", gradient)
+        found["push_ms"] = gpu_seconds(lambda: kv.push("w", gradient)) * 1e3
+        found["pull_ms"] = gpu_seconds(lambda: kv.pull("w", out)) * 1e3
+        found["pushpull_ms"] = gpu_seconds(lambda: kv.pushpull("w", gradient, out=out)) * 1e3
+    return found
+
+
+def staging() -> Numbers:
+    """Say how fast arrays of the host come and go."""
+    import numpy as np
+
+    from mpikv.config import visible_gpus
+    from mpikv.gpu import find_gpu
+
+    gpu, array = find_gpu(0, 1, visible=visible_gpus()), np.ones(64 * MB // 4, np.float32)
+    there = gpu.upload(array)
+    found = {}
+    for name, call in (("upload", lambda: gpu.upload(array)), ("download", lambda: gpu.download(there, array))):
+        begin = time.perf_counter()
+        for _ in range(10):
+            call()
+        gpu.current().synchronize()
+        found[f"{name}_GB_s"] = 10 * array.nbytes / (time.perf_counter() - begin) / 1e9
+    return found
+
+
+# Cheap and safe ones first.
+STEPS = {
+    "versions": Step(versions, 60),
+    "one_communicator": Step(one_communicator, 60),
+    "tests_1": Step(tests(1), 120),
+    "kernels": Step(kernels, 60),
+    "torch_updates": Step(torch_updates, 60),
+    "large": Step(large, 40),
+    "host_cost": Step(host_cost, 60),
+    "staging": Step(staging, 40),
+    "sums_2": Step(sums, 60, ranks=2),
+    "sums_4": Step(sums, 60, ranks=4),
+    "bits_2": Step(bits, 40, ranks=2),
+    "bits_4": Step(bits, 40, ranks=4),
+    "refused_2": Step(refused, 60, ranks=2),
+    "stopped_2": Step(stopped, 60, ranks=2, dies=True),
+    "tests_2": Step(tests(2), 240),
+    "tests_4": Step(tests(4), 120),
+}
+
+
+def own_rank() -> int:
+    from mpikv.config import launch_of
+
+    launch = launch_of()
+    return launch.rank if launch is not None else 0
+
+
+def tell(found: Numbers) -> None:
+    """Print a record, on the first rank."""
+    if own_rank() == 0:
+        print(json.dumps(found), flush=True)
+
+
+def main(name: str) -> None:
+    from mpikv.config import launch_of, visible_gpus
+    from mpikv.gpu import survey
+    from mpikv.testing.gpus import sharing
+
+    if name == "refused_2":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # before CUDA looks there
+    launch = launch_of()
+    if launch is not None and len(survey(visible_gpus()).devices) < launch.size:
+        os.environ |= sharing(launch.rank)
+    try:
+        tell(STEPS[name].run())
+    except Skip as reason:
+        tell({"skip": str(reason)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
