@@ -322,6 +322,7 @@ def test_work_that_never_ends_is_given_up(group, nccl, verb):
     transport = joined(group, nccl, timeout=TIMEOUT)
     if group.rank == group.size - 1:
         nccl.stick_at.add(FIRST)
+    nccl.asynchronous = 7  # which says that nothing has failed
     started = time.monotonic()
     push(transport, verb)
     # A rank that waits for its GPU meanwhile is let go, too.
@@ -363,12 +364,10 @@ def test_errors_of_work_in_flight_are_found(group, nccl, status):
 def test_work_that_goes_on_is_no_failure(group, nccl):
     nccl.patience = 20.0
     transport = joined(group, nccl, timeout=2 * TIMEOUT)
-    nccl.asynchronous = 7  # which says that nothing has failed
     for _ in range(4):
         push(transport)
         time.sleep(0.7 * TIMEOUT)
         transport._check()
-    nccl.asynchronous = 0
     transport.close()
     assert nccl.communicators[0].state == "destroyed"
 
