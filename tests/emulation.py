@@ -45,8 +45,6 @@ def expressions(name):
             found.append(kernel)
         elif parameters == "class From, class To":
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
-        elif parameters == "class Code":
-            found += [f"{kernel}<{code}>" for code in ("two_bits", "one_bit")]
         else:
             rules = re.findall(r"struct (\w+_rule)", text)
             found += [f"{kernel}<{rule}, {dtype}_kind>" for rule in rules for dtype in FLOATS]

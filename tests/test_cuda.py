@@ -20,15 +20,14 @@ from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
 from mpikv import optimizers
-from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
-from mpikv.cuda import codes, copies, kernels, loading
+from mpikv.cuda import copies, kernels, loading
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract
 from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
-FILES = ("rules.cu", "copies.cu", "codes.cu")
+FILES = ("rules.cu", "copies.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -453,56 +452,6 @@ def test_nothing_to_copy(unrun):
     assert unrun == []
 
 
-# --- Codes
-
-
-@pytest.mark.usefixtures("launching")
-class TestCodes:
-    @pytest.mark.parametrize("kind", [TwoBit, OneBit])
-    @settings(max_examples=60)
-    @given(
-        st.one_of(st.integers(0, 130), st.sampled_from([65535, 65536, 65537])),
-        st.sampled_from([0.5, 0.1, 3.0, 1e-30, 1e30]),
-        st.sampled_from([0.0, 0.2]),
-        st.integers(0, 2**32),
-    )
-    def test_same_bits_as_numpy(self, kind, size, threshold, wild, seed):
-        random, codec = np.random.default_rng(seed), ErrorFeedback(kind(threshold))
-        there = codes.CudaRanges(codec)
-        assert there.settings() == codec.settings()
-        residuals = [np.zeros(size, np.float32) for _ in range(2)]
-        total = numbers(random, size, np.dtype(np.float32), wild)
-        totals = [total, total.copy()]
-        for _ in range(3):
-            gradient = numbers(random, size, np.dtype(np.float32), wild)
-            gradient[random.random(size) < 0.2] = threshold
-            payloads = [random.integers(0, 256, each.nbytes(size), np.uint8) for each in (codec, there)]
-            with np.errstate(all="ignore"):
-                codec.encode(gradient, payloads[0], residuals[0])
-                codec.decode_add(payloads[0], totals[0])
-            there.encode(device(gradient), device(payloads[1]), device(residuals[1]))
-            there.decode_add(device(payloads[1]), device(totals[1]))
-            assert payloads[0].tobytes() == payloads[1].tobytes()
-            assert bits(residuals[0]) == bits(residuals[1])
-            assert bits(totals[0]) == bits(totals[1])
-
-
-@pytest.mark.usefixtures("launches")
-def test_a_code_that_nobody_sends_says_nothing():
-    """Of two bits, 01 stands for nothing."""
-    total = np.ones(16, np.float32)
-    payload = np.full(4, 0b01_11_10_00, np.uint8)
-    codes.CudaRanges(ErrorFeedback(TwoBit(0.5))).decode_add(device(payload), device(total))
-    np.testing.assert_array_equal(total, [1.0, 1.5, 0.5, 1.0] * 4)
-
-
-def test_codecs_without_a_kernel(unrun):
-    with pytest.raises(mpikv.Unsupported, match=r"the codec topk.* has no CUDA kernel"):
-        codes.CudaRanges(ErrorFeedback(mpikv.codecs.TopK(0.1)))
-    with pytest.raises(mpikv.Unsupported, match=r"the codec fp16.* has no CUDA kernel"):
-        codes.CudaRanges(mpikv.codecs.create("fp16"))
-
-
 # --- Layout
 
 
@@ -511,7 +460,6 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
-        ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
@@ -606,7 +554,7 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
     assert floats == {each for each in floats if ".rn." in each}
     if name == "rules.cu":
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
-    elif name == "copies.cu":
+    else:
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text
