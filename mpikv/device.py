@@ -19,6 +19,8 @@ from .typing import Array, Event, Gpu, Stream
 
 __all__ = ["DeviceMemory"]
 
+_IMMUTABLE = ("jax", "jaxlib")
+
 
 class DeviceMemory:
     """The :class:`~mpikv.typing.Memory` of one GPU, and the stream of one store."""
@@ -59,6 +61,11 @@ class DeviceMemory:
         if self.gpu.owns(out):
             return out  # type: ignore[no-any-return]
         if is_array(out) and not lies_on_host(out):
+            # DLPack's mark of what must not be written to is not heeded everywhere.
+            if type(out).__module__.partition(".")[0] in _IMMUTABLE:
+                raise TypeError(
+                    f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none for a new array"
+                )
             return self.gpu.adopt(out)
         array = target(out)
         self._say_that_arrays_travel()

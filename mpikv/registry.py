@@ -188,6 +188,8 @@ def create(
         group.close()
         raise
     _prepare_endings()
+    if gpu is not None:
+        _end_before_cuda()
     if kind in _ASYNC:
         again = partial(create, staleness=staleness)
         store: KVStore = AsyncKVStore(
@@ -323,6 +325,12 @@ def _end_in_child() -> None:
         store.abandon("the store was made before a fork, which MPI does not survive")
     LOST.clear()  # the parent's affair
     forget_leftovers()
+
+
+def _end_before_cuda() -> None:
+    """Close stores before CuPy ends, which may have been imported after the first store was made."""
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
 
 
 @cache

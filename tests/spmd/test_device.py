@@ -176,3 +176,17 @@ def test_checkpoints_go_from_gpus_to_hosts_and_back(comm: Any, placement: str, f
         kv.close()
     for kv in there:
         kv._transport.memory.gpu.checker.assert_clean()
+
+
+def test_an_array_that_must_not_be_written_is_no_out() -> None:
+    class Immutable:
+        __module__ = "jaxlib.xla"
+        __dlpack__ = None
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+    with store_on(FakeGpu(), None) as kv:
+        kv.init("w", np.ones(3))
+        with pytest.raises(TypeError, match=r"jaxlib\.xla array cannot be written to"):
+            kv.pull("w", out=Immutable())
