@@ -64,7 +64,7 @@ class DeviceMemory:
             # DLPack's mark of what must not be written to is not heeded everywhere.
             if type(out).__module__.partition(".")[0] in _IMMUTABLE:
                 raise TypeError(
-                    f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none for a new array"
+                    f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none"
                 )
             return self.gpu.adopt(out)
         array = target(out)
