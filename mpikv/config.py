@@ -265,6 +265,27 @@ def launch_of(environ: Mapping[str, str] | None = None) -> Launch | None:
     return None
 
 
+# The variables by which launchers tell a process its number among those on its host, and how many these are.
+_PLACES = (
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+def place_on_host(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+    """Return this process's number among those of its launch on this host, and how many these are; None where no
+    launcher has said so.
+
+    >>> place_on_host({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"})
+    (2, 4)
+    """
+    environ = os.environ if environ is None else environ
+    for rank, size in _PLACES:
+        if rank in environ and size in environ:
+            return int(environ[rank]), int(environ[size])
+    return None
+
+
 def tasks_set_aside(environ: Mapping[str, str] | None = None) -> int:
     """Return the number of tasks for which Slurm gave this job its place; 1 outside of one."""
     return int((os.environ if environ is None else environ).get("SLURM_NTASKS", "1"))

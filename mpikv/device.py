@@ -63,9 +63,7 @@ class DeviceMemory:
         if is_array(out) and not lies_on_host(out):
             # DLPack's mark of what must not be written to is not heeded everywhere.
             if type(out).__module__.partition(".")[0] in _IMMUTABLE:
-                raise TypeError(
-                    f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none"
-                )
+                raise TypeError(f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none")
             return self.gpu.adopt(out)
         array = target(out)
         self._say_that_arrays_travel()

@@ -6,7 +6,7 @@ import atexit
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
@@ -14,7 +14,7 @@ from typing import Any, cast
 from . import codecs
 from .asynchronous import AsyncKVStore, bound_of, check_options
 from .board import Board
-from .config import OWN_AFFAIRS, Config, slice_bytes, visible_gpus, wants_slices
+from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -171,11 +171,11 @@ def create(
         wanted["compression"] = compressing
         wanted["passable"] = repr(passable)
         wanted["staleness"] = repr(staleness)
-        lack = next(filter(None, _compare(group, wanted, problem, lacking)), "")
-        if gpu is not None and lack:
-            gpu = None
+        own = f"{nccl_host()} {gpu.uuid}" if gpu is not None else ""
+        told = _compare(group, wanted, problem, [lacking, own])
         if kind in _DEVICE:
-            _say_where(name, gpu, lack)
+            gpu = None if _lack(told) else gpu
+            _say_where(name, gpu, _lack(told))
         if gpu is not None and settings.bucket_bytes == Config.bucket_bytes:
             settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
         try:
@@ -218,14 +218,24 @@ def create(
 
 
 def _own_gpu(kind: str, group: Group, settings: Config) -> tuple[Gpu | None, str, Exception | None]:
-    """Return this rank's GPU; or None, and why there is none, which is an error where only a GPU will do. Local."""
+    """Return this rank's GPU; or None, and why there is none, which is an error where only a GPU will do. Local.
+
+    A process has one GPU in all its stores, of whatever ranks they are: that of its number on its host.
+    """
     try:
         if group.size > 1:
             find_nccl()
-        local_size = len(group.host_ranks)
-        return find_gpu(group.local_rank, local_size, sharing=settings.gpu_sharing, visible=visible_gpus()), "", None
+        place = place_on_host() or (group.local_rank, len(group.host_ranks))
+        return find_gpu(*place, sharing=settings.gpu_sharing, visible=visible_gpus()), "", None
     except TransportUnavailable as error:
         return None, str(error), error if kind in _NCCL else None
+
+
+def _lack(told: Sequence[Sequence[str]]) -> str:
+    """Return why ranks cannot all have a GPU of their own, given what each lacks and which it has; "" if they can."""
+    gpus = [gpu for _, gpu in told]
+    twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
+    return next((lack for lack, _ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
 
 
 def _say_where(name: str, gpu: Gpu | None, lack: str) -> None:
@@ -244,9 +254,9 @@ def _mover(group: Group, settings: Config, gpu: Gpu | None, board: Board) -> tup
     return open_device_transport(group, settings, gpu, nccl, board.warn), CudaKernels()
 
 
-def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None, lacking: str = "") -> list[str]:
-    """Raise on every rank unless all want the same store and can have it; return what each lacks for a GPU."""
-    text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", lacking])
+def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:
+    """Raise on every rank unless all want the same store and can have it; return what is each rank's ``own``."""
+    text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     said = [json.loads(text) for text in group.gather(text)]
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
@@ -262,7 +272,7 @@ def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None,
                 if first[key] != other[key]
             ]
             raise RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
-    return [lack for _, _, lack in said]
+    return [other for _, _, other in said]
 
 
 def _bad_root(root: object, group: Group) -> Exception | None:

@@ -1200,8 +1200,8 @@ class KVStore(KVStoreBase):
 
     def _free(self) -> None:
         self._exchange.close()
+        self._transport.close()  # it may wait, and warn by the board
         self._board.close()
-        self._transport.close()
         self._group.close()
 
 

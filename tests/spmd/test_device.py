@@ -14,7 +14,7 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.board import Board
 from mpikv.config import Config
-from mpikv.errors import Closed, Unsupported
+from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
@@ -190,3 +190,64 @@ def test_an_array_that_must_not_be_written_is_no_out() -> None:
         kv.init("w", np.ones(3))
         with pytest.raises(TypeError, match=r"jaxlib\.xla array cannot be written to"):
             kv.pull("w", out=Immutable())
+
+
+@pytest.fixture
+def gpus(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that gives this rank a GPU, which is not there yet, by its number."""
+    lacks = TransportUnavailable("there is none here")
+    nccl = comm.Dup() if comm else None
+
+    def give(number: int | None) -> None:
+        gpu = None if number is None else FakeGpu(number)
+
+        def find(*place: Any, **options: Any) -> FakeGpu:
+            if gpu is None:
+                raise lacks
+            return gpu
+
+        monkeypatch.setattr("mpikv.registry.find_gpu", find)
+        monkeypatch.setattr("mpikv.registry.find_nccl", lambda: FakeNccl(gpu, nccl))
+        monkeypatch.setattr("mpikv.cuda.kernels.CudaKernels", lambda: FakeKernels(gpu))
+
+    give(None)
+    return give
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["nccl", "dist_device_sync", "Dist_Sync_Device", "device", "local_allreduce_device"])
+def test_stores_by_name(comm: Any, name: str, gpus: Any) -> None:
+    gpus(comm.rank if comm else 0)
+    with mpikv.create(name, comm=comm) as kv:
+        assert (kv.type, kv.is_capable("gpu")) == (name.lower(), True)
+        assert kv.transport == ("local" if kv.size == 1 else "nccl")
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        np.testing.assert_array_equal(on_host(kv.pushpull("w", np.ones(3), np.empty(3))), np.full(3, -kv.size))
+        assert kv._config.bucket_bytes == 64 << 20
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("lacking", ["one rank", "two ranks of one"])
+def test_a_store_is_on_gpus_of_all_ranks_or_of_none(comm: Any, lacking: str, gpus: Any) -> None:
+    first = comm.rank == 0
+    gpus((None if first else comm.rank) if lacking == "one rank" else max(comm.rank, 1))
+    error = TransportUnavailable if first or lacking != "one rank" else PeerFailed
+    with pytest.raises(error, match="there is none here" if lacking == "one rank" else "ranks 0 and 1"):
+        mpikv.create("nccl", comm=comm)
+    with mpikv.create("device", comm=comm) as kv:
+        assert (kv.transport, kv.is_capable("gpu")) == ("shm", False)
+        kv.init("w", np.zeros(3))
+        np.testing.assert_array_equal(kv.pushpull("w", np.ones(3)), np.full(3, kv.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_group_of_ranks_keeps_their_gpus(comm: Any, gpus: Any) -> None:
+    gpus(comm.rank)
+    with mpikv.create("nccl", comm=comm) as kv:
+        part = kv.group([kv.size - 1])
+        assert (part is None) is (kv.rank < kv.size - 1)
+        if part is not None:
+            assert part._transport.memory.gpu.ordinal == comm.rank
+            assert part._config.bucket_bytes == 64 << 20
+            part.close()
