@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import stat
+import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .errors import Stalled
 
-__all__ = ["Waiting", "Waits"]
+__all__ = ["Waiting", "Waits", "until_read"]
 
 # Polls before a waiting rank begins to sleep, each of which lets another process have the core.
 _YIELDS = 200
@@ -58,3 +62,18 @@ class Waiting:
                 self._warn(waited, missing())
             # Short beside what was waited already: MPI may make progress only when it is asked whether it is ready.
             time.sleep(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP))
+
+
+def until_read(descriptors: Sequence[int], seconds: float = 1.0) -> None:
+    """Wait until what was written to these files has been read, where they are pipes, but not long. A launcher that is
+    told to end its job leaves the rest of what its ranks have said unread.
+    """
+    pipes = [number for number in descriptors if stat.S_ISFIFO(os.fstat(number).st_mode)]
+    limit = time.monotonic() + seconds
+    while any(map(_unread, pipes)) and time.monotonic() < limit:
+        time.sleep(1e-3)
+
+
+def _unread(pipe: int) -> int:
+    """Return how many bytes are in a pipe."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

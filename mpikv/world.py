@@ -29,7 +29,7 @@ from .arrays import zeros
 from .config import FILES, Config, Launch, launch_of, run_directory, tasks_set_aside
 from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, settled
 from .typing import Array
-from .waiting import Waiting
+from .waiting import Waiting, until_read
 
 __all__ = ["Group", "connect", "end_job", "forget_leftovers", "free_leftovers", "last_seen"]
 
@@ -409,6 +409,7 @@ def _abort_on_exception(mpi: Any) -> None:
             # One write, so that the tracebacks of several ranks do not interleave.
             sys.stderr.write("".join(f"[rank {rank}/{size}] {line}" for line in lines))
             sys.stderr.flush()
+            until_read([stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None])
             mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     end.ends_the_job = True  # type: ignore[attr-defined]

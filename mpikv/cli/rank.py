@@ -23,6 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from ..config import FILES, aborts, launch_of
+from ..waiting import until_read
 from .watch import PREFIX, shared_files
 
 INTERRUPTED = 130
@@ -156,6 +157,7 @@ def _directory() -> Path | None:
 
 def _abort(status: int) -> None:
     """End all ranks. Returns where nobody can be told but by this process's own exit status."""
+    until_read([stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None])
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         if not mpi.Is_finalized():
