@@ -7,7 +7,7 @@ cell, so optimizer state never has to move. Memory never moves either: later key
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,8 @@ class Block:
     """The rank that owns the block where values stay whole."""
     memory: Memory
     """Where all its arrays lie."""
+    allocate: Callable[[int], Array]
+    """Returns zeroed memory for optimizer state, or raises MemoryError on every rank."""
     state: dict[str, Array] = field(default_factory=dict)
     """Optimizer state, each array parallel to ``values``. Only the owner of an element writes to its state."""
     buffers: Array | None = None
@@ -62,7 +64,8 @@ class Block:
         """Memory for sums parallel to ``values``, for updaters and codecs of whole values. Pages are taken where it is
         written.
         """
-        return self._parallel(accumulator(self.values.dtype))
+        dtype = accumulator(self.values.dtype)
+        return self.memory.zeros(self.values.size * dtype.itemsize).view(dtype)
 
     def ensure_residuals(self, positions: int) -> None:
         """Have residuals for so many positions in lists; new ones are zero."""
@@ -84,17 +87,15 @@ class Block:
         self.__dict__.pop("sums", None)
 
     def ensure_state(self, slots: Slots) -> None:
-        """Start the state that is not there yet with zeros.
+        """Start the state that is not there yet with zeros."""
+        self.state |= self.new_state({name: dtype for name, dtype in slots.items() if name not in self.state})
 
-        Pages that this rank does not own are never written, so they take no memory.
+    def new_state(self, slots: Slots) -> dict[str, Array]:
+        """Return state of zeros. On the host, pages that this rank does not own are never written, so they take no
+        memory.
         """
-        for name, dtype in slots.items():
-            if name not in self.state:
-                self.state[name] = self._parallel(dtype)
-
-    def _parallel(self, dtype: np.dtype[Any]) -> Array:
-        """Return zeros parallel to ``values``."""
-        return self.memory.zeros(self.values.size * dtype.itemsize).view(dtype)
+        size = self.values.size
+        return {name: self.allocate(size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,10 @@ class Arena:
         self._next += nbytes
         owner = self._load.index(min(self._load))
         self._load[owner] += nbytes
-        block = Block(len(self.blocks), memory, self._transport.limit // dtype.itemsize, owner, self._transport.memory)
+        # Pages of the host are taken when they are written, so that it does not lack memory here.
+        of = self._transport.memory
+        allocate = of.zeros if of.on_host else self._transport.allocate
+        block = Block(len(self.blocks), memory, self._transport.limit // dtype.itemsize, owner, of, allocate)
         self.blocks.append(block)
         return block
 

@@ -70,7 +70,8 @@ class DeviceMemory:
         return array
 
     def view(self, array: Array) -> Array:
-        return array
+        view: Array = array.view()
+        return view
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         pairs = list(zip(targets, sources, strict=True))

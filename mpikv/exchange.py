@@ -6,7 +6,7 @@ is in the cache, and copied to the caller's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -74,7 +74,9 @@ class Exchange:
         self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._memory = transport.memory
-        self._scratch = self._memory.zeros(2 * transport.limit)
+        # Of a GPU's memory there may be too little on one rank alone.
+        allocate = self._memory.zeros if self._memory.on_host else transport.allocate
+        self._scratch = allocate(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
@@ -250,13 +252,12 @@ class Exchange:
             for array, value in zip(targets, plan.values, strict=True):
                 array[...] = value
             return
-        pairs = [
+        self._copy(
             (array, entry.value)
             for entry, group in zip(plan.entries, targets, strict=True)
             for array in group
             if array is not entry.view
-        ]
-        self._memory.copy([array for array, _ in pairs], [value for _, value in pairs])
+        )
 
     def republish(self, plan: Plan) -> None:
         """Give every rank the values of the keys, to the last bit, which their owners have changed in place."""
@@ -331,16 +332,26 @@ class Exchange:
             for slot, array in zip(bucket.slots[self.transport.turn], sources[bucket.items], strict=True):
                 slot[...] = array
             return send
-        places, totals = [], []
+        self._copy(self._local_sums(bucket, sources, send))
+        return send
+
+    def _local_sums(self, bucket: Bucket, sources: Arrays, send: Array) -> Iterator[tuple[Array, Array]]:
+        """Yield where each piece of a message goes, and the sum of this rank's arrays."""
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
             if arrays:
-                places.append(send[piece.at : piece.until])
-                totals.append(local_sum(arrays, bucket.dtype, self._in_pairs))
+                yield send[piece.at : piece.until], local_sum(arrays, bucket.dtype, self._in_pairs)
             else:  # a rank that has left join() brings none
                 send[piece.at : piece.until].fill(0)
-        self._memory.copy(places, totals)
-        return send
+
+    def _copy(self, pairs: Iterable[tuple[Array, Array]]) -> None:
+        """Copy to the first of each pair from the second; on a GPU by as few launches as can be."""
+        if self._memory.on_host:
+            for target, source in pairs:
+                np.copyto(target, source, casting="unsafe")
+            return
+        every = list(pairs)
+        self._memory.copy([target for target, _ in every], [source for _, source in every])
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
         """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
@@ -636,14 +647,17 @@ class Exchange:
         stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
         if stale:
             self._publish(self.plan(stale))
-        self.updater, self.placement = updater, self.placed(updater)
+        placement = self.placed(updater)
+        # Before anything changes, as a GPU may have too little memory.
+        dtypes = {entry.place.block: entry.dtype for entry in self.table.entries()}
+        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
+        self.updater, self.placement = updater, placement
         self._settle()
         self._revision = updater.revision
         self._forget_plans()
         for block in self._arena.blocks:
-            block.state = {}
+            block.state = states.get(block, {})
         for entry in self.table.entries():
-            entry.place.block.ensure_state(updater.slots(entry.dtype))
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
         self.table.start_counts()

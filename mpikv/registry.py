@@ -15,6 +15,7 @@ from . import codecs
 from .asynchronous import AsyncKVStore, bound_of, check_options
 from .board import Board
 from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
+from .device import DeviceMemory
 from .errors import (
     ConfigError,
     MPIKVError,
@@ -32,7 +33,7 @@ from .storeless import AllReduce
 from .tracing import find_tracer
 from .transports import open_transport
 from .transports.device import open_device_transport
-from .typing import Gpu, Kernels, Transport
+from .typing import Kernels, Transport
 from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
@@ -160,27 +161,27 @@ def create(
     except Exception as error:
         problem = error
     group = connect(comm, settings)
-    gpu, lacking = None, ""
+    device, lacking = None, ""
     try:
         problem = problem or _bad_root(root, group) or _lacks_threads(name, group)
         if problem is None and kind in (*_DEVICE, *_NCCL):
-            gpu, lacking, problem = _own_gpu(kind, group, settings)
+            device, lacking, problem = _own_gpu(kind, group, settings)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         for own in OWN_AFFAIRS:
             del wanted[own]
         wanted["compression"] = compressing
         wanted["passable"] = repr(passable)
         wanted["staleness"] = repr(staleness)
-        own = f"{nccl_host()} {gpu.uuid}" if gpu is not None else ""
+        own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
         told = _compare(group, wanted, problem, [lacking, own])
         if kind in _DEVICE:
-            gpu = None if _lack(told) else gpu
-            _say_where(name, gpu, _lack(told))
-        if gpu is not None and settings.bucket_bytes == Config.bucket_bytes:
+            device = None if _lack(told) else device
+            _say_where(name, device, _lack(told))
+        if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
             settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
         try:
             board = Board(group)
-            mover, kernels_of_gpu = _mover(group, settings, gpu, board)
+            mover, kernels_of_gpu = _mover(group, settings, device, board)
         except Exception as error:
             problem = error
         _compare(group, {}, problem)  # one host may have less memory than another
@@ -188,7 +189,7 @@ def create(
         group.close()
         raise
     _prepare_endings()
-    if gpu is not None:
+    if device is not None:
         _end_before_cuda()
     if kind in _ASYNC:
         again = partial(create, staleness=staleness)
@@ -217,8 +218,9 @@ def create(
     return store
 
 
-def _own_gpu(kind: str, group: Group, settings: Config) -> tuple[Gpu | None, str, Exception | None]:
-    """Return this rank's GPU; or None, and why there is none, which is an error where only a GPU will do. Local.
+def _own_gpu(kind: str, group: Group, settings: Config) -> tuple[DeviceMemory | None, str, Exception | None]:
+    """Return the memory of this rank's GPU; or None, and why there is none, which is an error where only a GPU will do.
+    Local.
 
     A process has one GPU in all its stores, of whatever ranks they are: that of its number on its host.
     """
@@ -226,9 +228,11 @@ def _own_gpu(kind: str, group: Group, settings: Config) -> tuple[Gpu | None, str
         if group.size > 1:
             find_nccl()
         place = place_on_host() or (group.local_rank, len(group.host_ranks))
-        return find_gpu(*place, sharing=settings.gpu_sharing, visible=visible_gpus()), "", None
-    except TransportUnavailable as error:
-        return None, str(error), error if kind in _NCCL else None
+        gpu = find_gpu(*place, sharing=settings.gpu_sharing, visible=visible_gpus())
+        return DeviceMemory(gpu), "", None
+    except Exception as error:  # whatever a driver makes of it: the other ranks wait to hear
+        lacks = isinstance(error, TransportUnavailable) and kind in _DEVICE
+        return None, str(error), None if lacks else error
 
 
 def _lack(told: Sequence[Sequence[str]]) -> str:
@@ -238,20 +242,21 @@ def _lack(told: Sequence[Sequence[str]]) -> str:
     return next((lack for lack, _ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
 
 
-def _say_where(name: str, gpu: Gpu | None, lack: str) -> None:
-    logging.getLogger("mpikv").info(
-        "store %r is on %s", name, gpu.name if gpu else f"the host, as a rank finds: {lack}"
-    )
+def _say_where(name: str, device: DeviceMemory | None, lack: str) -> None:
+    where = device.gpu.name if device else f"the host, as a rank finds: {lack}"
+    logging.getLogger("mpikv").info("store %r is on %s", name, where)
 
 
-def _mover(group: Group, settings: Config, gpu: Gpu | None, board: Board) -> tuple[Transport, Kernels | None]:
+def _mover(
+    group: Group, settings: Config, device: DeviceMemory | None, board: Board
+) -> tuple[Transport, Kernels | None]:
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
-    if gpu is None:
+    if device is None:
         return open_transport(group, settings, board.warn), None
     from .cuda.kernels import CudaKernels
 
     nccl = find_nccl() if group.size > 1 else None
-    return open_device_transport(group, settings, gpu, nccl, board.warn), CudaKernels()
+    return open_device_transport(group, settings, device, nccl, board.warn), CudaKernels()
 
 
 def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:

@@ -1158,7 +1158,7 @@ class KVStore(KVStoreBase):
                         failure = error
                     self._agreement.confirm(call, failure)
                     if work:
-                        work()
+                        self._transport.memory.in_order(work)
         except BaseException as error:
             self._end_unless_settled("join", error)
             raise

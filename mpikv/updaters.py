@@ -78,6 +78,11 @@ class CallableUpdater:
             result = self._function(step, received, value)
         if result is None:
             return
+        if type(value) is not np.ndarray and type(result) is not type(value):
+            raise TypeError(
+                f"the updater returned a {type(result).__name__} for key {step!r}, not a {type(value).__name__} as its "
+                "value is"
+            )
         changed = result if type(result) is type(value) else np.asarray(result)
         if changed.shape != value.shape:
             raise ValueMismatch(f"the updater returned shape {changed.shape} for key {step!r} of shape {value.shape}")

@@ -163,7 +163,7 @@ def test_whole_sums(name):
 def test_offsets_beyond_32_bits(low):
     """Memory that is never touched: offsets, buckets and shares far into a block."""
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (2**41,), (0,), writeable=False)
-    block = Block(0, huge, LIMIT, 1, HOST)
+    block = Block(0, huge, LIMIT, 1, HOST, HOST.zeros)
     entry = Entry("w", 0, (10000,), np.dtype(np.int8), Place(block, low, 10000), huge[low : low + 10000])
     plan = plan_of([entry], Seat(1, 3), Sharded)
     assert sum(bucket.value.size for bucket in plan.buckets) == 10000

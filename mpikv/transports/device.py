@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import Config
 from ..device import DeviceMemory
-from ..typing import Gpu, Transport
+from ..typing import Transport
 from ..waiting import Waiting, Warn
 from ..world import Group
 from . import open_transport
@@ -16,20 +16,21 @@ from .local import LocalTransport
 __all__ = ["open_device_transport"]
 
 
-def open_device_transport(group: Group, config: Config, gpu: Gpu, nccl: Any, warn: Warn | None = None) -> Transport:
+def open_device_transport(
+    group: Group, config: Config, memory: DeviceMemory, nccl: Any, warn: Warn | None = None
+) -> Transport:
     """Return the transport for the GPUs of these ranks, each of which brings its own. Collective over the group.
 
     Args:
         group: the ranks.
         config: ``transport`` is that by which ranks agree.
-        gpu: this rank's.
+        memory: that of this rank's GPU.
         nccl: the module ``cupy.cuda.nccl``; of one rank anything.
         warn: is told of long waits.
 
     Raises:
         TransportUnavailable: NCCL cannot join these GPUs.
     """
-    memory = DeviceMemory(gpu)
     if group.size == 1:
         return LocalTransport(config.bucket_bytes, memory)
     from .nccl import NcclTransport

@@ -39,7 +39,10 @@ class LocalTransport:
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        self.memory.copy((recv,), (send,))
+        if self.memory.on_host:
+            np.copyto(recv, send, casting="safe")
+        else:
+            self.memory.copy((recv,), (send,))
         return (recv,)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:

@@ -12,6 +12,7 @@ import pytest
 
 import mpikv
 from mpikv.config import Config, visible_gpus
+from mpikv.device import DeviceMemory
 from mpikv.gpu import find_gpu, find_nccl
 from mpikv.testing import StoreContract, TransportContract
 from mpikv.transports.device import open_device_transport
@@ -61,7 +62,7 @@ class TestTransport(TransportContract):
     def make(self, group, limit, timeout):
         config = Config.read(bucket_bytes=limit, timeout=timeout, deterministic=self.gathers)
         gpu = find_gpu(group.local_rank, len(group.host_ranks), sharing=config.gpu_sharing, visible=visible_gpus())
-        return open_device_transport(group, config, gpu, find_nccl() if group.size > 1 else None)
+        return open_device_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None)
 
 
 @pytest.mark.ranks(2)

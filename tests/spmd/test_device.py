@@ -14,6 +14,7 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.board import Board
 from mpikv.config import Config
+from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
@@ -29,7 +30,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
     config = Config.read(**{"bucket_bytes": 1 << 14, **options})
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup()) if comm else None
-    mover = open_device_transport(group, config, gpu, nccl)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
     return KVStore(group, Board(group), mover, config, root=root, kernels=FakeKernels(gpu))
 
 
@@ -251,3 +252,30 @@ def test_a_group_of_ranks_keeps_their_gpus(comm: Any, gpus: Any) -> None:
             assert part._transport.memory.gpu.ordinal == comm.rank
             assert part._config.bucket_bytes == 64 << 20
             part.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["auto", "root", "replicated"])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_ranks_that_have_no_work_left(comm: Any, placement: str, buffers: bool) -> None:
+    gpu = FakeGpu(comm.rank)
+    with store_on(gpu, comm, placement=placement) as kv:
+        kv.init("w", np.zeros(5))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.buffer("w").fill(1)
+        with kv.join():
+            for _ in range(kv.rank + 1):
+                kv.push("w", *[np.ones(5)] * (not buffers))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(5, -sum(range(1, kv.size + 1))))
+    gpu.checker.assert_clean()
+
+
+def test_what_an_updater_returns(comm: Any) -> None:
+    with store_on(FakeGpu(), comm) as kv:
+        kv.init("w", np.ones(3))
+        kv.set_updater(lambda key, given, stored: stored + given)
+        kv.push("w", np.ones(3))
+        kv.set_updater(lambda key, given, stored: np.zeros(3))
+        with pytest.raises(TypeError, match="returned a ndarray for key 'w', not a FakeArray"):
+            kv.push("w", np.ones(3))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(3, 2))

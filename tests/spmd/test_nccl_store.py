@@ -10,6 +10,7 @@ import pytest
 import mpikv
 from mpikv.board import Board
 from mpikv.config import Config
+from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, TransportError
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
@@ -24,7 +25,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
     config = Config.read(**options)
     group = connect(comm, config)
     board = Board(group)
-    mover = open_device_transport(group, config, gpu, FakeNccl(gpu, comm.Dup()), board.warn)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()), board.warn)
     return KVStore(group, board, mover, config, root=root, kernels=FakeKernels(gpu))
 
 
@@ -63,7 +64,7 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
     kv = KVStore(
         group,
         board := Board(group),
-        open_device_transport(group, config, gpu, nccl, board.warn),
+        open_device_transport(group, config, DeviceMemory(gpu), nccl, board.warn),
         config,
         kernels=FakeKernels(gpu),
     )
@@ -83,7 +84,7 @@ def test_a_store_that_is_left_by_an_error_ends_what_is_in_flight(comm):
     gpu = FakeGpu(comm.rank)
     nccl = FakeNccl(gpu, comm.Dup())
     group = connect(comm, Config())
-    mover = open_device_transport(group, Config(), gpu, nccl)
+    mover = open_device_transport(group, Config(), DeviceMemory(gpu), nccl)
     with pytest.raises(ZeroDivisionError), KVStore(group, Board(group), mover, Config(), kernels=FakeKernels(gpu)):
         raise ZeroDivisionError
     assert nccl.communicators[0].state == "aborted"
