@@ -100,7 +100,7 @@ def _foreign(value: Any) -> Array:
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise Unsupported(
-            f"the array is on a GPU (DLPack device type {device}) and this call takes arrays of the host; copy it there, "
+            f"the array is on a GPU (DLPack device type {device}) and this call takes the host's; copy it there, "
             "or push it to a store on GPUs, mpikv.create('nccl')"
         )
     if type(value).__module__.partition(".")[0] == "torch":
