@@ -26,7 +26,7 @@ from ..arrays import accumulator
 from ..device import DeviceMemory
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..typing import Array, Memory, Transport
-from ..waiting import Waits
+from ..waiting import Waiting
 from ..world import Group
 from .everywhere import allocate_everywhere
 from .preflight import preflight, shown
@@ -103,7 +103,7 @@ class NcclTransport:
         memory: DeviceMemory,
         nccl: Any,
         limit: int,
-        waiting: Waits,
+        waiting: Waiting,
         *,
         gathers: bool = False,
     ) -> None:
@@ -128,7 +128,7 @@ class NcclTransport:
         self._failure: MPIKVError | None = None
         # Held while work is queued: an abort frees what that uses.
         self._queueing = threading.Lock()
-        self._watchdog = Watchdog(waiting, self._check_async, self._fail)
+        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_async, self._fail)
         memory.watch(self._check, self.abandon)
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
@@ -138,7 +138,7 @@ class NcclTransport:
         self._wide = self.allocate(2 * limit), self.allocate(2 * limit)
         self._join(waiting)
 
-    def _join(self, waiting: Waits) -> None:
+    def _join(self, waiting: Waiting) -> None:
         """Make the communicator, in a thread of its own: NCCL may wait for ever for a rank that does not come."""
         identity, errors = self._identity(), list[BaseException]()
 
@@ -370,7 +370,7 @@ class NcclTransport:
         try:
             comm, self._comm = self._comm, None
             if comm is not None:
-                _abort(comm)
+                _abort(comm, self._gpu.use)
         finally:
             if held:
                 self._queueing.release()
@@ -464,11 +464,16 @@ def _failure(error: Exception, call: str) -> MPIKVError:
     return failure
 
 
-def _abort(comm: Any) -> None:
+def _abort(comm: Any, prepare: Callable[[], None]) -> None:
+    def abort() -> None:
+        prepare()
+        comm.abort()
+
     # NCCL's abort may wait for ever itself.
-    thread = threading.Thread(target=comm.abort, name="mpikv-nccl-abort", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
+    thread = threading.Thread(target=abort, name="mpikv-nccl-abort", daemon=True)
+    with suppress(RuntimeError):  # the interpreter ends, and starts no thread any more
+        thread.start()
+        thread.join(_PATIENCE)
 
 
 def last_error() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from mpikv.testing.transport import NAMES, divisions
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.nccl import WIRES, NcclTransport
 from mpikv.transports.shm import ShmTransport
-from mpikv.transports.watchdog import Work
+from mpikv.transports.watchdog import Watchdog, Work
 from mpikv.typing import Array, Transport
 from mpikv.waiting import Waiting
 from mpikv.world import Group
@@ -380,6 +381,77 @@ def test_work_without_an_end_mark_is_given_up(group, nccl, monkeypatch):
     push(transport)
     assert isinstance(failure_of(transport), Stalled)
     transport.close()
+
+
+class Ending:
+    """An event that is there after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._limit = time.monotonic() + seconds
+
+    @property
+    def done(self) -> bool:
+        return time.monotonic() >= self._limit
+
+
+def watched(events: Sequence[Any], timeout: float) -> list[tuple[str, str]]:
+    """Return the failures, and the calls they are about, of work that ends at the events, all queued at once."""
+    failures: list[tuple[str, str]] = []
+    watchdog = Watchdog(
+        Waiting(timeout, timeout / 2),
+        lambda: None,
+        lambda: None,
+        lambda error, call: failures.append((type(error).__name__, call)),
+    )
+    for number, event in enumerate(events):
+        work = Work(f"push {number}")
+        watchdog.look_after(work)
+        work.event = event
+    wait_until(lambda: not watchdogs())
+    return failures
+
+
+def test_the_deadline_is_that_of_each_call_and_not_of_the_queue():
+    assert watched([Ending(0.1 * number) for number in range(10)], 0.5) == []
+    assert watched([Ending(0.1), Ending(0.2), Ending(100)], 0.3) == [("Stalled", "push 2")]
+
+
+def test_an_event_that_fails_is_found_before_the_deadline():
+    class Failing:
+        @property
+        def done(self) -> bool:
+            raise TransportError("illegal access")
+
+    assert watched([Failing(), Ending(100)], 100.0) == [("TransportError", "push 0")]
+
+
+def test_a_warning_says_that_the_gpu_is_waited_for(caplog):
+    assert watched([Ending(0.5)], 0.8) == []
+    assert re.fullmatch(r"waited 0\.\d s for the GPU, in push 0", caplog.messages[0])
+    assert len(caplog.messages) == 1
+
+
+def test_every_thread_chooses_its_gpu(group, nccl):
+    """Or the stand-in for it would complain in that thread, and the communicator stay as it is."""
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    push(transport)
+    wait_until(lambda: not watchdogs())
+    transport._check()
+    nccl.stick_at.add(len(nccl.calls) + 1)
+    push(transport)
+    assert isinstance(failure_of(transport), Stalled)
+    assert nccl.communicators[0].state == "aborted"
+
+
+def test_no_thread_can_be_started_at_the_end_of_a_process(group, nccl, monkeypatch):
+    transport = joined(group, nccl)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    transport.abandon()
+    assert "the store ended" in str(failure_of(transport))
 
 
 @pytest.mark.ranks(1, 2)
