@@ -126,7 +126,7 @@ class NcclTransport:
         self._process = os.getpid()
         self._comm: Any = None
         self._failure: MPIKVError | None = None
-        # Held while work is queued: an abort frees what that uses.
+        # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
         self._watchdog = Watchdog(waiting, self._gpu.use, self._check_async, self._fail)
         memory.watch(self._check, self.abandon)
@@ -154,11 +154,14 @@ class NcclTransport:
             waiting.until(lambda: not thread.is_alive(), tuple)
             if errors:
                 raise errors[0]
-        except (Stalled, self._nccl.NcclError, KeyError) as error:
-            self._fail(error if isinstance(error, Stalled) else self._translated(error, _JOINING), _JOINING)
-        # A rank that failed says so to the others, and raises what it failed of.
-        if not self.control.agree(int(self._failure is None)):
-            self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
+        except (MPIKVError, self._nccl.NcclError, KeyError) as error:
+            self._fail(error if isinstance(error, MPIKVError) else self._translated(error, _JOINING), _JOINING)
+        # A rank that failed says so to the others, and raises what it failed of, though they may come too late for it.
+        try:
+            if not self.control.agree(int(self._failure is None)):
+                self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
+        except MPIKVError as error:
+            self._fail(error, _JOINING)
         self._check()
 
     def _identity(self) -> bytes:
@@ -345,13 +348,15 @@ class NcclTransport:
         try:
             self._check()
             self.agree(0)
-            comm, self._comm = self._comm, None
-            self._call(comm.destroy, on_stream=False)
+            with self._queueing:
+                self._check()
+                comm, self._comm = self._comm, None
+                self._call(comm.destroy, on_stream=False)
         except MPIKVError as error:
             self._fail(error, "")
             logging.getLogger("mpikv").warning("NCCL's communicator was aborted instead of closed: %s", error)
         self._failure = self._failure or TransportError("the transport was closed")
-        nothing = self.outboxes[0][:0]
+        nothing = self.memory.zeros(0)
         self.outboxes, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
         self.control.close()
 
@@ -413,14 +418,17 @@ class NcclTransport:
             raise self._translated(error, function.__name__) from error
 
     def _check_async(self) -> None:
-        """Raise what NCCL says of work in flight."""
-        comm = self._comm
+        """Raise what NCCL says of work in flight, unless its communicator is in use, or comes to its end."""
+        if not self._queueing.acquire(blocking=False):
+            return
         try:
-            if comm is not None:
-                comm.check_async_error()
+            if self._comm is not None:
+                self._comm.check_async_error()
         except (self._nccl.NcclError, KeyError) as error:
             if _status(error) != _IN_PROGRESS:
                 raise self._translated(error, "work in flight") from error
+        finally:
+            self._queueing.release()
 
     def _translated(self, error: Exception, doing: str) -> MPIKVError:
         status = _status(error)

@@ -20,7 +20,7 @@ from mpikv.device import DeviceMemory
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
 from mpikv.testing import TransportContract
 from mpikv.testing.fakegpu import FakeGpu, FakeStream, RaceError
-from mpikv.testing.fakenccl import FakeNccl, NcclError
+from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
 from mpikv.testing.faulty import Wrapper
 from mpikv.testing.transport import NAMES, divisions
 from mpikv.transports.local import LocalTransport
@@ -518,6 +518,65 @@ def test_a_communicator_that_fails_fails_everywhere(group, nccl, call):
     with pytest.raises(TransportError):
         joined(group, nccl, timeout=TIMEOUT)
     assert {communicator.state for communicator in nccl.communicators} <= {"aborted"}
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_fails_at_once_says_of_what(group, nccl):
+    nccl.patience = 3 * TIMEOUT  # the others are in NCCL when it waits for them no more
+    if group.rank == 0:
+        nccl.fail_at[1] = 1
+    with pytest.raises(TransportError, match="a CUDA call failed" if group.rank == 0 else None):
+        joined(group, nccl, timeout=TIMEOUT)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_nobody_asks_a_communicator_that_comes_to_its_end(group, nccl, monkeypatch, end):
+    inside, seen = set[int](), list[bool]()
+
+    def check(communicator: FakeCommunicator) -> None:
+        inside.add(threading.get_ident())
+        time.sleep(0.2)
+        inside.clear()
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def ends(communicator: FakeCommunicator) -> None:
+            seen.append(bool(inside))
+            original(communicator)
+
+        return ends
+
+    for name in ("destroy", "abort"):
+        monkeypatch.setattr(FakeCommunicator, name, noting(getattr(FakeCommunicator, name)))
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", check)
+    transport = joined(group, nccl)
+    if end == "abandon":
+        nccl.stick_at.add(FIRST)
+    nccl.gpu.lag = 3
+    push(transport)
+    wait_until(lambda: bool(inside))
+    getattr(transport, end)()
+    assert seen == [False]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_call_in_nccl_does_not_hold_up_who_looks_on(group, nccl):
+    transport = joined(group, nccl)
+    nccl.asynchronous = 1
+    with transport._queueing:
+        transport._check_async()
+    with pytest.raises(TransportError, match="a CUDA call failed"):
+        transport._check_async()
+    transport.abandon()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_closed_transport_keeps_no_memory(group, nccl):
+    transport = joined(group, nccl)
+    outbox = weakref.ref(transport.outboxes[0]._block)
+    transport.close()
+    gc.collect()
+    assert outbox() is None
 
 
 @pytest.mark.ranks(2, 3)
