@@ -30,6 +30,8 @@ _DEVICE, _MANAGED = 2, 13
 _HIGHEST = -100
 # cudaErrorMemoryAllocation, of which CuPy has no name.
 _OUT_OF_MEMORY = 2
+# cudaErrorNotReady, of which it has none either.
+_NOT_READY = 600
 _PIECE, _PIECES = 4 << 20, 2
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -285,11 +287,11 @@ class CupyStream:
 
     def record(self) -> Event:
         with self.gpu.present():
-            return self._stream.record(self.gpu.cuda.Event(disable_timing=True))  # type: ignore[no-any-return]
+            return CupyEvent(self.gpu, self._stream.record(self.gpu.cuda.Event(disable_timing=True)))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         with self.gpu.present():
-            self._stream.wait_event(event)
+            self._stream.wait_event(event.beneath)
 
     def synchronize(self) -> None:
         with self.gpu.present():
@@ -308,6 +310,23 @@ class CupyStream:
     def __exit__(self, *failure: object) -> None:
         self._stream.__exit__(*failure)
         self._entered.pop().__exit__(*failure)
+
+
+class CupyEvent:
+    """The :class:`~mpikv.typing.Event` of CuPy, whose own takes every error of CUDA for "not yet"."""
+
+    def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
+        self.beneath = beneath
+        self._gpu = gpu
+
+    @property
+    def done(self) -> bool:
+        """Raises TransportError if CUDA failed, on this GPU and before."""
+        runtime = self._gpu.cuda.runtime
+        status = runtime.eventQuery(self.beneath.ptr)
+        if status not in (0, _NOT_READY):
+            raise TransportError(f"what was queued on {self._gpu.name} failed: {runtime.CUDARuntimeError(status)}")
+        return bool(status == 0)
 
 
 class Staging:

@@ -39,6 +39,10 @@ class Waiting:
         """Times are in seconds; ``warn`` is told how long was waited, and for which ranks."""
         self._timeout, self._warn_after, self._warn = timeout, warn_after, warn
 
+    def warning(self, warn: Warn) -> Waiting:
+        """Return one that waits as long, and tells ``warn`` of it."""
+        return Waiting(self._timeout, self._warn_after, warn)
+
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true.
 

@@ -153,6 +153,7 @@ NAMES = {
     "cuda.MemoryPointer.ptr": "",
     "cuda.MemoryPointer.device_id": "",
     "cuda.runtime.CUDARuntimeError": "",
+    "cuda.runtime.eventQuery": "event",
     "cuda.runtime.memcpyDefault": "",
     "cuda.runtime.memcpyAsync": "dst src size kind stream",
     "cuda.runtime.getDeviceCount": "",
@@ -267,7 +268,7 @@ class Standin:
     """What :class:`CupyGpu` uses of CuPy, over the host's memory; notes on which GPU each thing was done."""
 
     def __init__(self) -> None:
-        self.present, self.notes, self.status = 0, [], 0
+        self.present, self.notes, self.status, self.queried = 0, [], 0, 0
         self.ndarray = StandinArray
         self.empty = lambda shape, dtype: self.note("empty", StandinArray(np.empty(shape, dtype), self.present))
         self.zeros = lambda count, dtype: self.note("zeros", StandinArray(np.zeros(count, dtype), self.present))
@@ -277,7 +278,7 @@ class Standin:
         self.cuda = SimpleNamespace(
             Device=lambda ordinal: StandinDevice(self, ordinal),
             Event=lambda disable_timing: self.note(
-                "event", SimpleNamespace(made=self.present, done=True, timing=False)
+                "event", SimpleNamespace(made=self.present, ptr=id(self), timing=False)
             ),
             Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
             get_current_stream=lambda ordinal=0: self.streams[-1],
@@ -289,6 +290,7 @@ class Standin:
                 getDeviceProperties=lambda ordinal: {"uuid": bytes(range(1, 20)), "name": b"Stand-in"},
                 deviceGetPCIBusId=lambda ordinal: f"0000:0{ordinal}:00.0",
                 getDeviceCount=lambda: 2,
+                eventQuery=lambda event: self.queried,
             ),
         )
 
@@ -331,7 +333,8 @@ class StandinStream:
         event.synchronize = int
         return self.cupy.note("record", event)
 
-    def wait_event(self, event: object) -> None:
+    def wait_event(self, event: SimpleNamespace) -> None:
+        assert event.timing is False  # one of CuPy's
         self.cupy.note("wait", event)
 
     def synchronize(self) -> None:
@@ -417,6 +420,28 @@ def test_failures_of_cuda(gpu, cupy):
         gpu.zeros(8)
     with pytest.raises(TransportError, match="what was queued on cuda:1 failed"):
         stream.synchronize()
+
+
+def test_an_event_is_there_or_not_yet_or_failed(gpu, cupy):
+    event = gpu.stream().record()
+    assert event.done is True
+    cupy.queried = 600
+    assert event.done is False
+    cupy.queried = 700
+    with pytest.raises(TransportError, match="what was queued on cuda:1 failed: status 700"):
+        event.done
+
+
+@needs_cupy
+def test_cupy_returns_what_cuda_says_of_an_event_unchecked():
+    import cupy
+
+    assert cupy.cuda.runtime.eventQuery(0) not in (0, 600)
+    event = cupy.cuda.Event.__new__(cupy.cuda.Event)
+    with pytest.raises(AttributeError, match="'ptr'"):
+        event.done
+    event.ptr = 0
+    assert event.done is False
 
 
 def test_the_gpu_of_a_rank(monkeypatch):

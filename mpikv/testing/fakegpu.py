@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import Unsupported
 from ..typing import Array, Updater
 
-__all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "RaceError"]
+__all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "MisuseError", "RaceError"]
 
 _ALIGNMENT = 256
 _FIRST_ADDRESS = 0x7F00_0000_0000
@@ -36,6 +36,10 @@ _JUNK = 0xFF
 
 class RaceError(AssertionError):
     """Work of a GPU that nothing orders uses the same memory."""
+
+
+class MisuseError(AssertionError):
+    """A GPU, or NCCL, was called as it must not be."""
 
 
 class Clock(dict[int, int]):
@@ -157,19 +161,20 @@ class Blocker:
 class FakeEvent:
     """A point in the work of a stream."""
 
-    def __init__(self, checker: Checker, clock: Clock, blockers: Sequence[Blocker], lag: int) -> None:
+    def __init__(self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker]) -> None:
         self.clock, self.blockers = clock, tuple(blockers)
-        self._checker, self._lag = checker, lag
+        self._gpu, self._lag = gpu, gpu.lag
 
     @property
     def done(self) -> bool:
+        self._gpu.check_used("an event is asked for")
         if any(blocker.blocked for blocker in self.blockers):
             return False
         if self._lag:
             self._lag -= 1
             return False
-        with self._checker.lock:
-            self._checker.host().join(self.clock)
+        with self._gpu.checker.lock:
+            self._gpu.checker.host().join(self.clock)
         return True
 
 
@@ -188,7 +193,7 @@ class FakeStream:
         checker = self._gpu.checker
         with checker.lock:
             checker.work(self, "record", ())
-            return FakeEvent(checker, Clock(self.clock), self.blockers, self._gpu.lag)
+            return FakeEvent(self._gpu, Clock(self.clock), self.blockers)
 
     def wait(self, event: FakeEvent) -> None:
         with self._gpu.checker.lock:
@@ -196,6 +201,7 @@ class FakeStream:
             self.blockers += [blocker for blocker in event.blockers if blocker.blocked]
 
     def synchronize(self) -> None:
+        self._gpu.check_used("a stream is waited for")
         while any(blocker.blocked for blocker in self.blockers):
             time.sleep(1e-3)
         self.blockers.clear()
@@ -384,10 +390,10 @@ class FakeGpu:
         """Make this the GPU of the present thread."""
         self._threads.used = True
 
-    @property
-    def used(self) -> bool:
-        """Whether it is the GPU of the present thread."""
-        return getattr(self._threads, "used", False)
+    def check_used(self, what: str) -> None:
+        """Raise if it is not the GPU of the present thread."""
+        if not getattr(self._threads, "used", False):
+            raise MisuseError(f"{what} in a thread that has not chosen its GPU")
 
     @property
     def entered(self) -> list[FakeStream]:

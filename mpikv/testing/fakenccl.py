@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import bfloat16
 from ..typing import Array
-from .fakegpu import Blocker, FakeGpu, FakeStream
+from .fakegpu import Blocker, FakeGpu, FakeStream, MisuseError
 
 __all__ = ["FakeCommunicator", "FakeNccl", "MisuseError", "NcclError"]
 
@@ -34,10 +34,6 @@ _COMBINE = {_SUM: np.add, _PROD: np.multiply, _MAX: np.maximum, _MIN: np.minimum
 _TAG = 5
 # What was sent to ranks that did not come: MPI may still read it.
 _unfinished: list[Any] = []
-
-
-class MisuseError(AssertionError):
-    """NCCL was called as it must not be."""
 
 
 class NcclError(RuntimeError):
@@ -136,8 +132,7 @@ class FakeNccl:
         """Return a new communicator. Collective."""
         if not self.init_returns:
             self.wait_for_ever()
-        if not self.gpu.used:
-            raise MisuseError("a communicator is made in a thread that has not chosen its GPU")
+        self.gpu.check_used("a communicator is made")
         self.count("init")
         made = FakeCommunicator(self, ndev, commId, rank)
         self.communicators.append(made)
@@ -232,6 +227,7 @@ class FakeCommunicator:
         self.state = "destroyed"
 
     def abort(self) -> None:
+        self._gpu.check_used("a communicator is aborted")
         if not self._nccl.abort_returns:
             self._nccl.released.wait()
         self.state, self._stuck.blocked = "aborted", False

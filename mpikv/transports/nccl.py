@@ -26,7 +26,7 @@ from ..arrays import accumulator
 from ..device import DeviceMemory
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..typing import Array, Memory, Transport
-from ..waiting import Waits
+from ..waiting import Waiting
 from ..world import Group
 from .everywhere import allocate_everywhere
 from .preflight import preflight, shown
@@ -103,7 +103,7 @@ class NcclTransport:
         memory: DeviceMemory,
         nccl: Any,
         limit: int,
-        waiting: Waits,
+        waiting: Waiting,
         *,
         gathers: bool = False,
     ) -> None:
@@ -126,9 +126,9 @@ class NcclTransport:
         self._process = os.getpid()
         self._comm: Any = None
         self._failure: MPIKVError | None = None
-        # Held while work is queued: an abort frees what that uses.
+        # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
-        self._watchdog = Watchdog(waiting, self._check_async, self._fail)
+        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_async, self._fail)
         memory.watch(self._check, self.abandon)
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
@@ -138,7 +138,7 @@ class NcclTransport:
         self._wide = self.allocate(2 * limit), self.allocate(2 * limit)
         self._join(waiting)
 
-    def _join(self, waiting: Waits) -> None:
+    def _join(self, waiting: Waiting) -> None:
         """Make the communicator, in a thread of its own: NCCL may wait for ever for a rank that does not come."""
         identity, errors = self._identity(), list[BaseException]()
 
@@ -154,11 +154,14 @@ class NcclTransport:
             waiting.until(lambda: not thread.is_alive(), tuple)
             if errors:
                 raise errors[0]
-        except (Stalled, self._nccl.NcclError, KeyError) as error:
-            self._fail(error if isinstance(error, Stalled) else self._translated(error, _JOINING), _JOINING)
-        # A rank that failed says so to the others, and raises what it failed of.
-        if not self.control.agree(int(self._failure is None)):
-            self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
+        except (MPIKVError, self._nccl.NcclError, KeyError) as error:
+            self._fail(error if isinstance(error, MPIKVError) else self._translated(error, _JOINING), _JOINING)
+        # A rank that failed says so to the others, and raises what it failed of, though they may come too late for it.
+        try:
+            if not self.control.agree(int(self._failure is None)):
+                self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
+        except MPIKVError as error:
+            self._fail(error, _JOINING)
         self._check()
 
     def _identity(self) -> bytes:
@@ -345,13 +348,15 @@ class NcclTransport:
         try:
             self._check()
             self.agree(0)
-            comm, self._comm = self._comm, None
-            self._call(comm.destroy, on_stream=False)
+            with self._queueing:
+                self._check()
+                comm, self._comm = self._comm, None
+                self._call(comm.destroy, on_stream=False)
         except MPIKVError as error:
             self._fail(error, "")
             logging.getLogger("mpikv").warning("NCCL's communicator was aborted instead of closed: %s", error)
         self._failure = self._failure or TransportError("the transport was closed")
-        nothing = self.outboxes[0][:0]
+        nothing = self.memory.zeros(0)
         self.outboxes, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
         self.control.close()
 
@@ -370,7 +375,7 @@ class NcclTransport:
         try:
             comm, self._comm = self._comm, None
             if comm is not None:
-                _abort(comm)
+                _abort(comm, self._gpu.use)
         finally:
             if held:
                 self._queueing.release()
@@ -413,14 +418,17 @@ class NcclTransport:
             raise self._translated(error, function.__name__) from error
 
     def _check_async(self) -> None:
-        """Raise what NCCL says of work in flight."""
-        comm = self._comm
+        """Raise what NCCL says of work in flight, unless its communicator is in use, or comes to its end."""
+        if not self._queueing.acquire(blocking=False):
+            return
         try:
-            if comm is not None:
-                comm.check_async_error()
+            if self._comm is not None:
+                self._comm.check_async_error()
         except (self._nccl.NcclError, KeyError) as error:
             if _status(error) != _IN_PROGRESS:
                 raise self._translated(error, "work in flight") from error
+        finally:
+            self._queueing.release()
 
     def _translated(self, error: Exception, doing: str) -> MPIKVError:
         status = _status(error)
@@ -464,11 +472,16 @@ def _failure(error: Exception, call: str) -> MPIKVError:
     return failure
 
 
-def _abort(comm: Any) -> None:
+def _abort(comm: Any, prepare: Callable[[], None]) -> None:
+    def abort() -> None:
+        prepare()
+        comm.abort()
+
     # NCCL's abort may wait for ever itself.
-    thread = threading.Thread(target=comm.abort, name="mpikv-nccl-abort", daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)
+    thread = threading.Thread(target=abort, name="mpikv-nccl-abort", daemon=True)
+    with suppress(RuntimeError):  # the interpreter ends, and starts no thread any more
+        thread.start()
+        thread.join(_PATIENCE)
 
 
 def last_error() -> str:

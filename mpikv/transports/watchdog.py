@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from ..typing import Event
-from ..waiting import Waits
+from ..waiting import Waiting
 
 __all__ = ["Watchdog", "Work"]
 
@@ -30,45 +32,63 @@ class Work:
 
 
 class Watchdog:
-    """A thread that is alive as long as work is in flight. It has an end after the deadline of ``waiting``, counted
-    from when it began to look, or when ``check`` raises; then ``fail`` is told of it, in this thread.
+    """A thread that is alive as long as work is in flight. The oldest that is not done has an end after the deadline
+    of ``waiting``, counted from when it came to be the oldest, or when ``check`` raises; then ``fail`` is told of it,
+    in this thread, and nobody looks after what was in flight behind it.
     """
 
-    def __init__(self, waiting: Waits, check: Callable[[], None], fail: Callable[[Exception, str], None]) -> None:
-        self._waiting, self._check, self._fail = waiting, check, fail
+    def __init__(
+        self,
+        waiting: Waiting,
+        prepare: Callable[[], None],
+        check: Callable[[], None],
+        fail: Callable[[Exception, str], None],
+    ) -> None:
+        """``prepare`` is called in the thread before it asks for anything."""
+        self._waiting = waiting.warning(self._warn)
+        self._prepare, self._check, self._fail = prepare, check, fail
         self._lock = threading.Lock()
-        self._newest = Work("")
+        self._works: deque[Work] = deque()
         self._alive = False
 
     def look_after(self, work: Work) -> None:
         """Look after work that comes after all before it, on the same stream."""
         with self._lock:
-            self._newest = work
+            self._works.append(work)
             if self._alive:
                 return
             self._alive = True
         threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        while (work := self._next()) is not None:
+        while self._is_needed():
             try:
-                self._waiting.until(lambda work=work: self._is_done(work), tuple)  # type: ignore[misc]
+                self._prepare()
+                self._drop_done()
+                if self._works:
+                    self._waiting.until(self._moved, tuple)
             except Exception as error:
-                work.failed = True
-                self._fail(error, work.call)
+                self._fail(error, self._works[0].call)
+                self._works.clear()
 
-    def _next(self) -> Work | None:
-        """Return the newest work, or None if it is done, whereupon the thread ends."""
+    def _is_needed(self) -> bool:
+        """Return whether there is work; if there is none, the thread ends."""
         time.sleep(_NAP)
         with self._lock:
-            work = self._newest
-            if work.done:
-                self._alive = False
-                return None
-            return work
+            self._alive = bool(self._works)
+            return self._alive
 
-    def _is_done(self, work: Work) -> bool:
-        if work.done:
+    def _drop_done(self) -> None:
+        # Only this thread takes work away.
+        while self._works and self._works[0].done:
+            self._works.popleft()
+
+    def _moved(self) -> bool:
+        """Return whether the oldest work is done."""
+        if self._works[0].done:
             return True
         self._check()
         return False
+
+    def _warn(self, waited: float, _: Sequence[int]) -> None:
+        logging.getLogger("mpikv").warning("waited %.1f s for the GPU, in %s", waited, self._works[0].call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -19,13 +20,13 @@ from mpikv.device import DeviceMemory
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
 from mpikv.testing import TransportContract
 from mpikv.testing.fakegpu import FakeGpu, FakeStream, RaceError
-from mpikv.testing.fakenccl import FakeNccl, NcclError
+from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
 from mpikv.testing.faulty import Wrapper
 from mpikv.testing.transport import NAMES, divisions
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.nccl import WIRES, NcclTransport
 from mpikv.transports.shm import ShmTransport
-from mpikv.transports.watchdog import Work
+from mpikv.transports.watchdog import Watchdog, Work
 from mpikv.typing import Array, Transport
 from mpikv.waiting import Waiting
 from mpikv.world import Group
@@ -382,6 +383,77 @@ def test_work_without_an_end_mark_is_given_up(group, nccl, monkeypatch):
     transport.close()
 
 
+class Ending:
+    """An event that is there after so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._limit = time.monotonic() + seconds
+
+    @property
+    def done(self) -> bool:
+        return time.monotonic() >= self._limit
+
+
+def watched(events: Sequence[Any], timeout: float) -> list[tuple[str, str]]:
+    """Return the failures, and the calls they are about, of work that ends at the events, all queued at once."""
+    failures: list[tuple[str, str]] = []
+    watchdog = Watchdog(
+        Waiting(timeout, timeout / 2),
+        lambda: None,
+        lambda: None,
+        lambda error, call: failures.append((type(error).__name__, call)),
+    )
+    for number, event in enumerate(events):
+        work = Work(f"push {number}")
+        watchdog.look_after(work)
+        work.event = event
+    wait_until(lambda: not watchdogs())
+    return failures
+
+
+def test_the_deadline_is_that_of_each_call_and_not_of_the_queue():
+    assert watched([Ending(0.1 * number) for number in range(10)], 0.5) == []
+    assert watched([Ending(0.1), Ending(0.2), Ending(100)], 0.3) == [("Stalled", "push 2")]
+
+
+def test_an_event_that_fails_is_found_before_the_deadline():
+    class Failing:
+        @property
+        def done(self) -> bool:
+            raise TransportError("illegal access")
+
+    assert watched([Failing(), Ending(100)], 100.0) == [("TransportError", "push 0")]
+
+
+def test_a_warning_says_that_the_gpu_is_waited_for(caplog):
+    assert watched([Ending(0.5)], 0.8) == []
+    assert re.fullmatch(r"waited 0\.\d s for the GPU, in push 0", caplog.messages[0])
+    assert len(caplog.messages) == 1
+
+
+def test_every_thread_chooses_its_gpu(group, nccl):
+    """Or the stand-in for it would complain in that thread, and the communicator stay as it is."""
+    transport = joined(group, nccl, timeout=TIMEOUT)
+    push(transport)
+    wait_until(lambda: not watchdogs())
+    transport._check()
+    nccl.stick_at.add(len(nccl.calls) + 1)
+    push(transport)
+    assert isinstance(failure_of(transport), Stalled)
+    assert nccl.communicators[0].state == "aborted"
+
+
+def test_no_thread_can_be_started_at_the_end_of_a_process(group, nccl, monkeypatch):
+    transport = joined(group, nccl)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    transport.abandon()
+    assert "the store ended" in str(failure_of(transport))
+
+
 @pytest.mark.ranks(1, 2)
 def test_nobody_looks_where_nothing_is_in_flight(group, nccl):
     transport = joined(group, nccl)
@@ -446,6 +518,65 @@ def test_a_communicator_that_fails_fails_everywhere(group, nccl, call):
     with pytest.raises(TransportError):
         joined(group, nccl, timeout=TIMEOUT)
     assert {communicator.state for communicator in nccl.communicators} <= {"aborted"}
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_fails_at_once_says_of_what(group, nccl):
+    nccl.patience = 3 * TIMEOUT  # the others are in NCCL when it waits for them no more
+    if group.rank == 0:
+        nccl.fail_at[1] = 1
+    with pytest.raises(TransportError, match="a CUDA call failed" if group.rank == 0 else None):
+        joined(group, nccl, timeout=TIMEOUT)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_nobody_asks_a_communicator_that_comes_to_its_end(group, nccl, monkeypatch, end):
+    inside, seen = set[int](), list[bool]()
+
+    def check(communicator: FakeCommunicator) -> None:
+        inside.add(threading.get_ident())
+        time.sleep(0.2)
+        inside.clear()
+
+    def noting(original: Callable[..., None]) -> Callable[..., None]:
+        def ends(communicator: FakeCommunicator) -> None:
+            seen.append(bool(inside))
+            original(communicator)
+
+        return ends
+
+    for name in ("destroy", "abort"):
+        monkeypatch.setattr(FakeCommunicator, name, noting(getattr(FakeCommunicator, name)))
+    monkeypatch.setattr(FakeCommunicator, "check_async_error", check)
+    transport = joined(group, nccl)
+    if end == "abandon":
+        nccl.stick_at.add(FIRST)
+    nccl.gpu.lag = 3
+    push(transport)
+    wait_until(lambda: bool(inside))
+    getattr(transport, end)()
+    assert seen == [False]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_call_in_nccl_does_not_hold_up_who_looks_on(group, nccl):
+    transport = joined(group, nccl)
+    nccl.asynchronous = 1
+    with transport._queueing:
+        transport._check_async()
+    with pytest.raises(TransportError, match="a CUDA call failed"):
+        transport._check_async()
+    transport.abandon()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_closed_transport_keeps_no_memory(group, nccl):
+    transport = joined(group, nccl)
+    outbox = weakref.ref(transport.outboxes[0]._block)
+    transport.close()
+    gc.collect()
+    assert outbox() is None
 
 
 @pytest.mark.ranks(2, 3)
