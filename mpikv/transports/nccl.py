@@ -344,8 +344,8 @@ class NcclTransport:
     def close(self) -> None:
         if self._process != os.getpid() or not self.outboxes[0].size:
             return
-        self.memory.close()
         try:
+            self.memory.close()
             self._check()
             self.agree(0)
             with self._queueing:

@@ -579,6 +579,20 @@ def test_a_closed_transport_keeps_no_memory(group, nccl):
     assert outbox() is None
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_gpu_that_failed_is_closed(group, nccl, monkeypatch, caplog):
+    transport = joined(group, nccl, timeout=TIMEOUT)
+
+    def synchronize(stream: FakeStream) -> None:
+        raise TransportError("illegal access")
+
+    monkeypatch.setattr(FakeStream, "synchronize", synchronize)
+    transport.close()
+    assert "aborted instead of closed: illegal access" in caplog.text
+    assert nccl.communicators[0].state == "aborted"
+    assert not transport.outboxes[0].size
+
+
 @pytest.mark.ranks(2, 3)
 def test_a_rank_that_does_not_come_to_the_end_is_not_waited_for(group, nccl, caplog):
     transport = joined(group, nccl, timeout=TIMEOUT)
