@@ -42,9 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # In the background of a script, and under nohup, signals are ignored, also by the jobs that tests start and end by
+    # them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # In the background of a script interrupts are ignored, also by the jobs that tests start and interrupt.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line(
         "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
     )
