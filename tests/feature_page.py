@@ -20,10 +20,10 @@ HEAD = """\
 What MXNet's KVStore and Gluon's Trainer do, row by row, and what becomes of it here. Written by `scripts/features` from
 `tests/features.py` and from the marker `feature` of tests; a test fails where this page is not what it would write.
 
-**done**: tests show it. **refused**: it raises, as the row says, and tests show that. **not built**: not in this
-version. A test that needs a package which is not installed (ml_dtypes for bfloat16, numba, scikit-learn, torch) is
-skipped there, and counts here. `StoreContract` stands for `mpikv/testing/store.py`, which is run for the combinations
-of transport and placement that `tests/spmd/test_store.py` has.
+**done**: tests show it. **refused**: it raises, as the row says, and tests show that. A test that needs a package which
+is not installed (ml_dtypes for bfloat16, numba, scikit-learn, torch) is skipped there, and counts here. `StoreContract`
+stands for `mpikv/testing/store.py`, which is run for the combinations of transport and placement that
+`tests/spmd/test_store.py` has.
 """
 _MOST_SHOWN = 3
 
@@ -73,17 +73,15 @@ def faults(table: dict[str, tuple[Feature, ...]], found: dict[str, list[str]], c
     for row in rows:
         wrong += [f"{row.name}: the contract has no {test}" for test in row.contract if test not in contract]
         shown = bool(row.contract or found.get(row.name))
-        if row.built and not shown:
+        if not shown:
             wrong.append(f"{row.name} is said to be {'refused' if row.refused else 'done'}, and no test shows it")
-        if not row.built and shown:
-            wrong.append(f"{row.name} is said not to be built, and a test shows it")
     return sorted(wrong)
 
 
 def page(table: dict[str, tuple[Feature, ...]], found: dict[str, list[str]]) -> str:
     """Return the text of the page."""
     rows = [row for rows in table.values() for row in rows]
-    counts = {status: sum(_status(row) == status for row in rows) for status in ("done", "refused", "not built")}
+    counts = {status: sum(_status(row) == status for row in rows) for status in ("done", "refused")}
     parts = [HEAD, f"{len(rows)} rows: " + ", ".join(f"{count} {status}" for status, count in counts.items()) + ".\n"]
     for section, several in table.items():
         parts.append(f"\n## {section}\n\n| feature | does | status | shown by |\n|---|---|---|---|\n")
@@ -95,7 +93,7 @@ def page(table: dict[str, tuple[Feature, ...]], found: dict[str, list[str]]) -> 
 
 
 def _status(row: Feature) -> str:
-    return "not built" if not row.built else "refused" if row.refused else "done"
+    return "refused" if row.refused else "done"
 
 
 def _shown(row: Feature, tests: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What MXNet's KVStore and Trainer do, row by row, and which of it this package does, refuses, or has not built.
+"""What MXNet's KVStore and Trainer do, row by row, and which of it this package does or refuses.
 
 A row that is done, or refused, is shown by tests: those with the marker ``feature("name")``, or those of
 ``mpikv.testing.StoreContract`` that the row names.
@@ -20,7 +20,6 @@ class Feature(NamedTuple):
     """Tests of the store's contract that show it."""
     refused: bool = False
     """Whether it raises instead, as ``does`` says."""
-    built: bool = True
 
 
 def _row(name: str, does: str, *contract: str) -> Feature:
@@ -29,10 +28,6 @@ def _row(name: str, does: str, *contract: str) -> Feature:
 
 def _refused(name: str, does: str, *contract: str) -> Feature:
     return Feature(name, does, contract, refused=True)
-
-
-def _later(name: str, does: str) -> Feature:
-    return Feature(name, does, built=False)
 
 
 FEATURES: dict[str, tuple[Feature, ...]] = {
@@ -221,7 +216,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("sparse-pull-lists", "one list of rows for several outs"),
         _row("sparse-optimizers", "optimizers that touch the pushed rows only: element-wise ones, lazily"),
         _row("sparse-ignore", "`ignore_sparse` leaves row-sparse outs as they are, False fills them"),
-        _later("sparse-trainer", "a Trainer with sparse gradients and weights"),
+        _refused("sparse-trainer", "a Trainer takes whole gradients and weights; a sparse one raises `TypeError`"),
     ),
     "Gradient compression": (
         _row("compression-2bit-bits", "`2bit`: MXNet's codes, bit for bit, and its residual"),

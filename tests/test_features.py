@@ -38,7 +38,6 @@ def test_marked_tests_are_found_in_functions_and_classes(tmp_path: Path) -> None
     [
         ([Feature("a", "")], {}, "a is said to be done, and no test shows it"),
         ([Feature("a", "", refused=True)], {}, "a is said to be refused, and no test shows it"),
-        ([Feature("a", "", built=False)], {"a": ["test"]}, "a is said not to be built, and a test shows it"),
         ([Feature("a", "", ("test_gone",))], {}, "a: the contract has no test_gone"),
         ([Feature("a", "")], {"a": ["test"], "b": ["t"]}, "t names 'b', which is no feature"),
         ([Feature("a", ""), Feature("a", "")], {"a": ["test"]}, "a is there twice"),

@@ -1069,6 +1069,24 @@ def test_mistakes_that_the_constructor_finds():
             mpikv.Trainer({"w": np.zeros(1)}, "sgd", update_on_kvstore=wrong)
 
 
+@BOTH
+@pytest.mark.feature("sparse-trainer")
+def test_sparse_gradients_and_weights_are_refused(comm: Any, on_store: bool) -> None:
+    """By name, with what to do; a gradient that is whole comes to its end."""
+    rows = mpikv.RowSparse([2], np.ones((1, 2)), (4, 2))
+    with pytest.raises(TypeError, match=r"not a RowSparse; numpy\.array"):
+        mpikv.Trainer({"w": rows}, "sgd")
+    with mpikv.create(comm=comm) as kv:
+        trainer = mpikv.Trainer({"w": np.ones((4, 2))}, "sgd", {"learning_rate": 1.0}, kv, update_on_kvstore=on_store)
+        with pytest.raises(TypeError, match=r"got RowSparse; numpy\.asarray"):
+            trainer.set_grads({"w": rows})
+        with pytest.raises(TypeError, match=r"got RowSparse; numpy\.asarray"):
+            trainer.params["w"].grad = rows
+        trainer.set_grads({"w": np.asarray(rows)})
+        trainer.step(kv.size)
+        np.testing.assert_array_equal(trainer.params["w"].data, [[1, 1], [1, 1], [0, 0], [1, 1]])
+
+
 # --- A real training
 
 
