@@ -139,6 +139,10 @@ def _find_cupy() -> Any:
         import cupy
     except ImportError as error:
         raise TransportUnavailable(f"sums on GPUs need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
+    except OSError as error:  # it makes a folder for compiled kernels in the home directory
+        raise TransportUnavailable(
+            f"CuPy cannot be imported ({brief(str(error))}); let CUPY_CACHE_DIR name a folder that can be written to"
+        ) from error
     return cupy
 
 

@@ -461,9 +461,12 @@ def test_the_gpu_of_a_rank(monkeypatch):
 # --- The example
 
 
-def test_the_example_says_what_is_missing():
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_example_says_what_is_missing(tmp_path, writable):
     pytest.importorskip("sklearn")
-    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    (tmp_path / "file").touch()
+    cache = tmp_path / ("cache" if writable else "file/no folder")
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": "", "CUPY_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/train_digits.py", "--device", "gpu", "--epochs", "1"],
         env=environ,
@@ -473,4 +476,5 @@ def test_the_example_says_what_is_missing():
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert re.fullmatch(r"train_digits.py: create: .*(need the package CuPy|no GPU can be used here).*\n", done.stderr)
+    why = "no GPU can be used here" if writable else "CUPY_CACHE_DIR"
+    assert re.fullmatch(rf"train_digits\.py: create: .*(need the package CuPy|{why}).*\n", done.stderr)
