@@ -49,6 +49,7 @@ class DeviceMemory:
         return self.gpu.empty(shape, dtype)
 
     def source(self, value: Any) -> Array:
+        # That owns() knows it for an array is nothing that types can say.
         if self.gpu.owns(value):
             return value  # type: ignore[no-any-return]
         if is_array(value) and not lies_on_host(value):

@@ -60,6 +60,7 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
     """
     same: Facts = []
     casts: defaultdict[str, Facts] = defaultdict(list)
+    # The type of arrays is numpy's, which knows no data.ptr: that is CuPy's, which has no types to check.
     for target, source in zip(targets, sources, strict=True):
         dtype, wanted = source.dtype, target.dtype
         if not (target.flags.c_contiguous and source.flags.c_contiguous):

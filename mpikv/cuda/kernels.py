@@ -94,6 +94,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
+    # Types are numpy's, and data.ptr is CuPy's.
     if value.data.ptr == total.data.ptr:  # type: ignore[attr-defined]
         return _nothing  # the sum was made in its place
     return lambda step: copy((value,), (total,))
