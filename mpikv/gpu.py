@@ -278,6 +278,11 @@ class CupyGpu:
         with self.present():
             self._copy(targets, sources)
 
+    @_translated
+    def mark(self) -> CupyMark:
+        """Return a point in the work of the present stream, of which the GPU notes the time. For measurements."""
+        return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
+
 
 class CupyStream:
     """The :class:`~mpikv.typing.Stream` of CuPy."""
@@ -332,6 +337,27 @@ class CupyEvent:
         if status not in (0, _NOT_READY):
             raise TransportError(f"what was queued on {self._gpu.name} failed: {runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
+
+
+class CupyMark:
+    """A point in the work of a stream, and when the GPU came there."""
+
+    def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
+        self.beneath = beneath
+        self._gpu = gpu
+
+    def seconds_to(self, later: CupyMark) -> float:
+        """Wait until the GPU has come to a later mark, and return the seconds between them.
+
+        Raises:
+            TransportError: what was queued has failed.
+        """
+        with self._gpu.present():
+            try:
+                later.beneath.synchronize()
+                return float(self._gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
+            except self._gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"what was queued on {self._gpu.name} failed: {error}") from error
 
 
 class Staging:

@@ -68,13 +68,14 @@ SIDEWAYS = {
     ("store", "rows"),
     ("__main__", "cli"),
     ("cli", "__init__"),
+    ("cli", "testing"),
     ("testing", "__init__"),
 }
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
 CUPY = {"cuda/loading", "gpu"}
 MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
-ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer"}
+ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/gpus", "cli/bench/torch_peer"}
 SPEAKING = {"__main__", "cli"}
 
 

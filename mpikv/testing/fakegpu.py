@@ -26,7 +26,10 @@ import numpy as np
 from ..errors import Unsupported
 from ..typing import Array, Updater
 
-__all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "MisuseError", "RaceError"]
+__all__ = [
+    *("Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeMark", "FakeStream"),
+    *("MisuseError", "RaceError"),
+]
 
 _ALIGNMENT = 256
 _FIRST_ADDRESS = 0x7F00_0000_0000
@@ -176,6 +179,19 @@ class FakeEvent:
         with self._gpu.checker.lock:
             self._gpu.checker.host().join(self.clock)
         return True
+
+
+class FakeMark:
+    """A point in the work of a stream, of which the time is known."""
+
+    def __init__(self, stream: FakeStream) -> None:
+        stream.record()
+        self._stream, self._time = stream, time.perf_counter()
+
+    def seconds_to(self, later: FakeMark) -> float:
+        """Wait for a later mark, and return the seconds between them."""
+        later._stream.synchronize()
+        return later._time - self._time
 
 
 class FakeStream:
@@ -482,6 +498,12 @@ class FakeGpu:
             # A GPU casts without a word, too.
             with np.errstate(all="ignore"):
                 np.copyto(target._beneath, source._beneath, casting="unsafe")
+
+    def mark(self) -> FakeMark:
+        """Return a point in the work of the present stream, and the time of the host's clock, since work is done at
+        once.
+        """
+        return FakeMark(self.current())
 
     def launch(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
         """Note work on this thread's present stream."""

@@ -54,6 +54,12 @@ class Group:
     """Given where the memory of the ranks is to be measured."""
     needed_bytes: int = 0
     """About how much memory all cases take on this host."""
+    collectives: Mapping[str, str] = field(default_factory=dict)
+    """Which of NCCL's collectives a case makes of all bytes, where it is on GPUs: names, with commas."""
+    summed: int = 0
+    """Of how many ranks the sums are; 0: of all."""
+    tiles: int = 1
+    """How often the arrays repeat what the keys have: the oracle need not be as fast as what is measured."""
 
 
 class Inputs:

@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...config import TRANSPORTS
+from ...config import TRANSPORTS, visible_gpus
 from ...errors import known_names
+from ...gpu import survey
 from ..parser import Parser
 from .rules import RULES
 
@@ -18,6 +19,9 @@ __all__ = ["Options", "parse"]
 
 SUITES = {"latency": ("push-pull", "allreduce", "sizes"), "sets": ("resnet50", "bert-base", "many")}
 GROUPS = (*SUITES["latency"], *SUITES["sets"])
+GPU_SUITES = {"latency": ("sizes", "kernels"), "sets": ("resnet50", "bert-base", "small", "many")}
+GPU_GROUPS = (*GPU_SUITES["latency"], *GPU_SUITES["sets"])
+_KNOWN = dict.fromkeys((*GROUPS, *GPU_GROUPS))
 
 DESCRIPTION = """\
 Time pushes and pulls beside the same work with mpi4py and numpy alone and, where it is installed, with PyTorch; check
@@ -36,6 +40,15 @@ The last three, with an optimizer: from private arrays to private arrays, and in
 per key, beside PyTorch's gloo with DDP's buckets and a fused update, and beside a copy of the same bytes; and the
 memory of each rank.
 
+On GPUs (--device gpu), one rank for each, arrays stay there, and times are those of the GPU's clock, with the host's
+time until a call returns beside them:
+  sizes      push, pull and pushpull of 64 B to 256 MB without an updater, beside NCCL by itself, with the bandwidths
+             that nccl-tests define, and beside a copy on the GPU
+  kernels    what packs arrays and what updates weights, beside a copy
+  resnet50, bert-base, many, and small, which are 1,000 arrays of 4 KB
+             one pushpull with an optimizer, beside one allReduce and one kernel, beside PyTorch's NCCL, and a copy
+Ranks that are more than the GPUs can share them with MPIKV_GPU_SHARING=1: that shows what works, and not how fast.
+
 A "bound" in the report is the ratio that this project wants to stay below on two ranks with a core each: an aim, and
 no limit of the machine. Where it says "at least", so many bytes per element must move, over all ranks.
 
@@ -46,6 +59,7 @@ examples:
   mpikv bench --only resnet50 --optimizer sgd,adam,lamb
   mpikv bench --ranks-scaling 1,2,4               the sets on several numbers of ranks
   mpiexec -n 4 mpikv bench --only resnet50        on ranks that a launcher has started
+  mpikv bench --device gpu --optimizer adam       a rank for each GPU of this host
   OMPI_MCA_smsc=^cma mpikv bench --only resnet50  beside Open MPI at its best for large sets
 
 exit status: 0; 1 where a result was wrong; 2 for misuse, or where nothing could be measured.
@@ -56,6 +70,8 @@ exit status: 0; 1 where a result was wrong; 2 for misuse, or where nothing could
 class Options:
     """What to measure, and where to write it."""
 
+    device: str
+    """``host``, or ``gpu``."""
     groups: tuple[str, ...]
     sizes: tuple[int, ...]
     """The numbers of ranks, of which each is a job of its own; empty for those that a launcher has started."""
@@ -64,7 +80,7 @@ class Options:
     optimizers: tuple[str, ...]
     """Those of the sets, each of which is measured with every one."""
     settings: Mapping[str, Any]
-    """Arguments of :func:`mpikv.create`."""
+    """Arguments of :func:`mpikv.create`, which makes ``dist_sync`` where there is no name."""
     quick: bool
     pin: bool
     json: Path | None
@@ -93,11 +109,12 @@ def parse(arguments: Sequence[str], *, launched: int | None) -> Options:
     if not own_job:
         _check_files(parser, given, groups)
     return Options(
+        device=given.device,
         groups=groups,
-        sizes=() if launched else tuple(given.scaling or (given.ranks or 2,)),
+        sizes=() if launched else tuple(given.scaling or (given.ranks or _usual_ranks(given.device),)),
         rounds=given.rounds,
-        optimizers=_chosen(parser, "optimizer", given.optimizer, tuple(RULES)),
-        settings={} if given.transport is None else {"transport": given.transport},
+        optimizers=_chosen(parser, "optimizer", given.optimizer or _OPTIMIZERS[given.device], tuple(RULES)),
+        settings=_STORES[given.device] | ({} if given.transport is None else {"transport": given.transport}),
         quick=given.quick,
         pin=given.pin,
         json=given.json,
@@ -105,6 +122,15 @@ def parse(arguments: Sequence[str], *, launched: int | None) -> Options:
         report=given.report,
         live=given.live,
     )
+
+
+_STORES: Mapping[str, dict[str, Any]] = {"host": {}, "gpu": {"name": "nccl"}}
+_OPTIMIZERS = {"host": "sgd", "gpu": "sgd,adam"}
+
+
+def _usual_ranks(device: str) -> int:
+    """Return two on hosts; on GPUs one for each that is here."""
+    return 2 if device == "host" else max(1, len(survey(visible_gpus()).devices))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +143,14 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", dest="ranks", metavar="N", type=_positive, help="number of ranks to start on this host (default 2)")
+    add("--device", choices=tuple(_STORES), default="host", help="where the arrays are (default host)")
+    add(
+        "-n",
+        dest="ranks",
+        metavar="N",
+        type=_positive,
+        help="number of ranks to start on this host (default 2; on GPUs one for each)",
+    )
     add(
         "--ranks-scaling",
         dest="scaling",
@@ -126,14 +159,13 @@ def _parser() -> argparse.ArgumentParser:
         help="one job for each of these numbers of ranks; the sets, unless --suite or --only says otherwise",
     )
     add("--suite", choices=(*SUITES, "all"), help="what to measure, in general (default all)")
-    add("--only", metavar="NAME,NAME", help=f"what to measure, in particular: {', '.join(GROUPS)}")
+    add("--only", metavar="NAME,NAME", help=f"what to measure, in particular: {', '.join(_KNOWN)}")
     add(
         "--optimizer",
         metavar="NAME,NAME",
-        default="sgd",
-        help=f"of the sets: {', '.join(RULES)} (default sgd, with momentum)",
+        help=f"of the sets: {', '.join(RULES)} (default sgd, with momentum; on GPUs sgd and adam)",
     )
-    add("--transport", choices=TRANSPORTS, help="of the store (default auto)")
+    add("--transport", choices=TRANSPORTS, help="of the store (default auto); on GPUs by which ranks agree")
     add("--rounds", metavar="N", type=_positive, default=0, help="of each case (default 41; sets: 15)")
     add("--quick", action="store_true", help="few rounds and small sets: to see that it works, not how fast")
     add("--no-pin", dest="pin", action="store_false", help="leave it to the system which core runs which rank")
@@ -153,10 +185,11 @@ def _positive(text: str) -> int:
 def _groups(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[str, ...]:
     if given.suite and given.only:
         parser.error("--suite and --only exclude each other")
+    suites, groups = (SUITES, GROUPS) if given.device == "host" else (GPU_SUITES, GPU_GROUPS)
     if given.only:
-        return _chosen(parser, "group", given.only, GROUPS)
+        return _chosen(parser, "group", given.only, groups)
     suite = given.suite or ("sets" if given.scaling else "all")
-    return SUITES.get(suite, GROUPS)
+    return suites.get(suite, groups)
 
 
 def _chosen(parser: argparse.ArgumentParser, kind: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -175,7 +208,7 @@ def _check_files(parser: argparse.ArgumentParser, given: argparse.Namespace, gro
             parser.error(f"the file {str(path)!r} cannot be written")
     if given.plot is None:
         return
-    if "sizes" not in groups or len(given.scaling or ()) > 1:
-        parser.error("--plot draws the group 'sizes' of one job, which is not measured here")
+    if given.device != "host" or "sizes" not in groups or len(given.scaling or ()) > 1:
+        parser.error("--plot draws the group 'sizes' of one job on the host, which is not measured here")
     if find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib, which is not installed:  pip install 'mpikv[plot]'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from .gpu_report import NOTES, SHARED, gpu_head, of_the_copy, size_rows
 from .progress import seconds_text
 from .rules import RULES
 
@@ -43,18 +44,19 @@ def lines(document: Report) -> Iterator[str]:
     for job in jobs:
         yield from _head(document, job)
     rows = [row for job in jobs for row in _ratios(job, several=len(jobs) > 1)]
+    shared = next((f", {SHARED}" for job in jobs if job.get("functional_only")), "")
     if rows:
-        yield "\nratios of medians over the rounds (below 1: ours takes less time)"
+        yield f"\nratios of medians over the rounds (below 1: ours takes less time){shared}"
         yield from _table([("goal", "ours", "peer", "ratio", "bound"), *rows])
         if any(row[-1] for row in rows):
             yield "bound: what this project wants the ratio to be at most, on two ranks with a core each; no limit."
         if any("PyTorch" in row[0] for row in rows):
             yield "PyTorch hides its exchange behind the backward pass; this compares exchange and update alone."
     if len(jobs) > 1:
-        yield "\nmedians by the number of ranks (each rank brings as much: more ranks, more work)"
+        yield f"\nmedians by the number of ranks (each rank brings as much: more ranks, more work){shared}"
         yield from _table(list(_scaling(jobs)))
     for job in jobs:
-        yield from _details(job, f" ({_ranks(job)})" if len(jobs) > 1 else "")
+        yield from _details(job, _label(job, several=len(jobs) > 1))
     if any("memory" in group for job in jobs for group in job["groups"]):
         yield _MEMORY
 
@@ -74,8 +76,15 @@ def _head(document: Report, job: Report) -> Iterator[str]:
         yield "warning: more ranks than cores: this measures how they take turns"
     if idle is not None and idle < _IDLE:
         yield f"warning: the machine was busy with something else ({idle:.0%} idle): do not trust these figures"
+    yield from gpu_head(job)
     if document["quick"]:
         yield "warning: few rounds and small sets (--quick): this shows that it works, and not how fast"
+
+
+def _label(job: Report, *, several: bool) -> str:
+    """Return what stands behind the title of a table."""
+    told = [_ranks(job)] * several + [job["functional_only"]] * bool(job.get("functional_only"))
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _ranks(job: Report) -> str:
@@ -109,7 +118,9 @@ def _details(job: Report, ranks: str) -> Iterator[str]:
     sizes = [group for group in job["groups"] if group["name"].startswith("sizes/")]
     if sizes:
         yield f"\nsums without an updater{ranks}"
-        yield from _table(list(_size_rows(sizes)))
+        yield from _table(list(size_rows(sizes) if "gpus" in job else _size_rows(sizes)))
+    if "gpus" in job:
+        yield NOTES
     for group in job["groups"]:
         if group not in sizes:
             yield f"\n{group['title']}{ranks}, {group['rounds']} rounds"
@@ -140,17 +151,19 @@ def _size_rows(sizes: Iterable[Report]) -> Iterator[tuple[str, ...]]:
 
 
 def _cases(group: Report) -> Iterator[str]:
-    rows = [("case", "median", "middle half", "a turn", "at least", "that is")]
+    rows = [("case", "median", "returned", "middle half", "a turn", "at least", "that is", "of the copy")]
     for case in group["cases"]:
         floor, median = case["floor"], case["median"]
         moved = f"{1e-9 * floor * group['elements'] / median:.3g} GB/s" if floor else ""
         spread = " to ".join(map(seconds_text, case["quartiles"]))
         least = f"{floor} B/element" if floor else ""
-        rows.append((case["name"], seconds_text(median), spread, f"{case['repeats']} x", least, moved))
+        returned = seconds_text(case["returned"]) if "returned" in case else ""
+        times = seconds_text(median), returned, spread, f"{case['repeats']} x"
+        rows.append((case["name"], *times, least, moved, of_the_copy(case, group)))
     empty = [column for column in range(len(rows[0])) if not any(row[column] for row in rows[1:])]
     yield from _table([tuple(text for column, text in enumerate(row) if column not in empty) for row in rows])
     notes = [rule.note for rule in RULES.values() if rule.note and group["title"].endswith(rule.title)]
-    if not empty:
+    if any(case["floor"] for case in group["cases"]):
         yield from (f"  least bytes: {note}" for note in notes)
 
 

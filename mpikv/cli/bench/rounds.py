@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ...typing import Array
 
-__all__ = ["Case", "Contender", "measure"]
+__all__ = ["Case", "Clock", "Contender", "HostClock", "measure"]
 
 SHORT, TURN = 150e-6, 300e-6
 """A case that takes less than the first, in seconds, is repeated within a turn until that takes at least the second."""
@@ -40,6 +40,24 @@ class Contender(Protocol):
         ...
 
 
+class Clock(Protocol):
+    """What times the work of a rank."""
+
+    def time(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Do the work, wait until it is done, and return the seconds that it took, and those until it had returned."""
+        ...
+
+
+class HostClock:
+    """The clock of work that is done when it returns."""
+
+    def time(self, work: Callable[[], object]) -> tuple[float, float]:
+        began = time.perf_counter()
+        work()
+        took = time.perf_counter() - began
+        return took, took
+
+
 @dataclass
 class Case:
     """A contender and what was measured of it."""
@@ -52,6 +70,8 @@ class Case:
     """How often the work was done in all."""
     seconds: list[float] = field(default_factory=list)
     """Of each round, per step: those of the slowest rank."""
+    returned: list[float] = field(default_factory=list)
+    """The same until the calls had returned, which is sooner where work is only queued."""
 
     def run(self) -> None:
         """Do the work of one turn."""
@@ -66,37 +86,40 @@ class Case:
         self.steps += 1
 
 
-def measure(comm: Any, cases: Sequence[Case], rounds: int, after_round: Callable[[int], None]) -> None:
+def measure(
+    comm: Any, cases: Sequence[Case], rounds: int, after_round: Callable[[int], None], clock: Clock | None = None
+) -> None:
     """Time every case once a round, each round beginning with another one. Collective.
 
     A case that follows one which left its data in the cache would win falsely, hence the rotation. The cases must have
-    been run once, as a warm-up. ``after_round`` is given the number of rounds done.
+    been run once, as a warm-up. ``after_round`` is given the number of rounds done. ``clock`` is the host's by default.
     """
+    clock = clock or HostClock()
     for case in cases:
-        _calibrate(comm, case)
+        _calibrate(comm, case, clock)
     for turn in range(rounds):
         first = turn % len(cases)
         for case in (*cases[first:], *cases[:first]):
-            case.seconds.append(_timed(comm, case) / case.repeats)
+            took, returned = _timed(comm, case, clock)
+            case.seconds.append(took / case.repeats)
+            case.returned.append(returned / case.repeats)
         after_round(turn + 1)
 
 
-def _calibrate(comm: Any, case: Case) -> None:
+def _calibrate(comm: Any, case: Case, clock: Clock) -> None:
     """Find how often a short case must be repeated. The ranks agree, since all know the time of the slowest."""
-    took = _timed(comm, case)
+    took, _ = _timed(comm, case, clock)
     while took < _SURELY_LONG * SHORT:
-        took = min(took, _timed(comm, case), _timed(comm, case))
+        took = min(took, _timed(comm, case, clock)[0], _timed(comm, case, clock)[0])
         if took >= (SHORT if case.repeats == 1 else TURN):
             return
         # A little more than what seems enough, as turns differ; at least twice, to come to an end.
         case.repeats = max(2 * case.repeats, math.ceil(1.3 * case.repeats * TURN / max(took, 1e-9)))
-        took = _timed(comm, case)
+        took, _ = _timed(comm, case, clock)
 
 
-def _timed(comm: Any, case: Case) -> float:
-    """Return the seconds that the slowest rank takes for a turn."""
+def _timed(comm: Any, case: Case, clock: Clock) -> tuple[float, float]:
+    """Return the seconds that the slowest rank takes for a turn, and until its calls have returned."""
     comm.Barrier()
-    began = time.perf_counter()
-    case.run()
-    took = time.perf_counter() - began
-    return float(max(comm.allgather(took)))
+    of_ranks = comm.allgather(clock.time(case.run))
+    return float(max(took for took, _ in of_ranks)), float(max(returned for _, returned in of_ranks))

@@ -12,10 +12,10 @@ from .cases import Comparison, Factory, Group, Inputs
 from .keysets import KeySet
 from .options import Options
 from .peers import Allreduce, AllreduceLoop
-from .rules import RULES, Rule
-from .stores import PrivateArrays, Verb, open_store
+from .rules import RULES
+from .stores import PrivateArrays, SharedStore, Verb
 
-__all__ = ["hundred_keys", "one_key", "one_large_array", "sizes"]
+__all__ = ["hundred_keys", "one_key", "one_large_array", "shown", "sizes"]
 
 _ROUNDS, _QUICK_ROUNDS = 41, 3
 _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(11)), (64, 1 << 12, 1 << 18)
@@ -32,7 +32,7 @@ def sizes(comm: Any, options: Options) -> list[Group]:
 def one_large_array(comm: Any, options: Options) -> Group:
     """Return the group of one array of 64 MB (quick: 1 MB) and one Allreduce."""
     nbytes = 1 << (20 if options.quick else 26)
-    goal = f"sum of {_shown(nbytes)}: pushpull / Comm.Allreduce"
+    goal = f"sum of {shown(nbytes)}: pushpull / Comm.Allreduce"
     bound = _bound(comm, options, 0.35)
     comparisons = [Comparison(goal, "pushpull", "Allreduce", bound)]
     return _sum(comm, options, "allreduce", nbytes, ("pushpull",), comparisons)
@@ -43,7 +43,7 @@ def one_key(comm: Any, options: Options) -> Group:
     keys, rule = KeySet("1 key of 64 B", ((16,),)), RULES["sgd"]
     inputs = Inputs(comm.rank, keys)
     # A store each: together they would step the same weight.
-    ours = {verb: _verb(_Shared(keys, rule, options), inputs, verb) for verb in ("push, pull", "pushpull")}
+    ours = {verb: _verb(SharedStore(keys, rule, options.settings), inputs, verb) for verb in ("push, pull", "pushpull")}
     return _beside_the_loop(comm, options, "push-pull/1 key", inputs, keys, ours, 1.8)
 
 
@@ -61,8 +61,8 @@ def hundred_keys(comm: Any, options: Options) -> Group:
 def _sum(
     comm: Any, options: Options, name: str, nbytes: int, verbs: tuple[str, ...], comparisons: list[Comparison]
 ) -> Group:
-    keys = KeySet(_shown(nbytes), ((nbytes // 4,),))
-    inputs, shared = Inputs(comm.rank, keys), _Shared(keys, None, options)
+    keys = KeySet(shown(nbytes), ((nbytes // 4,),))
+    inputs, shared = Inputs(comm.rank, keys), SharedStore(keys, None, options.settings)
     factories: dict[str, Factory] = {verb: _verb(shared, inputs, verb) for verb in verbs}
     factories["Allreduce"] = lambda: partial(Allreduce, comm, inputs.gradients[0])
     return Group(name, f"sum of {keys.title}", keys, None, _rounds(options), factories, comparisons)
@@ -82,20 +82,7 @@ def _beside_the_loop(
     return Group(name, title, keys, RULES["sgd"], _rounds(options), factories, comparisons)
 
 
-class _Shared:
-    """A store that several contenders use, made when it is first asked for."""
-
-    def __init__(self, keys: KeySet, rule: Rule | None, options: Options) -> None:
-        self.rule, self._arguments = rule, (keys, rule, options.settings)
-        self._kv: Any = None
-
-    def store(self) -> Any:
-        """Return the store. Collective at the first call."""
-        self._kv = self._kv or open_store(*self._arguments)
-        return self._kv
-
-
-def _verb(shared: _Shared, inputs: Inputs, verb: str) -> Factory:
+def _verb(shared: SharedStore, inputs: Inputs, verb: str) -> Factory:
     def prepare() -> Callable[[], Verb]:
         value = inputs.gradients[0]
         out = np.empty_like(value)
@@ -113,10 +100,10 @@ def _rounds(options: Options) -> int:
     return options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS)
 
 
-def _shown(nbytes: int) -> str:
+def shown(nbytes: int) -> str:
     """Return a power of two in short.
 
-    >>> _shown(64), _shown(4096), _shown(64 << 20)
+    >>> shown(64), shown(4096), shown(64 << 20)
     ('64 B', '4 KB', '64 MB')
     """
     for unit, factor in (("MB", 1 << 20), ("KB", 1 << 10)):

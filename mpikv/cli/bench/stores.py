@@ -14,9 +14,17 @@ from ...typing import Array
 from .keysets import KeySet
 from .rules import Rule
 
-__all__ = ["PrivateArrays", "Verb", "ZeroCopy", "kernels_problem", "open_store"]
+__all__ = ["Ones", "PrivateArrays", "SharedStore", "Verb", "ZeroCopy", "host_ones", "kernels_problem", "open_store"]
 
 Settings = Mapping[str, Any]
+"""Arguments of :func:`mpikv.create`, its name included where that is not ``dist_sync``."""
+Ones = Callable[[tuple[int, ...]], Array]
+"""Returns ones of a shape, where the store's arrays are."""
+
+
+def host_ones(shape: tuple[int, ...]) -> Array:
+    """Return ones on the host."""
+    return np.ones(shape, np.float32)
 
 
 def kernels_problem(kernels: str) -> str:
@@ -24,12 +32,12 @@ def kernels_problem(kernels: str) -> str:
     return "" if find_spec(kernels) else f"{kernels} is not installed"
 
 
-def open_store(keys: KeySet, rule: Rule | None, settings: Settings) -> KVStore:
+def open_store(keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> KVStore:
     """Return a store of ones under the keys, with the optimizer if there is one. Collective."""
     # Whatever the environment says: the oracle adds from left to right, and cases name their kernels.
-    kv = create("dist_sync", **{"deterministic": False, "kernels": "numpy", **settings})
+    kv = create(**{"name": "dist_sync", "deterministic": False, "kernels": "numpy", **settings})
     try:
-        kv.init(keys.keys, [np.ones(shape, np.float32) for shape in keys.shapes])
+        kv.init(keys.keys, [ones(shape) for shape in keys.shapes])
         if rule is not None:
             kv.set_optimizer(rule.name, **rule.options)
     except (MPIKVError, MemoryError):
@@ -39,8 +47,21 @@ def open_store(keys: KeySet, rule: Rule | None, settings: Settings) -> KVStore:
 
 
 def _is_exact(kv: KVStore, rule: Rule | None) -> bool:
-    # MPI and several hosts sum in orders of their own; the oracle's Adam and LAMB round elsewhere.
+    # MPI, NCCL and several hosts sum in orders of their own; the oracle's Adam and LAMB round elsewhere.
     return kv.transport in ("local", "shm") and (rule is None or rule.name == "sgd")
+
+
+class SharedStore:
+    """A store that several contenders use, made when it is first asked for."""
+
+    def __init__(self, keys: KeySet, rule: Rule | None, settings: Settings, ones: Ones = host_ones) -> None:
+        self.rule, self._arguments = rule, (keys, rule, settings, ones)
+        self._kv: KVStore | None = None
+
+    def store(self) -> KVStore:
+        """Return the store. Collective at the first call."""
+        self._kv = self._kv or open_store(*self._arguments)
+        return self._kv
 
 
 class Verb:
@@ -74,9 +95,15 @@ class PrivateArrays:
     """One pushpull of all keys, from private arrays to private arrays."""
 
     def __init__(
-        self, keys: KeySet, rule: Rule, settings: Settings, gradients: Sequence[Array], outs: Sequence[Array]
+        self,
+        keys: KeySet,
+        rule: Rule,
+        settings: Settings,
+        gradients: Sequence[Array],
+        outs: Sequence[Array],
+        ones: Ones = host_ones,
     ) -> None:
-        self._kv = open_store(keys, rule, settings)
+        self._kv = open_store(keys, rule, settings, ones)
         self.exact = _is_exact(self._kv, rule)
         self._keys, self._gradients, self._outs = keys.keys, list(gradients), list(outs)
 

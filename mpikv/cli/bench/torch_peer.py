@@ -1,4 +1,5 @@
-"""The exchange of PyTorch's DistributedDataParallel on gloo, and a fused update, without the rest of a training step.
+"""The exchange of PyTorch's DistributedDataParallel, and a fused update, without the rest of a training step: on gloo,
+or on NCCL where the arrays are on GPUs.
 
 PyTorch is never needed: where it is missing the case is left out. What is timed leaves out what makes DDP fast in a
 real step, which hides the exchange behind the backward pass.
@@ -9,11 +10,13 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from ...typing import Array
+from .gpus import RankGpu
 from .rules import Rule
 
 __all__ = ["TorchBuckets", "torch_problem"]
@@ -22,22 +25,36 @@ __all__ = ["TorchBuckets", "torch_problem"]
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
-def torch_problem(comm: Any, rule: Rule) -> str:
-    """Return why the comparison with PyTorch cannot be made, or nothing. Collective."""
+def torch_problem(comm: Any, rule: Rule, own: RankGpu | None = None) -> str:
+    """Return why the comparison with PyTorch cannot be made, or nothing. Collective. ``own`` is the rank's GPU."""
     if not all(comm.allgather(find_spec("torch") is not None)):
         return "PyTorch is not installed"
     if len(set(comm.allgather(platform.node()))) > 1:
         return "it is compared on one host only"
-    if not import_module("torch.distributed").is_gloo_available():
-        return "this PyTorch has no gloo"
     if rule.name == "lamb":
         return "PyTorch has no LAMB"
-    torch = import_module("torch")
+    torch, distributed = import_module("torch"), import_module("torch.distributed")
+    if own is None and not distributed.is_gloo_available():
+        return "this PyTorch has no gloo"
+    if own is not None and (why := _gpu_problem(comm, torch, distributed, own)):
+        return why
     try:
-        _optimizer([torch.zeros(1)], rule, comm.size)
+        _optimizer([torch.zeros(1, device=_device(own))], rule, comm.size)
     except (RuntimeError, TypeError):
-        return f"PyTorch {torch.__version__} has no fused {rule.title} for the CPU"
+        return f"PyTorch {torch.__version__} has no fused {rule.title} for the {'CPU' if own is None else 'GPU'}"
     return ""
+
+
+def _gpu_problem(comm: Any, torch: Any, distributed: Any, own: RankGpu) -> str:
+    if own.shared:
+        return "PyTorch is compared where each rank has a GPU"
+    if not all(comm.allgather(bool(torch.cuda.is_available()))):
+        return f"PyTorch {torch.__version__} has no CUDA here"
+    return "" if distributed.is_nccl_available() else "this PyTorch has no NCCL"
+
+
+def _device(own: RankGpu | None) -> str:
+    return "cpu" if own is None else f"cuda:{own.gpu.ordinal}"
 
 
 class TorchBuckets:
@@ -48,16 +65,29 @@ class TorchBuckets:
 
     exact = False
 
-    def __init__(self, comm: Any, gradients: Sequence[Array], rule: Rule) -> None:
-        """Collective. gloo uses the loopback interface, and one thread computes on each rank."""
-        self._torch, self._size = import_module("torch"), comm.size
-        self._torch.set_num_threads(1)
-        self._connect(comm)
-        self._weights = [self._torch.ones(gradient.shape) for gradient in gradients]
-        self._buckets = self._fill_buckets(gradients)
-        self._optimizer = _optimizer(self._weights, rule, comm.size)
+    def __init__(self, comm: Any, gradients: Sequence[Array], rule: Rule, own: RankGpu | None = None) -> None:
+        """Collective. gloo uses the loopback interface, and one thread computes on each rank. On ``own``, a GPU, all is
+        queued on the stream of the measurement, for which NCCL's own is waited for.
+        """
+        self._torch, self._size, self._own, self._device = import_module("torch"), comm.size, own, _device(own)
+        if own is None:
+            self._torch.set_num_threads(1)
+        else:
+            self._torch.cuda.set_device(own.gpu.ordinal)
+        self._connect(comm, "gloo" if own is None else "nccl")
+        with self._on_stream():
+            self._weights = [self._torch.ones(gradient.shape, device=self._device) for gradient in gradients]
+            self._buckets = self._fill_buckets(gradients)
+            self._optimizer = _optimizer(self._weights, rule, comm.size)
 
-    def _connect(self, comm: Any) -> None:
+    def _on_stream(self) -> AbstractContextManager[object]:
+        if self._own is None:
+            return nullcontext()
+        cuda = self._torch.cuda
+        stream = cuda.ExternalStream(self._own.stream.handle, device=self._device)
+        return cuda.stream(stream)  # type: ignore[no-any-return]
+
+    def _connect(self, comm: Any, library: str) -> None:
         # The only way to name the interface: gloo takes that of the host's name otherwise, or none.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         distributed = self._distributed = import_module("torch.distributed")
@@ -69,14 +99,14 @@ class TorchBuckets:
         own = store(0, master=True) if comm.rank == 0 else None
         port = comm.bcast(own.port if own else None)
         distributed.init_process_group(
-            "gloo", store=own or store(port, master=False), rank=comm.rank, world_size=comm.size
+            library, store=own or store(port, master=False), rank=comm.rank, world_size=comm.size
         )
 
     def _fill_buckets(self, gradients: Sequence[Array]) -> list[Any]:
         """Return the buckets, and make each gradient the view of its part of one."""
         buckets = []
         for members in _bucketed([gradient.nbytes for gradient in gradients]):
-            bucket = self._torch.empty(sum(gradients[key].size for key in members))
+            bucket = self._torch.empty(sum(gradients[key].size for key in members), device=self._device)
             start = 0
             for key in members:
                 weight = self._weights[key]
@@ -88,14 +118,16 @@ class TorchBuckets:
 
     def step(self) -> None:
         # After the first step the buckets hold the mean, which averaging does not change.
-        works = [self._distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
-        for work, bucket in zip(works, self._buckets, strict=True):
-            work.wait()
-            bucket.div_(self._size)
-        self._optimizer.step()
+        with self._on_stream():
+            works = [self._distributed.all_reduce(bucket, async_op=True) for bucket in self._buckets]
+            for work, bucket in zip(works, self._buckets, strict=True):
+                work.wait()
+                bucket.div_(self._size)
+            self._optimizer.step()
 
     def results(self) -> list[Array]:
-        return [weight.numpy() for weight in self._weights]
+        with self._on_stream():
+            return [weight.cpu().numpy() for weight in self._weights]
 
     def close(self) -> None:
         self._distributed.destroy_process_group()

@@ -16,15 +16,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import create
+from ...config import visible_gpus
 from ...errors import MPIKVError
+from ...gpu import survey
 from ..launchers import clean, environment
 from . import machine
 from .cases import Factory, Group, Skipped
+from .gpu_report import SHARED, on_gpu
+from .gpu_suites import gpu_groups
+from .gpus import GpuClock, RankGpu, open_gpu, prepare_sharing
 from .memory import Memory, forget_peak, free_bytes, release_freed
 from .options import Options
 from .oracle import mismatches
 from .progress import Progress, open_progress
-from .rounds import Case, measure
+from .rounds import Case, Clock, HostClock, measure
 from .suites import groups
 
 __all__ = ["Report", "run"]
@@ -56,8 +61,13 @@ def run(options: Options) -> Report | None:
 
 
 def _measure(comm: Any, mpi: Any, options: Options) -> Report:
+    own: RankGpu | None = None
     try:
-        kv = create("dist_sync", **options.settings)
+        if options.device == "gpu":
+            prepare_sharing(comm.rank)
+        kv = create(**{"name": "dist_sync", **options.settings})
+        if options.device == "gpu":
+            own = open_gpu(comm, mpi)
     except MPIKVError as error:
         return {"ranks": comm.size, "error": str(error)}
     transport, pinned = kv.transport, _pin(comm, mpi, options)
@@ -72,7 +82,25 @@ def _measure(comm: Any, mpi: Any, options: Options) -> Report:
         "machine": machine.describe(),
     }
     with open_progress(comm.rank, options.live) as progress:
-        report["groups"] = [_measure_group(comm, group, progress) for group in groups(comm, options)]
+        if own is None:
+            chosen = groups(comm, options)
+            report["groups"] = [_measure_group(comm, group, progress, HostClock()) for group in chosen]
+        else:
+            report |= _on_gpus(comm, options, own, progress)
+    return report
+
+
+def _on_gpus(comm: Any, options: Options, own: RankGpu, progress: Progress) -> Report:
+    found = survey(visible_gpus())
+    report: Report = {"gpus": found.devices or [own.gpu.name], "cupy": found.cupy, "nccl": found.nccl}
+    report["functional_only"] = SHARED if own.shared else ""
+    clock = GpuClock(own, time.perf_counter)
+    with own:
+        chosen = gpu_groups(comm, options, own)
+        report["groups"] = [_measure_group(comm, group, progress, clock) for group in chosen]
+        for group in report["groups"]:
+            group["functional_only"] = report["functional_only"]
+        own.close()
     return report
 
 
@@ -87,7 +115,8 @@ def _pin(comm: Any, mpi: Any, options: Options) -> Report:
     # A launcher may have bound each rank to cores of its own.
     cores = machine.one_per_core(set().union(*host.allgather(os.sched_getaffinity(0))))
     crowded = any(comm.allgather(host.size > len(cores)))
-    pinned = options.pin and not crowded
+    # Beside a GPU's rank there are threads of NCCL and of CUDA.
+    pinned = options.pin and not crowded and options.device == "host"
     if pinned:
         os.sched_setaffinity(0, {cores[host.rank]})
     host.Free()
@@ -109,9 +138,10 @@ def _idle(comm: Any) -> float | None:
     return machine.idle_share(_LOOK)
 
 
-def _measure_group(comm: Any, group: Group, progress: Progress) -> Report:
+def _measure_group(comm: Any, group: Group, progress: Progress, clock: Clock) -> Report:
     """Make the cases of a group, time them, check their results, and free all. Collective."""
-    report: Report = {"name": group.name, "title": group.title, "elements": group.keys.elements, "rounds": group.rounds}
+    elements = group.keys.elements * group.tiles
+    report: Report = {"name": group.name, "title": group.title, "elements": elements, "rounds": group.rounds}
     release_freed()
     comm.Barrier()
     free = comm.bcast(free_bytes())
@@ -121,12 +151,15 @@ def _measure_group(comm: Any, group: Group, progress: Progress) -> Report:
     progress.begin(group)
     cases, skipped, memory = _make(comm, group)
     if cases:
-        measure(comm, cases, group.rounds, lambda done: progress.after_round(done, cases))
+        measure(comm, cases, group.rounds, lambda done: progress.after_round(done, cases), clock)
     wrong = _check(comm, cases, group)
     progress.end()
     for case in cases:
         case.contender.close()
     report["cases"] = [_case_report(case, group) for case in cases]
+    if not isinstance(clock, HostClock):
+        for case, shown in zip(cases, report["cases"], strict=True):
+            shown |= on_gpu(case, group, comm.size)
     report |= {"skipped": skipped, "wrong": wrong, "comparisons": _compare(report["cases"], group)}
     return report | ({"memory": memory, "nbytes": group.keys.nbytes} if memory else {})
 
@@ -200,7 +233,8 @@ def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
         if case.contender.exact is not None:
             case.run_once()
     found: dict[str, str] = {}
-    for rank, wrong in enumerate(comm.allgather(mismatches(cases, group.keys, comm.size, group.rule))):
+    found_here = mismatches(cases, group.keys, group.summed or comm.size, group.rule)
+    for rank, wrong in enumerate(comm.allgather(found_here)):
         for name, text in wrong.items():
             found.setdefault(name, f"rank {rank}: {text}")
     return found

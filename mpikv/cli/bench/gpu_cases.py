@@ -1,0 +1,200 @@
+"""What is timed on GPUs: the store on their arrays, NCCL and kernels by themselves, and copies as a yardstick."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from ... import optimizers
+from ...typing import Array
+from .gpus import RankGpu
+from .keysets import KeySet
+from .rounds import Contender
+from .rules import Rule
+
+__all__ = [
+    *("COLLECTIVES", "Copy", "FlatUpdate", "Nccl", "OnGpu", "Pack", "Tiled", "Update"),
+    *("bus_factor", "common_part"),
+]
+
+COLLECTIVES = ("allReduce", "reduce,broadcast", "reduceScatter", "allGather", "reduce", "broadcast")
+"""What of NCCL is timed by itself."""
+
+
+def bus_factor(collectives: str, size: int) -> float:
+    """Return by what bytes/time is multiplied for the bandwidth of the bus, as nccl-tests defines it; of several
+    collectives in turn, the sum.
+
+    >>> bus_factor("allReduce", 4), bus_factor("reduceScatter", 4), bus_factor("reduce,broadcast", 4)
+    (1.5, 0.75, 2.0)
+
+    Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+    """
+    passed = (size - 1) / size
+    of_one = {"allReduce": 2 * passed, "reduceScatter": passed, "allGather": passed, "reduce": 1.0, "broadcast": 1.0}
+    return sum(of_one[name] for name in collectives.split(","))
+
+
+class OnGpu:
+    """A contender whose results are on the GPU."""
+
+    def __init__(self, own: RankGpu, contender: Contender) -> None:
+        self.exact, self.step, self.close = contender.exact, contender.step, contender.close
+        self._own, self._contender = own, contender
+
+    def results(self) -> Iterator[Array]:
+        return map(self._own.download, self._contender.results())
+
+
+class Copy:
+    """A copy on the GPU, by CUDA's own: how fast it moves bytes once."""
+
+    def __init__(self, own: RankGpu, source: Array, *, checked: bool = False) -> None:
+        """``checked``: the source is what the oracle expects."""
+        self.exact = True if checked else None
+        self._own, self._source, self._out = own, source, own.filled(source.shape, np.nan)
+
+    def step(self) -> None:
+        np.copyto(self._out, self._source)
+
+    def results(self) -> list[Array]:
+        return [self._own.download(self._out)]
+
+    def close(self) -> None:
+        pass
+
+
+class Pack(Copy):
+    """The same in so many parts by one launch, as arrays of keys are packed for a message."""
+
+    def __init__(self, own: RankGpu, source: Array, parts: int) -> None:
+        super().__init__(own, source, checked=True)
+        bounds = [source.size * part // parts for part in range(parts + 1)]
+        self._pairs = [[array[low:high] for low, high in pairwise(bounds)] for array in (self._out, self._source)]
+
+    def step(self) -> None:
+        self._own.gpu.copy(*self._pairs)
+
+
+class Nccl:
+    """One of :data:`COLLECTIVES` on one array, called as nccl-tests does: the buffers are there, out of place where it
+    has two. Whatever it leaves to be done for a sum on every rank is done before, or after, and not timed.
+    """
+
+    exact = False
+
+    def __init__(self, own: RankGpu, collectives: str, value: Array) -> None:
+        """Collective. The number of elements is a multiple of the number of ranks."""
+        self.out = own.filled(value.shape, np.nan)  # what nobody writes to must not look like a sum
+        nccl, comm, stream = own.find_nccl(), own.communicator(), own.stream.handle
+        count, part = value.size, value.size // own.size
+        send, recv = own.gpu.address(value), own.gpu.address(self.out)
+        mine, sort = recv + own.rank * part * value.itemsize, (nccl.NCCL_FLOAT32, nccl.NCCL_SUM)
+        calls: dict[str, Callable[[], object]] = {
+            "allReduce": partial(comm.allReduce, send, recv, count, *sort, stream),
+            "reduce": partial(comm.reduce, send, recv, count, *sort, 0, stream),
+            "broadcast": partial(comm.broadcast, recv, recv, count, sort[0], 0, stream),
+            "reduceScatter": partial(comm.reduceScatter, send, mine, part, *sort, stream),
+            "allGather": partial(comm.allGather, mine, recv, part, sort[0], stream),
+        }
+        if (before := _BEFORE.get(collectives)) is not None:
+            calls[before]()
+        self._own, self._value = own, value
+        self._calls = [calls[name] for name in collectives.split(",")]
+        self._after = [calls[name] for name in _AFTER.get(collectives, ())]
+
+    def step(self) -> None:
+        for call in self._calls:
+            call()
+
+    def results(self) -> list[Array]:
+        for call in self._after:
+            call()
+        return [self._own.download(self.out)]
+
+    def close(self) -> None:
+        pass
+
+
+_BEFORE = {"broadcast": "reduce", "allGather": "reduceScatter"}
+_AFTER = {"reduce": ("broadcast",), "reduceScatter": ("allGather",)}
+
+
+class Update:
+    """The kernel of an optimizer on one array of weights, which are one at first."""
+
+    def __init__(self, own: RankGpu, rule: Rule, total: Array) -> None:
+        """``total`` is what every update is given.
+
+        Raises:
+            Unsupported: the optimizer has no kernel.
+        """
+        self.exact = rule.name == "sgd"
+        updater = optimizers.create(rule.name, **rule.options)
+        self._own, self._weight, self._count, self._updater = own, own.ones(total.shape), 0, updater
+        slots = updater.slots(self._weight.dtype)
+        state = {name: own.filled(total.shape, 0, dtype) for name, dtype in slots.items()}
+        own.kernels.prepare(updater, self._weight.dtype, False)
+        self._launch = own.kernels.bind(updater, total, self._weight, state)
+
+    def step(self) -> None:
+        self._count += 1
+        self._launch(self._updater.step(0, self._count))
+
+    def results(self) -> list[Array]:
+        return [self._own.download(self._weight)]
+
+    def close(self) -> None:
+        pass
+
+
+class FlatUpdate:
+    """The least there is: all gradients lie in one array, an allReduce adds them up, and one kernel updates weights
+    that lie in one array.
+    """
+
+    exact = False
+
+    def __init__(self, own: RankGpu, keys: KeySet, rule: Rule, gradients: Array) -> None:
+        """Collective. The number of elements is any."""
+        self._reduce = Nccl(own, "allReduce", gradients)
+        self._update, self._keys = Update(own, rule, self._reduce.out), keys
+
+    def step(self) -> None:
+        self._reduce.step()
+        self._update.step()
+
+    def results(self) -> list[Array]:
+        (whole,) = self._update.results()
+        ends = np.cumsum([math.prod(shape) for shape in self._keys.shapes])
+        parts = np.split(whole, ends[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self._keys.shapes, strict=True)]
+
+    def close(self) -> None:
+        pass
+
+
+class Tiled:
+    """A contender on an array that repeats the same part so often, of which the oracle knows the part alone."""
+
+    def __init__(self, contender: Contender, tiles: int) -> None:
+        self.exact, self.step, self.close = contender.exact, contender.step, contender.close
+        self._contender, self._tiles = contender, tiles
+
+    def results(self) -> Iterator[Array]:
+        for whole in self._contender.results():
+            yield common_part(whole, self._tiles)
+
+
+def common_part(whole: Array, tiles: int) -> Array:
+    """Return what all parts of an array are, with NaN where two differ.
+
+    >>> common_part(np.array([1.0, 2.0, 1.0, 3.0]), 2)
+    array([ 1., nan])
+    """
+    parts = whole.reshape(tiles, -1)
+    return np.where((parts == parts[0]).all(axis=0), parts[0], np.nan)
