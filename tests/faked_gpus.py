@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import mpikv
-import mpikv.cuda.kernels
 from mpikv.config import launch_of
 from mpikv.errors import TransportUnavailable
 from mpikv.gpu import choose_gpu
@@ -60,7 +58,7 @@ def install(count: int) -> FakeGpu:
     for module in ("mpikv.registry", "mpikv.cli.bench.gpus"):
         mock.patch(f"{module}.find_gpu", find_gpu).start()
         mock.patch(f"{module}.find_nccl", find_nccl).start()
-    mock.patch("mpikv.cuda.kernels.CudaKernels", lambda: SparingKernels(gpu)).start()
+    mock.patch("mpikv.cuda.kernels.CudaKernels", return_value=SparingKernels(gpu)).start()
     return gpu
 
 

@@ -148,6 +148,7 @@ NAMES = {
     "cuda.Stream.null.ptr": "",
     "cuda.Stream.from_external": "obj",
     "cuda.get_current_stream": "device_id",
+    "cuda.get_elapsed_time": "start_event end_event",
     "cuda.alloc_pinned_memory": "size",
     "cuda.is_available": "",
     "cuda.MemoryPointer.ptr": "",
@@ -277,9 +278,10 @@ class Standin:
         self.streams = [StandinStream(self)]
         self.cuda = SimpleNamespace(
             Device=lambda ordinal: StandinDevice(self, ordinal),
-            Event=lambda disable_timing: self.note(
-                "event", SimpleNamespace(made=self.present, ptr=id(self), timing=False)
+            Event=lambda disable_timing=False: self.note(
+                "event", SimpleNamespace(made=self.present, ptr=id(self), timing=not disable_timing, synchronize=int)
             ),
+            get_elapsed_time=lambda first, last: self.note("elapsed", last.milliseconds - first.milliseconds),
             Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
             get_current_stream=lambda ordinal=0: self.streams[-1],
             alloc_pinned_memory=bytearray,
@@ -478,3 +480,18 @@ def test_the_example_says_what_is_missing(tmp_path, writable):
     assert (done.returncode, done.stdout) == (1, "")
     why = "no GPU can be used here" if writable else "CUPY_CACHE_DIR"
     assert re.fullmatch(rf"train_digits\.py: create: .*(need the package CuPy|{why}).*\n", done.stderr)
+
+
+def test_marks_know_the_time_between_them(gpu, cupy):
+    with gpu.stream():
+        first, last = gpu.mark(), gpu.mark()
+    assert first.beneath.timing
+    assert last.beneath.timing
+    first.beneath.milliseconds, last.beneath.milliseconds = 1.5, 4.0
+    assert first.seconds_to(last) == 0.0025
+    assert cupy.notes[1:] == [(what, 1) for what in ("event", "record") * 2 + ("elapsed",)]
+    cupy.status = 700
+    with pytest.raises(TransportError, match="what was queued on cuda:1 failed: status 700"):
+        first.seconds_to(last)
+    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'mark'"):
+        gpu.mark()
