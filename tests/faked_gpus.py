@@ -55,7 +55,7 @@ def install(count: int) -> FakeGpu:
     def find_nccl() -> FakeNccl:
         return FakeNccl(gpu, comm)
 
-    for module in ("mpikv.registry", "mpikv.cli.bench.gpus"):
+    for module in ("mpikv.gpu", "mpikv.registry", "mpikv.cli.bench.gpus"):
         mock.patch(f"{module}.find_gpu", find_gpu).start()
         mock.patch(f"{module}.find_nccl", find_nccl).start()
     mock.patch("mpikv.cuda.kernels.CudaKernels", return_value=SparingKernels(gpu)).start()
