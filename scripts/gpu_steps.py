@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,6 +131,10 @@ def one_communicator() -> Numbers:
         comm.allReduce(buffer.data.ptr, buffer.data.ptr, buffer.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
         stream.synchronize()
         found[name] = (time.perf_counter() - begin) * 1e6
+    found["call_us"] = 1e6 * host_seconds(
+        lambda: comm.allReduce(buffer.data.ptr, buffer.data.ptr, 1, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
+    )
+    stream.synchronize()
     found["memory_MB"] = (free - cupy.cuda.runtime.memGetInfo()[0]) / MB
     comm.destroy()
     assert float(buffer.sum()) == MB
@@ -180,7 +185,7 @@ def sums() -> Numbers:
 
 
 def bits() -> Numbers:
-    """In a fixed order a store on GPUs adds as one on the host does, to the bit."""
+    """In a fixed order a store on GPUs adds as one on the host does, to the bit, and so does the next one."""
     import numpy as np
 
     import mpikv
@@ -188,13 +193,14 @@ def bits() -> Numbers:
     random = np.random.default_rng(own_rank())
     sent = random.standard_normal(100_003).astype(np.float32)
     found = []
-    for name in ("nccl", "dist_sync"):
+    for name in ("nccl", "nccl", "dist_sync"):
         with mpikv.create(name, deterministic=True) as kv:
             kv.init("w", np.zeros_like(sent))
             kv.push("w", sent)
             value = kv.pull("w")
             found.append(value.get() if hasattr(value, "get") else value)
-    assert found[0].tobytes() == found[1].tobytes(), f"{(found[0] != found[1]).sum()} elements differ"
+    for what, other in (("from one run to the next", found[1]), ("from the host's", found[2])):
+        assert found[0].tobytes() == other.tobytes(), f"{(found[0] != other).sum()} elements differ {what}"
     return {"elements": sent.size}
 
 
@@ -266,6 +272,7 @@ def kernels() -> Numbers:
     import cupy
 
     from mpikv import optimizers
+    from mpikv.arrays import bfloat16
     from mpikv.cuda.copies import copy
     from mpikv.cuda.kernels import CudaKernels
 
@@ -277,14 +284,17 @@ def kernels() -> Numbers:
     found["copies_of_160_GB_s"] = 8 * size / gpu_seconds(lambda: copy(targets, parts)) / 1e9
     half = cupy.empty(size, "f2")
     found["cast_to_float16_GB_s"] = 6 * size / gpu_seconds(lambda: copy([half], [total])) / 1e9
-    for name, updater, moved in (
-        ("momentum", optimizers.SGD(learning_rate=1e-3, momentum=0.9), 20),
-        ("adam", optimizers.Adam(learning_rate=1e-3), 28),
+    narrow = value.astype(bfloat16())
+    for name, updater, weight, moved in (
+        ("momentum", optimizers.SGD(learning_rate=1e-3, momentum=0.9), value, 20),
+        ("adam", optimizers.Adam(learning_rate=1e-3), value, 28),
+        # Of 4 bytes a sum, and a master, a mean and a variance, which are written, too; of 2 a value.
+        ("adam_bfloat16_with_master", optimizers.Adam(learning_rate=1e-3, multi_precision=True), narrow, 30),
     ):
         on_gpu = CudaKernels()
-        on_gpu.prepare(updater, value.dtype, False)
-        state = {key: cupy.zeros(size, dtype) for key, dtype in updater.slots(value.dtype).items()}
-        update, step = on_gpu.bind(updater, total, value, state), updater.step("w", 1)
+        on_gpu.prepare(updater, weight.dtype, False)
+        state = {key: cupy.zeros(size, dtype) for key, dtype in updater.slots(weight.dtype).items()}
+        update, step = on_gpu.bind(updater, total, weight, state), updater.step("w", 1)
         found[f"{name}_GB_s"] = moved * size / gpu_seconds(lambda: update(step)) / 1e9  # noqa: B023
     return found
 
@@ -343,6 +353,136 @@ def staging() -> Numbers:
     return found
 
 
+def launches() -> Numbers:
+    """Say how long the host takes to queue a kernel that does nothing, and whether one takes 20,000 bytes by value."""
+    import cupy
+    import numpy as np
+
+    small = cupy.RawKernel('extern "C" __global__ void nothing(int) {}', "nothing")
+    found: Numbers = {"launch_us": 1e6 * host_seconds(lambda: small((1,), (32,), (np.int32(0),)))}
+    array = cupy.ones(32, "f4")
+    found["elementwise_us"] = 1e6 * host_seconds(lambda: cupy.add(array, 1, out=array))
+    large = (
+        'struct Large { int many[5000]; }; extern "C" __global__ void last(Large l, int* out) { *out = l.many[4999]; }'
+    )
+    given, out = np.zeros(1, np.dtype([("many", np.int32, 5000)])), cupy.zeros(1, np.int32)
+    given["many"][0, 4999] = 7
+    try:
+        cupy.RawKernel(large, "last")((1,), (1,), (given, out))
+        found["by_value_20000_B"] = "yes" if int(out[0]) == 7 else "wrong"
+    except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as error:
+        found["by_value_20000_B"] = f"no: {error}"[:200]
+    return found
+
+
+def ends() -> Numbers:
+    """A forked child cannot use a store, and a program may end without closing it."""
+    import cupy
+
+    from mpikv.errors import Closed
+
+    kv = store(timeout=20.0)
+    kv.init("w", cupy.zeros(MB, "f4"))
+    kv.push("w", cupy.ones(MB, "f4"))
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            kv.push("w", cupy.ones(MB, "f4"))
+        except Closed:
+            status = 0
+        finally:
+            os._exit(status)
+    refused = os.waitpid(child, 0)[1] == 0
+    assert refused, "a forked child used the store"
+    assert (kv.pull("w").get() == kv.size).all()
+    return {"forked_child": "refused", "closed": "by the end of the program"}
+
+
+def several_on_one() -> Numbers:
+    """NCCL from 2.30 on joins ranks of one GPU without names of hosts, by itself: a store refuses it."""
+    import cupy
+    from mpi4py import MPI
+
+    from mpikv.gpu import find_nccl
+
+    nccl, ranks = find_nccl(), MPI.COMM_WORLD
+    if nccl.get_version() < 23000:
+        raise Skip(f"NCCL is {nccl.get_version()}, of 2.30 or later this is known")
+    cupy.cuda.Device(ranks.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    array, stream = cupy.full(MB, ranks.rank + 1, "f4"), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    identity = ranks.bcast(nccl.get_unique_id() if ranks.rank == 0 else None)
+    begin = time.perf_counter()
+    comm = nccl.NcclCommunicator(ranks.size, identity, ranks.rank)
+    found: Numbers = {"init_s": time.perf_counter() - begin}
+    begin = time.perf_counter()
+    comm.allReduce(array.data.ptr, array.data.ptr, MB, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
+    stream.synchronize()
+    found["first_4_MB_ms"] = (time.perf_counter() - begin) * 1e3
+    assert (array.get() == ranks.size * (ranks.size + 1) / 2).all()
+    ranks.Barrier()
+    comm.destroy()
+    return found
+
+
+def bench(ranks: int, *arguments: str) -> Callable[[], Numbers]:
+    def run() -> Numbers:
+        """Run ``mpikv bench`` on GPUs, shortly, whose results it checks."""
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+            path = Path(folder) / "bench.json"
+            line = ["bench", "--device", "gpu", "-n", str(ranks), *arguments, "--json", str(path)]
+            said = said_by([sys.executable, "-m", "mpikv", *line])
+            if not path.exists():
+                raise AssertionError(said)
+            return bench_numbers(json.loads(path.read_text()))
+
+    return run
+
+
+def bench_numbers(document: Numbers) -> Numbers:
+    """Return of each case of ``mpikv bench`` its time on the GPU, and its bandwidth where that is known."""
+    (job,) = document["jobs"]
+    found: Numbers = {"label": job["functional_only"]} if job["functional_only"] else {}
+    for group in job["groups"]:
+        for case in group["cases"]:
+            name = f"{group['name']} {case['name']}"
+            found[f"{name} us"] = case["median"] * 1e6
+            if case.get("algbw") is not None:
+                found[f"{name} algbw_GB_s"] = case["algbw"]
+            if case.get("floor"):
+                found[f"{name} GB_s"] = 1e-9 * case["floor"] * group["elements"] / case["median"]
+        found |= {f"{group['name']} {case} skipped": why for case, why in group["skipped"].items()}
+    return found
+
+
+def synthetic(ranks: int, gigabytes: float) -> Callable[[], Numbers]:
+    def run() -> Numbers:
+        """Train layers whose optimizer state fills gigabytes, and check the values."""
+        start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
+        options = ["--device", "gpu", "--gigabytes", str(gigabytes), "--steps", "5"]
+        return synthetic_numbers(said_by([*start, str(ROOT / "scripts/train_synthetic.py"), *options]))
+
+    return run
+
+
+def synthetic_numbers(said: str) -> Numbers:
+    """Return the figures that ``train_synthetic.py`` has printed: a name and a number each."""
+    if "check passed" not in said:
+        raise AssertionError(said[-3000:])
+    words = said.split()
+    names = ("values_bytes", "state_bytes", "step_ms", "update_GB_s")
+    return {name: float(words[words.index(name) + 1]) for name in names}
+
+
+def said_by(line: list[str]) -> str:
+    """Return what a program prints that ends well. The limit of the step ends it."""
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout
+
+
 # Cheap and safe ones first.
 STEPS = {
     "versions": Step(versions, 60),
@@ -353,11 +493,18 @@ STEPS = {
     "large": Step(large, 40),
     "host_cost": Step(host_cost, 60),
     "staging": Step(staging, 40),
+    "launches": Step(launches, 30),
+    "bench_1": Step(bench(1, "--quick", "--rounds", "5"), 90),
+    "synthetic_1": Step(synthetic(1, 4.0), 60),
     "sums_2": Step(sums, 60, ranks=2),
     "sums_4": Step(sums, 60, ranks=4),
     "bits_2": Step(bits, 40, ranks=2),
     "bits_4": Step(bits, 40, ranks=4),
     "refused_2": Step(refused, 60, ranks=2),
+    "ends_2": Step(ends, 40, ranks=2),
+    "several_on_one_2": Step(several_on_one, 40, ranks=2),
+    "bench_2": Step(bench(2, "--quick", "--rounds", "1", "--only", "sizes,small", "--optimizer", "adam"), 90),
+    "synthetic_2": Step(synthetic(2, 0.2), 60),
     "stopped_2": Step(stopped, 60, ranks=2, dies=True),
     "tests_2": Step(tests(2), 240),
     "tests_4": Step(tests(4), 120),
@@ -385,8 +532,13 @@ def main(name: str) -> None:
     if name == "refused_2":
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # before CUDA looks there
     launch = launch_of()
+    if name in ("bench_2", "synthetic_2") and len(survey(visible_gpus()).devices) < 2:
+        os.environ["MPIKV_GPU_SHARING"] = "1"  # these make ranks of their own
     if launch is not None and len(survey(visible_gpus()).devices) < launch.size:
         os.environ |= sharing(launch.rank)
+        if name == "several_on_one_2":
+            del os.environ["NCCL_HOSTID"]
+            os.environ |= {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
     try:
         tell(STEPS[name].run())
     except Skip as reason:

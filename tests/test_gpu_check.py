@@ -106,6 +106,39 @@ def test_the_page_and_the_numbers(check, tmp_path):
         assert line in text.splitlines()
 
 
+def test_figures_of_the_benchmark(check):
+    case = {"name": "copy", "median": 2e-3, "floor": 8}
+    sums = {"name": "sizes/64", "elements": 16, "cases": [case | {"floor": None, "algbw": 0.5}], "skipped": {"a": "b"}}
+    kernels = {"name": "kernels/sgd", "elements": 10**6, "cases": [case], "skipped": {}}
+    numbers = sys.modules["gpu_steps"].bench_numbers
+    expected = {
+        "sizes/64 copy us": 2000.0,
+        "sizes/64 copy algbw_GB_s": 0.5,
+        "sizes/64 a skipped": "b",
+        "kernels/sgd copy us": 2000.0,
+        "kernels/sgd copy GB_s": 4.0,
+    }
+    job = {"functional_only": "", "groups": [sums, kernels]}
+    assert numbers({"jobs": [job]}) == pytest.approx(expected)
+    assert numbers({"jobs": [job | {"functional_only": "ranks share"}]})["label"] == "ranks share"
+
+
+def test_figures_of_the_workload(check):
+    numbers = sys.modules["gpu_steps"].synthetic_numbers
+    said = "Adam on gpu\nvalues_bytes 10  state_bytes 20\nstep_ms 1.5 (first 3.0), of 5\nupdate_GB_s 4.25 for each\n"
+    expected = {"values_bytes": 10.0, "state_bytes": 20.0, "step_ms": 1.5, "update_GB_s": 4.25}
+    assert numbers(said + "check passed, both ends") == expected
+    with pytest.raises(AssertionError, match="check failed"):
+        numbers(said + "check failed, both ends")
+
+
+def test_a_program_that_fails_fails_its_step(check):
+    said_by = sys.modules["gpu_steps"].said_by
+    assert said_by([sys.executable, "-c", "print(3)"]) == "3\n"
+    with pytest.raises(AssertionError, match=r"exit status 1: \(?oh"):
+        said_by([sys.executable, "-c", "import sys; sys.exit('oh')"])
+
+
 @pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
 def test_every_name_of_cupy_in_what_needs_a_gpu_is_one():
     import cupy
