@@ -19,6 +19,7 @@ from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storabl
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
 from .errors import ConfigError, Unsupported, noted
 from .keys import KeyTable
+from .memory import private
 from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
@@ -74,9 +75,7 @@ class Exchange:
         self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._memory = transport.memory
-        # Of a GPU's memory there may be too little on one rank alone.
-        allocate = self._memory.zeros if self._memory.on_host else transport.allocate
-        self._scratch = allocate(2 * transport.limit)
+        self._scratch = private(transport)(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
@@ -222,7 +221,7 @@ class Exchange:
         """Sum the ranks' buffers and update. They may be filled again when it returns."""
         if self.compression is not None:
             # Only this rank reads its buffers, and it has when this returns.
-            self.push(plan, self.buffers(plan), steps, confirm)
+            self.push(plan, self._brought(plan), steps, confirm)
             return
         for bucket in plan.buckets:
             assert bucket.buffered is not None
@@ -238,7 +237,7 @@ class Exchange:
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push the buffers, then pull; without targets only so that this rank has the newest values."""
         if self.compression is not None:
-            self.pushpull(plan, self.buffers(plan), steps, targets or [()] * len(plan.keys), confirm)
+            self.pushpull(plan, self._brought(plan), steps, targets or [()] * len(plan.keys), confirm)
             return
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
@@ -495,6 +494,11 @@ class Exchange:
         """Return this rank's buffer for each key. Local."""
         return [entry.buffer(self.transport.place) for entry in plan.entries]
 
+    def _brought(self, plan: Plan) -> Arrays:
+        """Return this rank's buffers as what a caller would bring."""
+        buffers = self.buffers(plan)
+        return buffers if self._memory.on_host else [(buffer.reshape(-1),) for buffer in buffers]
+
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
         """Let this rank's buffers hold zeros meanwhile: for a push to which it brings nothing. Local."""
@@ -543,7 +547,7 @@ class Exchange:
     def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
         """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
         assert self.compression is not None
-        check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
+        check(self.compression.codec, plan, _groups(self._brought(plan) if sources is None else sources), self._memory)
 
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
@@ -552,9 +556,9 @@ class Exchange:
         """
         # Before anything changes, as there may be too little memory.
         publishing = None if values is None else self._published_by(values)
+        compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
         self._end_packing()
-        self._publication = publishing
-        self.compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        self._publication, self.compression = publishing, compression
         self.drop_residuals()
         # Sums are no longer, or again, left to the rules.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
@@ -581,7 +585,7 @@ class Exchange:
         Local.
         """
         if self.packs_values and len(self.table):
-            for block in {entry.place.block for entry in self.table.entries()}:
+            for block in dict.fromkeys(entry.place.block for entry in self.table.entries()):
                 block.ensure_exact()
             self._forget_plans()
             publication.begin(self.plan(tuple(self.table)).buckets)
