@@ -235,7 +235,6 @@ class Calls:
         settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
-            self._exchange.check_host("compression='auto'")
             return call, (self._run_choice, self._codec(meant.codec), settings)
         if isinstance(meant, codecs.BothDirections):
             # What packs as a cast does knows its largest number, too.

@@ -585,8 +585,13 @@ class Exchange:
         Local.
         """
         if self.packs_values and len(self.table):
-            for block in dict.fromkeys(entry.place.block for entry in self.table.entries()):
-                block.ensure_exact()
+            try:
+                for block in dict.fromkeys(entry.place.block for entry in self.table.entries()):
+                    block.ensure_exact()
+            except MemoryError:  # of a GPU: what is there has no values yet
+                self._publication = None
+                self._drop_exact()
+                raise
             self._forget_plans()
             publication.begin(self.plan(tuple(self.table)).buckets)
 
@@ -594,9 +599,12 @@ class Exchange:
         """Give every rank the exact values, and forget that they were something else."""
         self.give_exact()
         if self._holds_rounded:
-            for block in self._arena.blocks:
-                block.exact = None
-            self._forget_plans()
+            self._drop_exact()
+
+    def _drop_exact(self) -> None:
+        for block in self._arena.blocks:
+            block.exact = None
+        self._forget_plans()
 
     def give_exact(self) -> None:
         """Give every rank the exact values, where those that it holds were packed."""

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv import codecs
 from mpikv.errors import NotFinite, PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv.exchange import Exchange
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeRanges
 from mpikv.testing.store import on_host
@@ -237,7 +238,7 @@ def test_numbers_that_are_not_finite_raise(gpu, comm, bad, dtype):
     close(*stores)
 
 
-@pytest.mark.parametrize("bad", ["topk", "lowrank", {"type": "auto"}, {"type": "auto", "codec": "2bit"}])
+@pytest.mark.parametrize("bad", ["topk", "lowrank", {"type": "auto", "codec": "topk"}])
 def test_codecs_without_a_kernel_are_refused(gpu, comm, bad):
     """By name, before anything is sent; the present compression stays."""
     with store_on(gpu, comm) as kv:
@@ -384,6 +385,73 @@ def test_what_is_said_of_it(gpu, comm):
         assert kv.statistics()["compression"]["chosen"] == kv.compression.settings()
         kv.set_gradient_compression(kv.compression)  # as a group of ranks is given it
         assert kv.compression.settings() == "2bit(threshold=0.25) with error feedback"
+
+
+@pytest.mark.parametrize("saved", [-1e9, 1.0])
+@pytest.mark.parametrize("name", NAMES)
+def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypatch):
+    """How long this GPU takes says nothing, so that the answer is given here."""
+    monkeypatch.setattr("mpikv.trial._SAVED", saved)
+    with store_on(gpu, comm) as kv:
+        kv.init("w", np.full(100, 2, F32))
+        for _ in range(2):
+            kv.set_gradient_compression({"type": "auto", "codec": name})
+            found = kv.statistics()["compression"]
+            chosen = codecs.create(name).settings() if saved < 0 else "None"
+            assert found["chosen"] == (kv.compression.settings() if kv.compression else "None") == chosen
+            assert found["seconds"].keys() == {"with", "without"}
+            assert min(found["seconds"].values()) > 0
+        assert kv.keys() == ("w",)
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 2))
+        kv.push("w", np.full(100, 0.5, F32))
+        if saved > 0:
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 0.5 * kv.size))
+
+
+def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
+    """A time is taken when all that was queued is done."""
+    waits = []
+    with store_on(gpu, comm) as kv:
+        memory = kv._transport.memory
+        close = memory.close
+        monkeypatch.setattr(memory, "close", lambda: (waits.append("wait"), close()))
+        push = Exchange.push
+        monkeypatch.setattr(Exchange, "push", lambda *arguments: (push(*arguments), waits.append("push")))
+        kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
+        assert waits == ["wait", "push", "wait"] * 12
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_too_little_memory_on_one_rank(gpu, comm, both_ways, monkeypatch):
+    """Every rank is told, however much there was, and no value is lost."""
+    wanted = both("bf16") if both_ways else "fp16"
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.init("w", np.ones(1000, F32))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        expected, failures, zeros, left = 1.0, 0, gpu.zeros, [0]
+
+        def scarce(nbytes):
+            left[0] -= 1
+            if left[0] < 0 and kv.rank == kv.size - 1:
+                raise MemoryError("out of memory")
+            return zeros(nbytes)
+
+        # What packs values is made once, so that the second time two are enough until exact values need one.
+        for allowed in (0, 1, 2, 9, 2, 9):
+            kv.set_gradient_compression("2bit")
+            left[0] = allowed
+            monkeypatch.setattr(gpu, "zeros", scarce)
+            try:
+                kv.set_gradient_compression(wanted)
+            except MemoryError as error:
+                failures += f"ranks [{kv.size - 1}] have too little memory" in str(error)
+            monkeypatch.setattr(gpu, "zeros", zeros)
+            kv.push("w", np.full(1000, 0.5, F32))
+            expected -= 0.25 * kv.size
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, expected, F32))
+        assert failures == (4 if both_ways else 2)
+        assert kv.compression.settings().startswith("bf16" if both_ways else "fp16")
 
 
 # --- Both directions
