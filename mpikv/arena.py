@@ -78,10 +78,9 @@ class Block:
         """What pushes change at the owners."""
         return self.values if self.exact is None else self.exact
 
-    def ensure_exact(self) -> None:
-        """Have memory for exact values where they travel as something shorter: single precision. On GPUs collective."""
-        if self.exact is None and self.values.dtype == np.float32:
-            self.exact = self.allocate(4 * self.values.size).view(np.float32)
+    def new_exact(self) -> Array | None:
+        """Return memory for exact values of what travels as something shorter: single precision. On GPUs collective."""
+        return self.allocate(self.values.nbytes).view(np.float32) if self.values.dtype == np.float32 else None
 
     def drop_sums(self) -> None:
         """Give the memory for sums back. No plan may refer to it."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from . import publication
-from .arena import Arena
+from .arena import Arena, Block
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
 from .errors import ConfigError, Unsupported, noted
@@ -466,8 +466,8 @@ class Exchange:
         self.delete([key for key in keys if key in self.table])
         for key, array, where in zip(keys, arrays, places, strict=True):
             where.block.ensure_state(self.updater.slots(array.dtype))
-            if self.packs_values:
-                where.block.ensure_exact()
+            if self.packs_values and where.block.exact is None:
+                where.block.exact = where.block.new_exact()
             self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
 
     def add_buffers(self, plan: Plan) -> None:
@@ -557,12 +557,13 @@ class Exchange:
         # Before anything changes, as there may be too little memory.
         publishing = None if values is None else self._published_by(values)
         compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        room = self._room_for_exact(publishing, self.placement)
         self._end_packing()
         self._publication, self.compression = publishing, compression
         self.drop_residuals()
         # Sums are no longer, or again, left to the rules.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
-        self._begin_packing()
+        self._begin_packing(room)
 
     def _published_by(self, codec: Cast) -> Publication | None:
         """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
@@ -580,18 +581,18 @@ class Exchange:
         """Whether values are packed that ranks pull."""
         return self._publication is not None and not self._current
 
-    def _begin_packing(self) -> None:
-        """Have the owners keep exact values from now on, if what is pulled is packed. Every rank has the newest ones.
-        Local.
-        """
-        if self.packs_values and len(self.table):
-            try:
-                for block in dict.fromkeys(entry.place.block for entry in self.table.entries()):
-                    block.ensure_exact()
-            except MemoryError:  # of a GPU: what is there has no values yet
-                self._publication = None
-                self._drop_exact()
-                raise
+    def _room_for_exact(self, publishing: Publication | None, placement: Placement) -> dict[Block, Array]:
+        """Return memory for exact values, if they are to be kept. On GPUs collective."""
+        if publishing is None or placement.everywhere:
+            return {}
+        blocks = dict.fromkeys(entry.place.block for entry in self.table.entries())
+        return {block: exact for block in blocks if (exact := block.new_exact()) is not None}
+
+    def _begin_packing(self, room: dict[Block, Array]) -> None:
+        """Have the owners keep exact values there from now on. Every rank has the newest ones. Local."""
+        for block, exact in room.items():
+            block.exact = exact
+        if room:
             self._forget_plans()
             publication.begin(self.plan(tuple(self.table)).buckets)
 
@@ -599,12 +600,9 @@ class Exchange:
         """Give every rank the exact values, and forget that they were something else."""
         self.give_exact()
         if self._holds_rounded:
-            self._drop_exact()
-
-    def _drop_exact(self) -> None:
-        for block in self._arena.blocks:
-            block.exact = None
-        self._forget_plans()
+            for block in self._arena.blocks:
+                block.exact = None
+            self._forget_plans()
 
     def give_exact(self) -> None:
         """Give every rank the exact values, where those that it holds were packed."""
@@ -654,15 +652,16 @@ class Exchange:
 
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""
+        placement = self.placed(updater)
+        # Before anything changes, as a GPU may have too little memory.
+        dtypes = {entry.place.block: entry.dtype for entry in self.table.entries()}
+        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
+        room = self._room_for_exact(self._publication, placement)
         # Its placement may have other owners, who need the newest values.
         self._end_packing()
         stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
         if stale:
             self._publish(self.plan(stale))
-        placement = self.placed(updater)
-        # Before anything changes, as a GPU may have too little memory.
-        dtypes = {entry.place.block: entry.dtype for entry in self.table.entries()}
-        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
         self.updater, self.placement = updater, placement
         self._settle()
         self._revision = updater.revision
@@ -673,7 +672,7 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
         self.table.start_counts()
-        self._begin_packing()
+        self._begin_packing(room)
         if len(self.table):
             self.start_from_values(tuple(self.table))
 

@@ -67,6 +67,7 @@ def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", [*NAMES, *BARE], ids=str)
+@pytest.mark.feature("compression-everywhere")
 def test_the_bits_are_those_of_the_host(gpu, comm, name, placement):
     """Lists, keys of all sizes, half precision, several messages, and shares of unequal size."""
     shapes = {0: (30,), 1: (41, 97), 2: (1,), 3: (0, 3), 4: (1009,), 5: (12_001,)}
@@ -440,14 +441,20 @@ def test_too_little_memory_on_one_rank(gpu, comm, both_ways, monkeypatch):
         # What packs values is made once, so that the second time two are enough until exact values need one.
         for allowed in (0, 1, 2, 9, 2, 9):
             kv.set_gradient_compression("2bit")
-            left[0] = allowed
+            kv.push("w", np.full(1000, 0.25, F32))  # which is left
+            before = kv.statistics()["compression"]
+            left[0], failed = allowed, ""
             monkeypatch.setattr(gpu, "zeros", scarce)
             try:
                 kv.set_gradient_compression(wanted)
             except MemoryError as error:
-                failures += f"ranks [{kv.size - 1}] have too little memory" in str(error)
+                failed = str(error)
             monkeypatch.setattr(gpu, "zeros", zeros)
-            kv.push("w", np.full(1000, 0.5, F32))
+            if failed:
+                failures += f"ranks [{kv.size - 1}] have too little memory" in failed
+                assert kv.statistics()["compression"] == before
+                assert kv.compression.settings() == before["chosen"]
+            kv.push("w", np.full(1000, 0.25 if failed else 0.5, F32))
             expected -= 0.25 * kv.size
             np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, expected, F32))
         assert failures == (4 if both_ways else 2)
