@@ -17,7 +17,7 @@ from . import publication
 from .arena import Arena, Block
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
-from .errors import ConfigError, Unsupported, noted
+from .errors import Unsupported, noted
 from .keys import KeyTable
 from .memory import private
 from .placement import place
@@ -25,7 +25,7 @@ from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
 from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
-from .updaters import Assign
+from .updaters import Assign, check_state
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
 
@@ -169,12 +169,7 @@ class Exchange:
     def check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
         for entry in self.table.entries():
-            wanted, state = self.updater.slots(entry.dtype), entry.place.block.state
-            if wanted.keys() != state.keys():
-                raise ConfigError(
-                    f"the optimizer was changed to keep {sorted(wanted)} per element and the store has "
-                    f"{sorted(state)}; call set_optimizer again, which starts its state anew"
-                )
+            check_state(self.updater, entry.dtype, entry.place.block.state)
         # Other options may need other code.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
         self._revision = self.updater.revision
@@ -661,7 +656,9 @@ class Exchange:
         self._end_packing()
         stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
         if stale:
-            self._publish(self.plan(stale))
+            # For an updater without state: the present one may have been changed to ask for other state than there is.
+            entries = [self.table[key] for key in stale]
+            self._publish(build(entries, self.placement, self.transport, Assign(), self._kernels, self._scratch))
         self.updater, self.placement = updater, placement
         self._settle()
         self._revision = updater.revision

@@ -34,7 +34,7 @@ from .tracing import find_tracer
 from .transports import open_transport
 from .transports.device import open_device_transport
 from .typing import GpuKernels, Transport
-from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
+from .world import Group, connect, disown, end_job, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
 
@@ -329,17 +329,20 @@ def _close_all() -> None:
     farewells = [store.farewell() for store in LOST]
     absent = last_seen([heard for heard, _ in farewells], max((seconds for _, seconds in farewells), default=0))
     if absent:
-        logging.getLogger("mpikv").error("ending the job: ranks %s do not come to their end", absent)
-        end_job()
+        why = f"ranks {absent} do not come to their end"
+        logging.getLogger("mpikv").error("ending the job: %s", why)
+        end_job(why)
     free_leftovers()
 
 
 def _end_in_child() -> None:
     """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
     for store in OPEN.copy():
-        store.abandon("the store was made before a fork, which MPI does not survive")
+        store.abandon(
+            "the store was made before a fork, which MPI does not survive; use it in the parent (see docs/mpi.md)"
+        )
     LOST.clear()  # the parent's affair
-    forget_leftovers()
+    disown()
 
 
 def _end_before_cuda() -> None:

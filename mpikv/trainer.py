@@ -481,12 +481,26 @@ class Trainer:
         if not self._resumed:
             mine = present is not None and present is self._optimizer and present._user in (None, self._token)
             if not store._assigns and not mine:
-                raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
+                raise ConfigError(self._why_not(store, wanted and capable))
             if known:
                 raise KeyAlreadyInitialized(
                     f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
                 )
         return wanted and capable
+
+    def _why_not(self, store: Any, on_store: bool) -> str:
+        """Say why this Trainer cannot use a store that has an updater."""
+        if store.optimizer is None or store.optimizer._user is not None or not store.keys():
+            return "the store has an updater already; give each Trainer a store, or a scope, of its own"
+        if not on_store:
+            return (
+                f"the store has the optimizer {store.optimizer!r}, as after load, and this Trainer updates the weights "
+                "itself; leave update_on_kvstore to the default"
+            )
+        return (
+            f"the store has an optimizer and values such as {store.keys()[0]!r}, and none of the parameters, as "
+            f"{next(iter(self._own), None)!r}; give the parameters the names they had, or the Trainer another store"
+        )
 
     def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
         """Return whether the store was loaded: it has all that a Trainer's store has, and no Trainer."""
