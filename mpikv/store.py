@@ -173,8 +173,7 @@ class KVStore(KVStoreBase):
     @property
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
-        compression = self._exchange.compression
-        return self._calls.packed or (compression and compression.codec)
+        return self._calls.codec
 
     @property
     def _assigns(self) -> bool:

@@ -381,11 +381,16 @@ def test_what_is_said_of_it(gpu, comm):
     with store_on(gpu, comm) as kv:
         assert kv.is_capable("compression")
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.25})
-        assert isinstance(kv.compression, FakeRanges)
-        assert kv.compression.settings() == "2bit(threshold=0.25) with error feedback"
-        assert kv.statistics()["compression"]["chosen"] == kv.compression.settings()
-        kv.set_gradient_compression(kv.compression)  # as a group of ranks is given it
-        assert kv.compression.settings() == "2bit(threshold=0.25) with error feedback"
+        assert isinstance(kv._exchange.compression.codec, FakeRanges)
+        assert repr(kv.compression) == "ErrorFeedback(TwoBit(threshold=0.25))"
+        assert kv.statistics()["compression"]["chosen"] == "2bit(threshold=0.25) with error feedback"
+        with mpikv.create(comm=comm, compression=kv.compression) as host:
+            kv.set_gradient_compression(host.compression)
+            assert kv.compression is host.compression
+            for store in (kv, host):
+                store.init("w", np.ones(7, F32))
+                store.push("w", np.full(7, 0.3, F32))
+            assert_alike([kv, host], ["w"])
 
 
 @pytest.mark.parametrize("saved", [-1e9, 1.0])
