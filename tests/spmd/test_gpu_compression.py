@@ -530,6 +530,19 @@ def test_what_is_no_number_leaves_with_the_exact_value(gpu, comm, bad):
 
 
 @pytest.mark.ranks(2, 3)
+def test_a_rank_without_work_takes_part(gpu, comm):
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.set_gradient_compression(both("bf16"))
+        kv.init("w", np.zeros(500, F32))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        with kv.join():
+            for _ in range(1 + kv.rank):
+                kv.pushpull("w", np.ones(500, F32), np.zeros(500, F32))
+        pushes = sum(1 + rank for rank in range(kv.size))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(500, -0.5 * pushes, F32))
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_checkpoint_has_the_exact_values(gpu, comm, folder):
     with store_on(gpu, comm, placement="sharded") as kv:
         kv.set_gradient_compression(both("bf16"))
