@@ -1135,6 +1135,8 @@ class KVStore(KVStoreBase):
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
         if getattr(error, "settled", False):
+            if isinstance(error, TransportError):  # whoever has been told of it
+                self.abandon(f"the store ended in an earlier call ({error!r})")
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
