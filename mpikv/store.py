@@ -173,8 +173,7 @@ class KVStore(KVStoreBase):
     @property
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
-        compression = self._exchange.compression
-        return self._calls.packed or (compression and compression.codec)
+        return self._calls.codec
 
     @property
     def _assigns(self) -> bool:
@@ -1142,6 +1141,8 @@ class KVStore(KVStoreBase):
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
         if getattr(error, "settled", False):
+            if isinstance(error, TransportError):  # whoever has been told of it
+                self.abandon(f"the store ended in an earlier call ({error!r})")
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)

@@ -512,18 +512,21 @@ class TestCodes:
     @given(
         st.one_of(st.integers(0, 130), st.sampled_from([65535, 65536, 65537])),
         st.sampled_from([0.5, 0.1, 3.0, 1e-30, 1e30]),
+        st.tuples(*[st.integers(0, 4)] * 3),
         st.integers(0, 2**32),
     )
-    def test_same_bits_as_numpy(self, name, feedback, size, threshold, seed):
+    def test_same_bits_as_numpy(self, name, feedback, size, threshold, offsets, seed):
         random, codec = np.random.default_rng(seed), CODECS[name](threshold)
         codec = ErrorFeedback(codec) if feedback else codec
         there = OnEmulatedGpu(codec)
         assert (there.settings(), there.feedback) == (codec.settings(), feedback)
-        residuals = [np.zeros(size, np.float32) if feedback else None for _ in range(2)]
-        total = gradients(random, size, threshold)
-        totals = [total, total.copy()]
+        # Of any alignment.
+        gradient, residual, added = (placed(size, offset) for offset in offsets)
+        residuals = [np.zeros(size, np.float32), residual] if feedback else [None, None]
+        added[:] = gradients(random, size, threshold)
+        totals = [added.copy(), added]
         for _ in range(3):
-            gradient = gradients(random, size, threshold)
+            gradient[:] = gradients(random, size, threshold)
             payloads = [random.integers(0, 256, codec.nbytes(size), np.uint8) for _ in range(2)]
             for each, payload, residual, added in zip((codec, there), payloads, residuals, totals, strict=True):
                 with np.errstate(all="ignore"):
@@ -533,6 +536,13 @@ class TestCodes:
             assert totals[0].tobytes() == totals[1].tobytes()
             if feedback:
                 assert residuals[0].tobytes() == residuals[1].tobytes()
+
+
+def placed(size, offset):
+    """Return zeros that begin as many elements behind a multiple of 16 bytes."""
+    memory = np.zeros(size + 8, np.float32)
+    begin = -(memory.ctypes.data // 4) % 4 + offset
+    return memory[begin : begin + size]
 
 
 def gradients(random, size, threshold):
@@ -744,5 +754,7 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
     elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
+    else:
+        assert {"ld.global.v4.f32", "st.global.v4.f32"} <= operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text
