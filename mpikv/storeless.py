@@ -111,9 +111,9 @@ class AllReduce(Wrapped):
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-            first = source(group[0])
-            if self._known.get(name) != (first.shape, first.dtype):
-                changed.append((name, (first.shape, first.dtype)))
+            facts = self._store._transport.memory.facts(group[0])
+            if self._known.get(name) != facts:
+                changed.append((name, facts))
         return changed
 
 

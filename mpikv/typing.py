@@ -52,6 +52,8 @@ class Memory(Protocol):
     """
 
     on_host: bool
+    orders: bool
+    """Whether what a call does has to be run by :meth:`in_order`."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
@@ -68,6 +70,10 @@ class Memory(Protocol):
             TypeError: not an array.
             Unsupported: it cannot be brought here.
         """
+        ...
+
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return the shape and the dtype of what :meth:`source` would return, and raise what it would."""
         ...
 
     def target(self, out: Any) -> Array:
@@ -97,6 +103,10 @@ class Memory(Protocol):
         """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
         caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
         """
+        ...
+
+    def forget(self) -> None:
+        """Take note that the call is not made for which arrays were prepared."""
         ...
 
     def close(self) -> None:
@@ -189,8 +199,10 @@ class Gpu(Protocol):
         """
         ...
 
-    def upload(self, array: Array) -> Array:
-        """Return a copy of a numpy array, which may be changed when this returns."""
+    def upload(self, array: Array, out: Array | None = None) -> Array:
+        """Return a copy of a numpy array, in ``out`` if that is given, of the same shape and dtype. What is copied may
+        be changed when this returns.
+        """
         ...
 
     def download(self, array: Array, out: Array) -> None:

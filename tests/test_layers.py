@@ -48,6 +48,7 @@ SIDEWAYS = {
     ("arrays", "halves"),
     ("device", "arrays"),
     ("memory", "arrays"),
+    ("memory", "work"),
     ("world", "arrays"),
     ("world", "config"),
     ("world", "waiting"),

@@ -458,8 +458,11 @@ class FakeGpu:
             return value
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
 
-    def upload(self, array: Array) -> FakeArray:
-        out = self.empty(array.shape, array.dtype)
+    def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:
+        if out is None:
+            out = self.empty(array.shape, array.dtype)
+        if (array.shape, array.dtype) != (out.shape, out.dtype):
+            raise TypeError(f"{out!r} does not fit {array.dtype}{list(array.shape)}")
         self.launch("upload", [], [out])
         out._beneath[...] = array
         return out

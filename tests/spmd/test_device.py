@@ -279,3 +279,14 @@ def test_what_an_updater_returns(comm: Any) -> None:
         with pytest.raises(TypeError, match="returned a ndarray for key 'w', not a FakeArray"):
             kv.push("w", np.ones(3))
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(3, 2))
+
+
+def test_facts_of_arrays_wherever_they_are(comm: Any) -> None:
+    gpu = FakeGpu()
+    memory = DeviceMemory(gpu)
+    before = gpu.allocations
+    assert memory.facts(np.zeros((2, 3), np.float16)) == ((2, 3), np.float16)
+    assert gpu.allocations == before
+    assert memory.facts(gpu.empty((4,), np.float32)) == ((4,), np.float32)
+    with pytest.raises(TypeError, match="expected an array, got list"):
+        memory.facts([1.0])
