@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
-from .typing import Array, Event, Stream
+from .typing import Array, Event, Kernels, Stream
 
 __all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
 
@@ -301,6 +302,31 @@ class CupyGpu:
 
     def _now(self) -> Any:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
+
+    @_translated
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
+        there = np.empty(sums.shape, sums.dtype)
+        self.download(sums, there)
+        squares, bad = there.reshape(-1, 2).T.tolist()
+        found, first = [], 0
+        for count in counts:
+            last = first + count
+            found.append((float(sum(squares[first:last])), not any(bad[first:last])))
+            first = last
+        return found
+
+    @_translated
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        whole = [self.cupy.ascontiguousarray(array) for array in arrays]
+        norms.scale(whole, factor)
+        apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
+        self._copy([array for array, _ in apart], [copied for _, copied in apart])
+
+    def kernels(self) -> Kernels:
+        from .cuda.kernels import CudaKernels
+
+        return CudaKernels()
 
     def address(self, array: Any) -> int:
         return int(array.data.ptr)

@@ -209,6 +209,23 @@ class Gpu(Protocol):
         """Fill a numpy array of the same shape and dtype, and wait until it is filled."""
         ...
 
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        """Return of each array, as it is when rounded to a dtype, the sum of its squares, which has the bits of the
+        host's optimizers, and whether all its numbers are finite. Waits for it.
+
+        Raises:
+            Unsupported: an array, or one of ``dtypes``, is of no float.
+        """
+        ...
+
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        """Multiply arrays of floats in place, in float64, and round once."""
+        ...
+
+    def kernels(self) -> Kernels:
+        """Return what runs the rules of optimizers on arrays of the library."""
+        ...
+
     def address(self, array: Array) -> int:
         """Return where the first element lies."""
         ...

@@ -20,7 +20,7 @@ from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
 from mpikv import optimizers
-from mpikv.cuda import copies, kernels, loading
+from mpikv.cuda import copies, kernels, loading, norms
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract
@@ -28,6 +28,7 @@ from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
 FILES = ("rules.cu", "copies.cu")
+ALL_FILES = (*FILES, "norms.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -460,6 +461,7 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
+        ("norms.cu", "Arrays", norms.ARRAYS),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
@@ -474,6 +476,8 @@ def test_constants(tmp_path):
     assert list(map(int, printed)) == [kernels.STATES, kernels.NUMBERS]
     printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
+    printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
+    assert list(map(int, printed)) == [norms.MOST, norms.CELL, norms.SCALED_PART, norms.THREADS]
 
 
 def test_the_numbers_of_every_form_fit():
@@ -528,7 +532,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS):
+    for dtype in (kernels.UPDATE, copies.PAIRS, norms.ARRAYS):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -537,14 +541,14 @@ def test_cupy_passes_the_arguments_by_value():
 
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_machine_code(nvrtc, name, architecture):
     binary = compiled(nvrtc, name, expressions(name), architecture, nvrtc.getCUBIN)
     assert bytes(binary[:4]) == b"\x7fELF"
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_no_operation_is_fused_or_approximate(nvrtc, name):
     text = compiled(nvrtc, name, expressions(name), "compute_80", nvrtc.getPTX)
     text = text.decode() if isinstance(text, bytes) else text
@@ -554,7 +558,9 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
     assert floats == {each for each in floats if ".rn." in each}
     if name == "rules.cu":
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
-    else:
+    elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
+    else:
+        assert {"add.rn.f64", "mul.rn.f64"} <= floats
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text

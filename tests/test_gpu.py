@@ -404,6 +404,43 @@ def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
         assert (filled == array).all()
 
 
+def test_norms_of_arrays(gpu, monkeypatch):
+    """What the kernels leave for each cell is put together: of three arrays that have two, none and one."""
+    sums = StandinArray(np.array([1.5, 0, 2.5, 1, 4, 0]), 1)
+    given = []
+
+    def measure(arrays, dtypes):
+        given.extend(zip(arrays, dtypes, strict=True))
+        return sums, [2, 0, 1]
+
+    monkeypatch.setattr("mpikv.gpu.norms.measure", measure)
+    arrays = [StandinArray(np.zeros(size), 1) for size in (70000, 0, 3)]
+    assert gpu.measure(arrays, ["f2", "f4", "f8"]) == [(4.0, False), (0.0, True), (4.0, True)]
+    assert given == list(zip(arrays, ["f2", "f4", "f8"], strict=True))
+
+
+def test_arrays_of_any_layout_are_scaled(gpu, cupy, monkeypatch):
+    contiguous, strided = np.arange(3.0), np.arange(6.0)[::2]
+    cupy.ascontiguousarray = lambda array: (
+        array if array.flags.c_contiguous else StandinArray(np.ascontiguousarray(array.host), 1)
+    )
+
+    def scale(arrays, factor):
+        assert all(array.flags.c_contiguous for array in arrays)
+        for array in arrays:
+            array.host[...] *= factor
+
+    def copy(targets, sources):
+        for target, source in zip(targets, sources, strict=True):
+            target.host[...] = source.host
+
+    monkeypatch.setattr("mpikv.gpu.norms.scale", scale)
+    monkeypatch.setattr(gpu, "_copy", copy)
+    gpu.scale([StandinArray(contiguous, 1), StandinArray(strided, 1)], 2.0)
+    assert contiguous.tolist() == [0, 2, 4]
+    assert strided.tolist() == [0, 4, 8]
+
+
 def test_the_gpu_of_an_array(monkeypatch):
     standin = Standin()
     monkeypatch.setitem(sys.modules, "cupy", standin)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..errors import TransportUnavailable
+from ..typing import Array
 
-__all__ = ["OPTIONS", "Kernel", "kernel", "source"]
+__all__ = ["OPTIONS", "Kernel", "kernel", "room", "source"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
@@ -22,7 +23,7 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 def source(name: str) -> str:
     """Return the text to compile for a file of this package."""
     folder = Path(__file__).parent
-    return "".join((folder / part).read_text() for part in ("numbers.h", name))
+    return "".join((folder / part).read_text() for part in ("numbers.h", "pairwise.h", name))
 
 
 @cache
@@ -44,3 +45,12 @@ def kernel(name: str, expression: str) -> Kernel:
             "it needs a GPU, CuPy and NVRTC: pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x with an older driver)"
         ) from error
     return found
+
+
+def room(count: int) -> Array:
+    """Return memory of the present GPU for so many float64, of any content. It is the present stream's, when it is
+    given back.
+    """
+    import cupy
+
+    return cupy.empty(count, "float64")  # type: ignore[no-any-return]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import Unsupported
+from ..optimizers import BLOCK
 from ..typing import Array, Updater
 
 __all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "MisuseError", "RaceError"]
@@ -244,6 +245,10 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def itemsize(self) -> int:
         return self._beneath.itemsize
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._beneath.strides
 
     @property
     def ndim(self) -> int:
@@ -473,6 +478,30 @@ class FakeGpu:
         self.launch("download", [array], [])
         self.current().synchronize()
         out[...] = array._beneath
+
+    def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        self.launch("measure", arrays, [])
+        self.current().synchronize()
+        found = []
+        for array, dtype in zip(arrays, dtypes, strict=True):
+            if "float" not in array.dtype.name or "float" not in dtype.name:
+                raise Unsupported(f"{array!r} cannot be measured")
+            with np.errstate(all="ignore"):
+                kept = array._beneath.reshape(-1).astype(dtype).astype(np.float64)
+                cells = [kept[low : low + BLOCK] for low in range(0, kept.size, BLOCK)]
+                found.append(
+                    (float(sum(float(np.square(cell).sum()) for cell in cells)), bool(np.isfinite(kept).all()))
+                )
+        return found
+
+    def scale(self, arrays: Sequence[FakeArray], factor: float) -> None:
+        self.launch("scale", arrays, arrays)
+        for array in arrays:
+            with np.errstate(all="ignore"):
+                array._beneath[...] = array._beneath.astype(np.float64) * factor
+
+    def kernels(self) -> FakeKernels:
+        return FakeKernels(self)
 
     def address(self, array: FakeArray) -> int:
         return array._block.base + _bytes(array)[0]
