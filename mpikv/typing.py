@@ -7,7 +7,7 @@ held to its contract by a class in :mod:`mpikv.testing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ __all__ = [
     "Transport",
     "Updater",
     "ValueCodec",
+    "Whole",
+    "WholeKernels",
 ]
 
 Array: TypeAlias = "npt.NDArray[Any]"
@@ -477,6 +479,14 @@ class Updater(Protocol):
         ...
 
 
+class Whole(NamedTuple):
+    """A whole value that is to be updated: flat arrays, or in its shape."""
+
+    total: Array
+    value: Array
+    state: Mapping[str, Array]
+
+
 class Kernels(Protocol):
     """Runs the rules of element-wise updaters: in numpy, or as compiled code of the same bits."""
 
@@ -502,6 +512,17 @@ class Kernels(Protocol):
         does not write to them; or None where it gains nothing that the sum is not written to memory.
 
         The arrays are flat and contiguous, of the size and the dtype of the value.
+        """
+        ...
+
+
+@runtime_checkable
+class WholeKernels(Kernels, Protocol):
+    """Kernels that update many whole values at once, for optimizers that are not element-wise."""
+
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+        """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
+        does. It heeds the options that the updater has when it is called.
         """
         ...
 

@@ -16,11 +16,11 @@ import pytest
 from emulation import DTYPES, OnDevice, compiler, cupy_on_host, emulated, expressions, run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
+from rules import LAYERWISE, RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
 from mpikv import optimizers
-from mpikv.cuda import copies, kernels, loading, norms
+from mpikv.cuda import copies, kernels, layerwise, loading, norms
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract
@@ -28,7 +28,7 @@ from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
 FILES = ("rules.cu", "copies.cu")
-ALL_FILES = (*FILES, "norms.cu")
+ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -119,7 +119,7 @@ class TestRules:
 
 
 def test_every_rule_is_tested():
-    assert {name for name, _ in RULES.values()} == set(CudaKernels.rules)
+    assert {name for name, _ in (RULES | LAYERWISE).values()} == set(CudaKernels.rules)
     reached = set()
     for rule in RULES:
         name, options = plain(rule)
@@ -242,17 +242,11 @@ class TestPreparation:
         Emulated().bind(Assign(), value, value, {})(None)
         assert unrun == []
 
-    @pytest.mark.parametrize("kind", [optimizers.LARS, optimizers.LAMB])
-    def test_optimizers_without_a_kernel(self, unrun, kind):
-        with pytest.raises(mpikv.Unsupported, match=rf"^{kind.__name__} has no CUDA kernel \(known: AdaDelta, .*SGD"):
-            CudaKernels().prepare(kind(), np.dtype(np.float32), False)
-        assert unrun == []
-
     def test_a_subclass_has_a_rule_of_its_own(self):
         class Upwards(optimizers.SGD):
             pass
 
-        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
+        with pytest.raises(mpikv.Unsupported, match=r"^Upwards has no CUDA kernel \(known: AdaDelta, .*LAMB, .*SGD"):
             CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
         with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
             Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
@@ -462,6 +456,7 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
         ("norms.cu", "Arrays", norms.ARRAYS),
+        ("layerwise.cu", "Layers", layerwise.LAYERS),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
@@ -478,6 +473,9 @@ def test_constants(tmp_path):
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
     printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
     assert list(map(int, printed)) == [norms.MOST, norms.CELL, norms.SCALED_PART, norms.THREADS]
+    printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
+    assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
+    assert norms.CELL == optimizers.BLOCK
 
 
 def test_the_numbers_of_every_form_fit():
@@ -532,7 +530,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, norms.ARRAYS):
+    for dtype in (kernels.UPDATE, copies.PAIRS, norms.ARRAYS, layerwise.LAYERS):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -562,5 +560,6 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
     else:
         assert {"add.rn.f64", "mul.rn.f64"} <= floats
+        assert "bar.sync" in operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text

@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..errors import TransportUnavailable
+import numpy as np
+
+from ..errors import TransportUnavailable, ValueMismatch
 from ..typing import Array
 
-__all__ = ["OPTIONS", "Kernel", "kernel", "room", "source"]
+__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "room", "source"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
@@ -54,3 +56,18 @@ def room(count: int) -> Array:
     import cupy
 
     return cupy.empty(count, "float64")  # type: ignore[no-any-return]
+
+
+def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
+    """Return where an array lies. A kernel that was given another one would write to what is not its own.
+
+    Raises:
+        ValueMismatch: it is not contiguous, or not of this dtype and size.
+    """
+    if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
+        raise ValueMismatch(
+            f"{name} of an update is {array.size} elements of {array.dtype.name}, strides {array.strides}; it must be "
+            f"contiguous, {size} elements of {dtype.name}"
+        )
+    # Types are numpy's, and data.ptr is CuPy's.
+    return int(array.data.ptr)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import Unsupported
 from ..typing import Array
-from .loading import kernel, room
+from .loading import address_of, kernel, room
 
 __all__ = ["ARRAYS", "CELL", "FLOATS", "cells_of", "measure", "scale"]
 
@@ -61,7 +61,7 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
         for some in _runs(members):
             # The cells of arrays that follow one another do so, too.
             given = _given([arrays[index] for index in some], CELL)
-            given["sums"] = _address(sums) + 16 * int(firsts[some[0]])
+            given["sums"] = address_of("memory for sums", sums, sums.dtype, sums.size) + 16 * int(firsts[some[0]])
             kernel("norms.cu", expression)((int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
     return sums, counts
 
@@ -102,16 +102,11 @@ def _runs(members: Sequence[int]) -> Iterator[list[int]]:
 def _given(arrays: Sequence[Array], part: int) -> Array:
     """Return the arguments of a launch for some arrays, each of which is cut into parts."""
     given, count = np.zeros(1, ARRAYS), len(arrays)
-    given["array"][0, :count] = [_address(array) for array in arrays]
+    given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
     given["size"][0, :count] = [array.size for array in arrays]
     given["end"][0, :count] = np.cumsum([-(-array.size // part) for array in arrays])
     given["count"] = count
     return given
-
-
-def _address(array: Array) -> int:
-    # Types are numpy's, and data.ptr is CuPy's.
-    return int(array.data.ptr)  # type: ignore[attr-defined]
 
 
 def _kind(dtype: np.dtype[Any]) -> str:

@@ -151,3 +151,16 @@ template <class Part> struct ComplexKind {
 
 typedef ComplexKind<float> complex64_kind;
 typedef ComplexKind<double> complex128_kind;
+
+// --- Parts of rules
+
+template <class T> INNER T clipped(T number, T bound) {  // which keeps NaN and the sign of zero
+    return number < -bound ? -bound : number > bound ? bound : number;
+}
+
+template <class T> INNER T decayed(T gradient, T weight, T wd, bool decays) {
+    // Adding zero would make NaN of a weight that is inf.
+    return decays ? gradient + weight * wd : gradient;
+}
+
+template <class T> INNER T averaged(T mean, T sample, T kept, T taken) { return mean * kept + sample * taken; }

@@ -558,5 +558,20 @@ class FakeKernels:
 
         return launch
 
+    # The arrays of a Whole are numpy's to types, and here of this GPU.
+    def bind_whole(self, updater: Updater, wholes: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        arrays = [array for whole in wholes for array in (whole.total, whole.value, *whole.state.values())]
+        beneath = [
+            (whole.total._beneath, whole.value._beneath, {name: array._beneath for name, array in whole.state.items()})
+            for whole in wholes
+        ]
+
+        def launch(steps: Sequence[Any]) -> None:
+            self._gpu.launch("update of whole values", [], arrays)
+            for step, (total, value, state) in zip(steps, beneath, strict=True):
+                updater.update(step, total, value, state)
+
+        return launch
+
     def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
         return None

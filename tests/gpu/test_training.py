@@ -68,3 +68,21 @@ def test_training_is_that_of_the_host(cupy, store, on_store):
             results.append({key: cupy.asnumpy(array) for key, array in params.items()})
     for key, expected in results[1].items():
         assert results[0][key].tobytes() == expected.tobytes()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+def test_optimizers_of_whole_values(cupy, optimizer):
+    """Of gradients whose sums are exact."""
+    shapes = {"a": (300, 400), "a_bias": (400,), "c": (CELL + 3,)}
+    with mpikv.create("nccl") as there, mpikv.create("dist_sync") as here:
+        for kv, place in ((there, cupy.asarray), (here, np.copy)):
+            kv.init({key: place(np.ones(shape, np.float32)) for key, shape in shapes.items()})
+            kv.set_optimizer(optimizer, learning_rate=0.5, wd=0.01)
+        for step in range(3):
+            random = np.random.default_rng([there.rank, step])
+            gradients = {key: random.integers(-8, 9, shape).astype(np.float32) / 4 for key, shape in shapes.items()}
+            found = there.pushpull({key: cupy.asarray(array) for key, array in gradients.items()})
+            expected = here.pushpull(gradients)
+            for key in shapes:
+                assert found[key].get().tobytes() == expected[key].tobytes()
