@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "Gather",
     "Gpu",
+    "GpuKernels",
     "Kernels",
     "Key",
     "Memory",
@@ -99,6 +100,13 @@ class Memory(Protocol):
 
     def to_host(self, array: Array) -> Array:
         """Return a numpy array of the same content, complete: the array itself, or a copy."""
+        ...
+
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array of floats whether an element is no number, or larger in size than the bound.
+
+        On a GPU it waits until the present stream has computed them.
+        """
         ...
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -234,6 +242,10 @@ class Gpu(Protocol):
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
+        ...
+
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host."""
         ...
 
 
@@ -523,6 +535,19 @@ class WholeKernels(Kernels, Protocol):
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
         """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
         does. It heeds the options that the updater has when it is called.
+        """
+        ...
+
+
+class GpuKernels(Kernels, Protocol):
+    """What runs on a GPU."""
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits. Compiled when this
+        returns.
+
+        Raises:
+            Unsupported: there is no kernel for this codec.
         """
         ...
 

@@ -22,10 +22,14 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 """Every operation is rounded by itself, as IEEE 754 says: what gives the bits of numpy."""
 
 
+HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h",)}
+"""What comes before a file, besides ``numbers.h``."""
+
+
 def source(name: str) -> str:
     """Return the text to compile for a file of this package."""
     folder = Path(__file__).parent
-    return "".join((folder / part).read_text() for part in ("numbers.h", "pairwise.h", name))
+    return "".join((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
 
 
 @cache

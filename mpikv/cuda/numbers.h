@@ -152,6 +152,21 @@ template <class Part> struct ComplexKind {
 typedef ComplexKind<float> complex64_kind;
 typedef ComplexKind<double> complex128_kind;
 
+// --- Parts of launches
+
+// Return which of several ranges this number lies in: the first that ends behind it.
+INNER int range_of(const long long* ends, long long count, long long number) {
+    int low = 0, high = (int)count - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (ends[middle] > number)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
 // --- Parts of rules
 
 template <class T> INNER T clipped(T number, T bound) {  // which keeps NaN and the sign of zero

@@ -112,19 +112,6 @@ template <class Visit> INNER void add_up(int size, Board& board, const Visit& vi
     }
 }
 
-// Return which of several ranges this number lies in: the first that ends behind it.
-INNER int range_of(const long long* ends, long long count, long long number) {
-    int low = 0, high = (int)count - 1;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (ends[middle] > number)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 // Return how many elements a cell has that begins there.
 INNER int cell_size(long long begin, long long size) {
     const long long left = size - begin;
