@@ -46,6 +46,7 @@ class Parameter:
         self, data: Any, grad_req: str = "write", lr_mult: float | None = None, wd_mult: float | None = None
     ) -> None:
         self._located = _writable(data)
+        self._on_host = self._located.gpu is None
         self.data: Array = self._located.array
         """The weight, as an array over the memory that was given: numpy's, or on a GPU CuPy's."""
         self.grad_req = grad_req
@@ -100,7 +101,7 @@ class Parameter:
             self.zero_grad()
             return
         if value is not self._grad:
-            self._take(self.brought(value))
+            self._take(source(value) if self._on_host and type(value) is np.ndarray else self.brought(value))
         else:  # as after  parameter.grad *= 2, or after it was filled with another gradient
             self._check_addable()
             self.summed = False
@@ -117,8 +118,6 @@ class Parameter:
             ValueMismatch: it lies elsewhere.
             TypeError: it is no array.
         """
-        if type(gradient) is np.ndarray and self.gpu is None:
-            return source(gradient)
         found = readable(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(

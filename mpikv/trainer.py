@@ -77,6 +77,9 @@ class Trainer:
     weights, by :meth:`start`, or else in the first step. After each step the weights are the same on all ranks, in the
     arrays that were given.
 
+    Weights lie on the host or on a GPU, and the gradient of each where it does; so may the values of the store, which
+    copies what lies elsewhere. What is done to arrays of a GPU is queued on the present stream.
+
     Args:
         params: a dict of names and arrays, nested if you like (its keys are joined with ``/``), or of
             :class:`Parameter`, which has more options. The keys of the store are the names, in sorted order. An array,

@@ -164,8 +164,9 @@ class Gpu(Protocol):
     """One GPU as far as a store needs it: CuPy's (``mpikv/gpu.py``), or one that stands for it where there is none.
 
     Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
-    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``reshape``, ``view(dtype)``, ``copy``, ``fill``,
-    slices and ``array[...] = other``, and take part in numpy's functions; they have no ``flags.writeable``.
+    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``,
+    ``copy``, ``fill``, slices and ``array[...] = other``, and take part in numpy's functions; they have no
+    ``flags.writeable``.
     """
 
     name: str
