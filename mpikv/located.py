@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from .arrays import check_mutable, is_array, lies_on_host, source, target
 from .gpu import gpu_of
 from .typing import Array, Gpu
 
-__all__ = ["Located", "readable", "writable"]
+__all__ = ["Located", "added_up", "readable", "writable"]
 
 
 class Located(NamedTuple):
@@ -63,6 +64,17 @@ def writable(value: Any) -> Located:
         return Located(target(value), None)
     check_mutable(value)
     return _on_gpu(value)
+
+
+def added_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    """Return a new array that holds the sum of arrays of a GPU, from left to right, which is made in a dtype."""
+    # Casts are left to the GPU, as CuPy adds no bfloat16.
+    total, term = (gpu.empty(arrays[0].shape, dtype) for _ in range(2))
+    gpu.copy((total,), (arrays[0],))
+    for array in arrays[1:]:
+        gpu.copy((term,), (array,))
+        np.add(total, term, out=total)
+    return total
 
 
 def _lies_elsewhere(value: Any) -> bool:

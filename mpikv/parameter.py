@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import is_array, lies_on_host, source
+from .arrays import accumulator, castable, is_array, lies_on_host, source
 from .errors import ConfigError, ValueMismatch, known_names
-from .located import Located, readable, writable
+from .located import Located, added_up, readable, writable
 from .typing import Array, Gpu
 
 __all__ = ["Parameter"]
@@ -131,10 +131,19 @@ class Parameter:
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:
-            self._grad = array.copy()
+            self._grad = array.copy() if self.gpu is None else added_up(self.gpu, (array,), array.dtype)
         else:
             self._check_addable()
-            np.add(self._grad, array, out=self._grad, casting="same_kind")
+            self._add(self._grad, array)
+
+    def _add(self, grad: Array, array: Array) -> None:
+        if self.gpu is None:
+            np.add(grad, array, out=grad, casting="same_kind")
+            return
+        if not castable(array.dtype, grad.dtype):
+            raise ValueMismatch(f"a gradient of {array.dtype} was to be added to one of {grad.dtype}")
+        widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
+        self.gpu.copy((grad,), (added_up(self.gpu, (grad, array), widest),))
 
     def _check_addable(self) -> None:
         if self._grad_req == "add" and (self.summed or self.used):

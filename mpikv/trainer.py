@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .arguments import optimizer_of
-from .arrays import castable, local_sum
+from .arrays import accumulator, castable, local_sum
 from .checkpoint import KeptState, is_dumpable, load_states, save_states
 from .config import updates_on_kvstore
 from .errors import (
@@ -24,7 +24,7 @@ from .errors import (
     known_names,
 )
 from .keys import flatten
-from .located import writable
+from .located import added_up, writable
 from .optimizers import Optimizer
 from .parameter import Parameter
 from .plugins import KVStoreBase
@@ -594,8 +594,8 @@ class Trainer:
         gradients = taken.gradients()
         if self._scaler is not None and self._voted(verb, taken):
             # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
-            for gradient in gradients:
-                gradient.fill(np.nan)
+            for parameter in taken.parameters:
+                _spoil(parameter)
         else:
             self._kvstore.pushpull(taken.names, gradients, out=gradients)
         for parameter in taken.parameters:
@@ -770,7 +770,18 @@ def _total(parameter: Parameter, gradients: Sequence[Any]) -> Array:
             raise ValueMismatch(
                 f"a gradient of shape {array.shape} and {array.dtype} for a parameter of shape {shape} and {dtype}"
             )
+    if parameter.gpu is not None:
+        return added_up(parameter.gpu, arrays, accumulator(dtype))
     return local_sum(arrays, dtype)
+
+
+def _spoil(parameter: Parameter) -> None:
+    """Let all of a gradient be NaN."""
+    assert parameter.grad is not None
+    if parameter.gpu is None:
+        parameter.grad.fill(np.nan)
+    else:
+        parameter.gpu.scale((parameter.grad,), math.nan)
 
 
 def _name_of(pair: tuple[Any, Any]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import LossScaler, Trainer, clip_global_norm
+from mpikv import LossScaler, Parameter, Trainer, clip_global_norm
 from mpikv.cuda import norms
 from mpikv.testing.updater import available
 
@@ -27,6 +27,15 @@ def test_clipping(cupy, dtype, max_norm):
     assert clip_global_norm(there, max_norm) == clip_global_norm(arrays, max_norm)
     for mine, expected in zip(there, arrays, strict=True):
         assert mine.get().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", available(), ids=str)
+def test_gradients_are_added_up(cupy, dtype):
+    first, more = np.random.default_rng(1).standard_normal((2, 1000)).astype(dtype)
+    found, expected = Parameter(cupy.asarray(first), grad_req="add"), Parameter(first.copy(), grad_req="add")
+    for gradient in (first, more, more):
+        found.grad, expected.grad = cupy.asarray(gradient), gradient
+    assert found.grad.get().tobytes() == expected.grad.tobytes()
 
 
 @pytest.mark.parametrize("place", [0, 7, CELL, 3 * CELL + 5])

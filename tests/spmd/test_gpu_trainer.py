@@ -17,6 +17,7 @@ from mpikv.device import DeviceMemory
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.updater import available
 from mpikv.transports.device import open_device_transport
 from mpikv.world import connect
 
@@ -236,6 +237,27 @@ def test_a_store_without_values(comm: Any, gpu: FakeGpu) -> None:
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", available(), ids=str)
+@pytest.mark.parametrize("given", available(), ids=str)
+def test_gradients_are_added_up_as_on_the_host(gpu: FakeGpu, dtype: Any, given: Any) -> None:
+    random = np.random.default_rng(1)
+    first, *more = (random.standard_normal(100).astype(kind) for kind in (dtype, given, given))
+    if dtype.itemsize == 2:
+        more = [array.astype(dtype) for array in more]  # numpy adds no others in place
+    found, expected = Parameter(gpu.upload(first), grad_req="add"), Parameter(first.copy(), grad_req="add")
+    for gradient in (first, *more):
+        found.grad, expected.grad = gpu.upload(gradient), gradient
+    assert found.grad is not None
+    np.testing.assert_array_equal(found.grad.get(), expected.grad)
+    shared = gpu.upload(first)
+    trainer = Trainer({"a": shared, "b": shared}, "sgd")
+    trainer.set_grads({"a": gpu.upload(first), "b": gpu.upload(more[0])})
+    other = Trainer({"a": first, "b": first}, "sgd")
+    other.set_grads({"a": first, "b": more[0]})
+    np.testing.assert_array_equal(trainer.params["a"].grad.get(), other.params["a"].grad)
+
+
+@pytest.mark.ranks(1)
 def test_mistakes(gpu: FakeGpu) -> None:
     weight = Parameter(gpu.upload(np.ones(3)))
     with pytest.raises(ValueMismatch, match="a gradient on the host for a parameter on fake:0; copy it there first"):
@@ -247,5 +269,9 @@ def test_mistakes(gpu: FakeGpu) -> None:
     whole = gpu.upload(np.ones(6))
     with pytest.raises(ValueMismatch, match="'a' and 'b' lie over the same memory"):
         Trainer({"a": whole[:4], "b": whole[3:]}, "sgd")
+    added = Parameter(gpu.upload(np.ones(3, np.float32)), grad_req="add")
+    added.grad = gpu.upload(np.ones(3, np.float32))
+    with pytest.raises(ValueMismatch, match="a gradient of int32 was to be added to one of float32"):
+        added.grad = gpu.upload(np.ones(3, np.int32))
     assert weight.gpu is gpu
     assert Parameter(np.ones(3)).gpu is None
