@@ -155,13 +155,15 @@ def test_a_call_that_is_not_made_fills_nothing(comm: Any, gpu: Any) -> None:
     """Neither then, nor by the next call."""
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", np.ones(3))
-        out = gpu.upload(np.full(3, 7.0))
+        sevens = np.full(3, 7.0)  # kept, so that no new memory holds sevens
+        out = gpu.upload(sevens)
         last = kv.rank == kv.size - 1
         # Prepared on all ranks but the last, which has another key.
         with pytest.raises(KeyNotInitialized if last else PeerFailed):
             kv.pull("v" if last else "w", out=out)
+        assert not kv._transport.memory.orders
         kv.push("w", gpu.upload(np.ones(3)))
-        np.testing.assert_array_equal(out.get(), np.full(3, 7.0))
+        np.testing.assert_array_equal(out.get(), sevens)
         kv.pull("w", out=out)
         np.testing.assert_array_equal(out.get(), np.full(3, kv.size))
         assert not kv._transport.memory.orders
