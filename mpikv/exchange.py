@@ -24,7 +24,7 @@ from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
-from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
+from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater, Whole, WholeKernels
 from .updaters import Assign, check_state
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
@@ -62,6 +62,7 @@ class Exchange:
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self._kernels = kernels
+        self._whole_kernels = kernels if isinstance(kernels, WholeKernels) else None
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
         self._may_add = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
         self.compression: Compression | None = None
@@ -399,6 +400,9 @@ class Exchange:
             np.copyto(stored, value)
 
     def _update_owned(self, plan: Plan, steps: Steps, changed: list[tuple[Array, Array]]) -> None:
+        if self._whole_kernels is not None and not self.updater.fallible:
+            self._update_at_once(self._whole_kernels, plan, steps)
+            return
         for entry, total, step in zip(plan.entries, plan.totals, steps.each, strict=True):
             if total is not None:
                 value, state = entry.updated, entry.state
@@ -406,13 +410,23 @@ class Exchange:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
                     changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
                 try:
-                    if self._memory.on_host or self.updater.fallible:
-                        self.updater.update(step, total, value, state)
-                    else:
-                        self._kernels.bind(self.updater, total, value, state)(step)
+                    self.updater.update(step, total, value, state)
                 except BaseException as error:
                     noted(error, f"updating key {entry.key!r}")
                     raise
+
+    def _update_at_once(self, kernels: WholeKernels, plan: Plan, steps: Steps) -> None:
+        """Update all whole values that this rank owns by as few launches as can be."""
+        owned = [item for item, total in enumerate(plan.totals) if total is not None]
+        update = plan.memo.get("owned")
+        if update is None:
+            wholes = [
+                Whole(total, entry.updated, entry.state)
+                for entry, total in zip(plan.entries, plan.totals, strict=True)
+                if total is not None
+            ]
+            update = plan.memo["owned"] = kernels.bind_whole(self.updater, wholes)
+        update([steps.each[item] for item in owned])
 
     def _count(self, plan: Plan) -> None:
         for present in plan.present:

@@ -25,8 +25,9 @@ from .errors import (
     Unsupported,
     known_names,
 )
-from .gpu import find_gpu, find_nccl
+from .gpu import find_gpu, find_nccl, gpu_of
 from .kernels import find_kernels
+from .memory import HostMemory
 from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
@@ -252,7 +253,7 @@ def _mover(
 ) -> tuple[Transport, GpuKernels | None]:
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:
-        return open_transport(group, settings, board.warn), None
+        return open_transport(group, settings, board.warn, HostMemory(gpu_of)), None
     from .cuda.kernels import CudaKernels
 
     nccl = find_nccl() if group.size > 1 else None

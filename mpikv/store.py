@@ -1063,6 +1063,7 @@ class KVStore(KVStoreBase):
             return self._quietly(*work)
         except BaseException as error:
             self._exchange.staged = None
+            self._transport.memory.forget()
             self._end_unless_settled(verb, error)
             raise
         finally:
@@ -1132,7 +1133,7 @@ class KVStore(KVStoreBase):
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
         quietly = run_quietly if self._exchange.updater.fallible else self._quiet
         memory = self._transport.memory
-        return quietly(run, *arguments) if memory.on_host else memory.in_order(quietly, run, *arguments)
+        return memory.in_order(quietly, run, *arguments) if memory.orders else quietly(run, *arguments)
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:

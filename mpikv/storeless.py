@@ -99,7 +99,7 @@ class AllReduce(Wrapped):
             return getattr(self._store, verb)(key, value, out, priority)
         except RankMismatch as error:
             kinds = ", ".join(
-                f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in _kinds(key, value).items()
+                f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in self._kinds(key, value).items()
             )
             error.args = (
                 f"{error}; the store {self.type!r} calls init for arrays of other shapes or dtypes than at the last "
@@ -110,24 +110,22 @@ class AllReduce(Wrapped):
     def _enter(self, verb: str, key: Any, value: Any) -> None:
         """Make room for the sums of keys that are new, or whose arrays have changed."""
         try:
-            changed = {name: kind for name, kind in _kinds(key, value).items() if self._known.get(name) != kind}
+            changed = {name: kind for name, kind in self._kinds(key, value).items() if self._known.get(name) != kind}
         except Exception as error:
             self.refuse(error, verb)
         if changed:
             self._store.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
             self._known.update(changed)
 
-
-def _kinds(key: Any, value: Any) -> dict[Key, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return the shape and dtype that a call brings for each name."""
-    kinds = {}
-    form = parse(key, value)
-    for name, group in zip(form.keys, form.groups, strict=True):
-        if not group:
-            raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-        first = source(group[0])
-        kinds[name] = first.shape, first.dtype
-    return kinds
+    def _kinds(self, key: Any, value: Any) -> dict[Key, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return the shape and dtype that a call brings for each name."""
+        kinds = {}
+        form = parse(key, value)
+        for name, group in zip(form.keys, form.groups, strict=True):
+            if not group:
+                raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
+            kinds[name] = self._store._transport.memory.facts(group[0])
+        return kinds
 
 
 @KVStoreBase.register

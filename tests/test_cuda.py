@@ -17,12 +17,12 @@ from emulation import DTYPES, OnDevice, compiler, cupy_on_host, emulated, expres
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import BITS
-from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
+from rules import LAYERWISE, RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
 from mpikv import codecs, optimizers
 from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
-from mpikv.cuda import codes, copies, kernels, loading
+from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract, RangeCodecContract
@@ -30,6 +30,7 @@ from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
 FILES = ("rules.cu", "copies.cu", "codes.cu")
+ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -120,7 +121,7 @@ class TestRules:
 
 
 def test_every_rule_is_tested():
-    assert {name for name, _ in RULES.values()} == set(CudaKernels.rules)
+    assert {name for name, _ in (RULES | LAYERWISE).values()} == set(CudaKernels.rules)
     reached = set()
     for rule in RULES:
         name, options = plain(rule)
@@ -243,17 +244,11 @@ class TestPreparation:
         Emulated().bind(Assign(), value, value, {})(None)
         assert unrun == []
 
-    @pytest.mark.parametrize("kind", [optimizers.LARS, optimizers.LAMB])
-    def test_optimizers_without_a_kernel(self, unrun, kind):
-        with pytest.raises(mpikv.Unsupported, match=rf"^{kind.__name__} has no CUDA kernel \(known: AdaDelta, .*SGD"):
-            CudaKernels().prepare(kind(), np.dtype(np.float32), False)
-        assert unrun == []
-
     def test_a_subclass_has_a_rule_of_its_own(self):
         class Upwards(optimizers.SGD):
             pass
 
-        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
+        with pytest.raises(mpikv.Unsupported, match=r"^Upwards has no CUDA kernel \(known: AdaDelta, .*LAMB, .*SGD"):
             CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
         with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
             Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
@@ -657,6 +652,8 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
+        ("norms.cu", "Arrays", norms.ARRAYS),
+        ("layerwise.cu", "Layers", layerwise.LAYERS),
         ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
@@ -672,6 +669,11 @@ def test_constants(tmp_path):
     assert list(map(int, printed)) == [kernels.STATES, kernels.NUMBERS]
     printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
+    printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
+    assert list(map(int, printed)) == [norms.MOST, norms.CELL, norms.SCALED_PART, norms.THREADS]
+    printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
+    assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
+    assert norms.CELL == optimizers.BLOCK
 
 
 def test_the_numbers_of_every_form_fit():
@@ -726,7 +728,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES):
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -735,14 +737,14 @@ def test_cupy_passes_the_arguments_by_value():
 
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_machine_code(nvrtc, name, architecture):
     binary = compiled(nvrtc, name, expressions(name), architecture, nvrtc.getCUBIN)
     assert bytes(binary[:4]) == b"\x7fELF"
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_no_operation_is_fused_or_approximate(nvrtc, name):
     text = compiled(nvrtc, name, expressions(name), "compute_80", nvrtc.getPTX)
     text = text.decode() if isinstance(text, bytes) else text
@@ -754,7 +756,10 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
     elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
-    else:
+    elif name == "codes.cu":
         assert {"ld.global.v4.f32", "st.global.v4.f32"} <= operations
+    else:
+        assert {"add.rn.f64", "mul.rn.f64"} <= floats
+        assert "bar.sync" in operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text
