@@ -23,7 +23,7 @@ from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
-from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
+from .typing import Array, Codec, Kernels, Key, Placement, Repeatable, StepTable, Transport, Updater
 from .updaters import Assign
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
@@ -78,6 +78,8 @@ class Exchange:
         allocate = self._memory.zeros if self._memory.on_host else transport.allocate
         self._scratch = allocate(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
+        self.layout = 0
+        """Another number after each change by which what was worked out for keys is forgotten, alike on all ranks."""
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
@@ -150,6 +152,7 @@ class Exchange:
         return plan
 
     def _forget_plans(self) -> None:
+        self.layout += 1
         for plan in self._plans.values():
             plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
         self._plans.clear()
@@ -186,6 +189,47 @@ class Exchange:
         self._whole = self.updater.fallible or not self.updater.elementwise
         # Whether a push leaves every rank with the newest values.
         self._current = self.transport.shared or self.placement.everywhere or self.transport.size == 1
+
+    # --- Calls that are made again and again
+
+    def lack(self) -> str:
+        """Return why no pushpull can be recorded on a GPU, to be run again; "" if one can. Local."""
+        if self.updater.fallible:
+            return "an updater function is Python, which runs on the host"
+        if self._whole:
+            return f"{type(self.updater).__name__} updates whole values"
+        if self.compression is not None:
+            return "pushes are compressed"
+        if self._in_pairs and self.transport.size > 1:
+            return "sums in a fixed order take memory each time"
+        if not (self.updater.assigns or isinstance(self._kernels, Repeatable)):
+            return "the kernels cannot be given other steps"
+        return ""
+
+    def table_of_steps(self, plan: Plan) -> StepTable | None:
+        """Return memory for the steps of a plan's keys, or None if updates have none. There is no :meth:`lack`. Local.
+
+        Raises:
+            MemoryError: there is too little.
+        """
+        if self.updater.assigns:
+            return None
+        assert isinstance(self._kernels, Repeatable)
+        return self._kernels.table(self.updater, self._memory, len(plan.keys), set(plan.dtypes))
+
+    def pushed_again(self, plan: Plan) -> None:
+        """Take note of a pushpull that was recorded, and run again. Local."""
+        self._count(plan)
+        self.table.stale[plan.rows] = False
+
+    @contextmanager
+    def uncounted(self, plan: Plan) -> Iterator[None]:
+        """Take no note of what is pushed and pulled meanwhile. Local."""
+        counts, stale = self.table.counts[plan.rows].copy(), self.table.stale[plan.rows].copy()
+        try:
+            yield
+        finally:
+            self.table.counts[plan.rows], self.table.stale[plan.rows] = counts, stale
 
     # --- Push and pull
 
