@@ -274,6 +274,8 @@ def test_a_table_is_read_when_an_update_runs(gpu):
             graph.launch()
     # The momentum of 1 becomes 0.5 - 0.5, and that -0.25.
     assert (memory.to_host(value) == 0.75).all()
+    with stream:
+        graph.launch()
     with gpu.stream(), pytest.raises(RaceError, match="write steps on stream 2 writes what update on stream 1 reads"):
         table.write([sgd.step("w", 3)])
     sgd.nesterov = True
