@@ -520,7 +520,8 @@ def fixed(key: Any, value: Any, out: Any) -> Fixed:
     if out is None:
         return Fixed(names, _kept(arrays), None, key)
     groups = outs_of(key, out, parse(names, arrays).keys).groups
-    return Fixed(names, _kept(arrays), [list(group) for group in groups], out)
+    # One array by itself is what is looked at fastest.
+    return Fixed(names, _kept(arrays), [group[0] if len(group) == 1 else list(group) for group in groups], out)
 
 
 def _kept(given: Any) -> Any:

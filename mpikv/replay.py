@@ -46,9 +46,12 @@ class _Known:
     """Whether it was queued once as it will be recorded."""
     graph: Graph | None = None
 
-    def suits(self, steps: Steps) -> bool:
-        """Return whether what was queued makes the updates that are to be made now, given other numbers."""
-        return steps.uniform is self.uniform and (self.table is None or self.table.fits(steps.each[0]))
+    def suits(self, steps: Steps, by_key: bool) -> bool:
+        """Return whether what was queued makes the updates that are to be made now, given other numbers. ``by_key``:
+        keys have steps of their own, which may be equal for once, as where a schedule ends at zero.
+        """
+        alike = steps.uniform is self.uniform or (by_key and not self.uniform)
+        return alike and (self.table is None or self.table.fits(steps.each[0]))
 
 
 class Compiled:
@@ -117,7 +120,7 @@ class Compiled:
             steps = None if known.lack else self._calls.again(known.plan)[1]
             return call, (self._first, self._memory, known, steps, work)
         call, steps = self._calls.again(known.plan)
-        if not known.suits(steps):
+        if not known.suits(steps, self._exchange.updater.by_key):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
         if not known.ready:
             return self._described(call, "again"), (self._queue_first, known, steps)

@@ -236,12 +236,12 @@ def test_what_cannot_be_recorded_is_pushed_plainly(comm: Any, lack: str) -> None
             step()
         assert both.here.version("w") == version + 1
         assert not step.captured
-        assert mpikv_matches(reason, step.reason), step.reason
+        assert says_one_of(reason, step.reason), step.reason
     assert repr(step).startswith("<mpikv.Compiled #0 not captured: ")
     both.close()
 
 
-def mpikv_matches(pattern: str, text: str) -> bool:
+def says_one_of(pattern: str, text: str) -> bool:
     return any(each in text for each in pattern.split("|"))
 
 
@@ -366,8 +366,8 @@ def test_a_rank_whose_schedule_fails(comm: Any) -> None:
 # --- What changes between calls
 
 
-def captures(both: Both) -> int:
-    """Count the captures from now on."""
+def count_captures(both: Both) -> None:
+    """Count captures from now on."""
     stream: Any = both.here._transport.memory.stream
     original, stream.begun = type(stream).begin_capture, 0
 
@@ -376,7 +376,27 @@ def captures(both: Both) -> int:
         original(stream)
 
     stream.begin_capture = begin
-    return 0
+
+
+@SOME
+def test_steps_that_are_equal_for_once_take_no_new_capture(comm: Any) -> None:
+    both = Both(comm, 16, SHAPES)
+    both.set_optimizer(
+        lambda: optimizers.Adam(lr_scheduler=schedules.Polynomial(5, base_lr=0.5, pwr=1), lr_mult={"b": 2.0})
+    )
+    step = both.here.compile(both.keys, both.sent, both.outs)
+    count_captures(both)
+    for _ in range(8):
+        both.step(step)
+    assert both.here._transport.memory.stream.begun == 1
+    # Without multipliers one update is made for all keys again.
+    for kv in (both.here, both.there):
+        kv.optimizer.lr_mult = {}
+    for _ in range(3):
+        both.step(step)
+    assert step._known.uniform
+    assert both.here._transport.memory.stream.begun == 2
+    both.close()
 
 
 @SOME
@@ -384,7 +404,7 @@ def test_rates_that_are_set_take_no_new_capture(comm: Any) -> None:
     both = Both(comm, 7, SHAPES)
     both.set_optimizer(UPDATERS["momentum"])
     step = both.here.compile(both.keys, both.sent, both.outs)
-    captures(both)
+    count_captures(both)
     for number in range(1, 9):
         for kv in (both.here, both.there):
             kv.set_learning_rate(1 / number)
