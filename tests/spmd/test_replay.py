@@ -341,6 +341,35 @@ def test_settings_that_differ_for_a_while(comm: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+def test_ranks_that_know_something_else(comm: Any) -> None:
+    """As by a fault of ours: NCCL would wait for ever where one rank launches what another has not recorded."""
+    both = Both(comm, 17, SHAPES)
+    step = both.here.compile(both.keys, both.sent, both.outs)
+    for _ in range(3):
+        both.step(step)
+    if both.here.rank == 0:
+        step._known = None
+    with pytest.raises(RankMismatch, match=r"compiled #0, (first|launched)"):
+        step()
+    step._known = None
+    for _ in range(3):
+        both.step(step)
+    assert step.captured
+    both.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_without_comparing_calls(comm: Any) -> None:
+    both = Both(comm, 18, SHAPES, check=False)
+    both.set_optimizer(UPDATERS["adam of keys"])
+    step = both.here.compile(both.keys, both.sent, both.outs)
+    for _ in range(5):
+        both.step(step)
+    assert step.captured
+    both.close()
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_rank_whose_schedule_fails(comm: Any) -> None:
     both = Both(comm, 6, SHAPES)
     fails = [False]
