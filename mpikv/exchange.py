@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from .rowsparse import Presence
 from .typing import Array, Codec, Kernels, Key, Placement, Repeatable, StepTable, Transport, Updater
 from .updaters import Assign
 
-__all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
+__all__ = ["Arrays", "Confirm", "Exchange", "Forgetful", "Steps", "are_plain"]
 
 _MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
@@ -40,6 +41,14 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
 or each is a tuple of any number of arrays; flat ones where they are pushed."""
+
+
+class Forgetful(Protocol):
+    """What keeps something that stands on where values lie, or on how they are updated."""
+
+    def forget(self) -> None:
+        """Let go of it, as that changes now, on all ranks alike. Local."""
+        ...
 
 
 class Steps(NamedTuple):
@@ -78,8 +87,8 @@ class Exchange:
         allocate = self._memory.zeros if self._memory.on_host else transport.allocate
         self._scratch = allocate(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
-        self.layout = 0
-        """Another number after each change by which what was worked out for keys is forgotten, alike on all ranks."""
+        self.forgetful: WeakSet[Forgetful] = WeakSet()
+        """Who keeps plans, or what was made of them."""
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
@@ -152,7 +161,8 @@ class Exchange:
         return plan
 
     def _forget_plans(self) -> None:
-        self.layout += 1
+        for each in list(self.forgetful):
+            each.forget()
         for plan in self._plans.values():
             plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
         self._plans.clear()

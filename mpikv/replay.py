@@ -27,9 +27,8 @@ __all__ = ["Compiled"]
 
 @dataclass(frozen=True, eq=False)
 class _Known:
-    """What is known on a GPU of a call, until :attr:`Exchange.layout` is another. It keeps what the GPU uses."""
+    """What is known on a GPU of a call, until it is to be forgotten. It keeps what the GPU uses."""
 
-    layout: int
     plan: Plan
     sources: Arrays | None
     """None where the buffers are pushed."""
@@ -83,6 +82,11 @@ class Compiled:
         self._known: _Known | None = None
         # The call that was described last, how, and that description.
         self._told: tuple[Call | None, str, Call | None] = (None, "", None)
+        self._exchange.forgetful.add(self)
+
+    def forget(self) -> None:
+        """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
+        self._known, self._told = None, (None, "", None)
 
     def __call__(self) -> Any:
         """Push and pull. Collective."""
@@ -110,8 +114,6 @@ class Compiled:
         """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
         if self._memory is None or self._joining():
             return self._plainly("plain")
-        if self._known is not None and self._known.layout != self._exchange.layout:
-            self._known = None  # gives memory back, before more is asked for
         known = self._known or self._bound(self._memory)
         if known.lack or not known.agreed:
             call, work = self._plainly("plain" if known.agreed else "first")
@@ -149,7 +151,7 @@ class Compiled:
         plan, sources, targets, result = self._calls.bound(self._given)
         lack = self._exchange.lack() or ("" if plan.keys else "there are no keys")
         lack = lack or _lack_of(memory, self._given, plan, sources, targets)
-        known = _Known(self._exchange.layout, plan, sources, targets, result, lack)
+        known = _Known(plan, sources, targets, result, lack)
         return known if lack else self._with_table(known, self._calls.again(plan)[1])
 
     def _with_table(self, known: _Known, steps: Steps) -> _Known:

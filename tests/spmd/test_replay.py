@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -490,6 +491,26 @@ def test_changes_are_heeded(comm: Any, change: str, placement: str) -> None:
 
 
 @pytest.mark.ranks(1, 2)
+def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
+    """At once, not at the next call."""
+    both = Both(comm, 19, SHAPES)
+    both.set_optimizer(UPDATERS["adam"])
+    step = both.here.compile(both.keys, both.sent, both.outs)
+    for _ in range(3):
+        both.step(step)
+    state: Any = both.here._exchange.table["w"].state["mean"]
+    memory = weakref.ref(state._block)
+    del state
+    both.gpu.current().synchronize()
+    both.here.barrier()
+    both.set_optimizer(UPDATERS["momentum"])
+    gc.collect()
+    assert memory() is None
+    assert not step.captured
+    both.close()
+
+
+@pytest.mark.ranks(1, 2)
 def test_a_checkpoint_that_is_loaded(comm: Any, folder: Any) -> None:
     both = Both(comm, 9, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
@@ -576,8 +597,9 @@ def test_graphs_end_before_what_they_use(comm: Any, end: str) -> None:
     for _ in range(3):
         both.step(step)
     assert step.captured
+    graph = step._known.graph
     if end == "collected":
-        del step
+        del step, graph
         gc.collect()
         both.here.push("w", both.sent[0])
     if end == "abandon":
@@ -587,8 +609,10 @@ def test_graphs_end_before_what_they_use(comm: Any, end: str) -> None:
             step()
         both.there.close()
         both.gpu.checker.assert_clean()
+        assert graph.closed or both.here.size == 1
         return
     both.close()
+    assert end == "collected" or graph.closed
 
 
 @pytest.mark.ranks(2)
@@ -598,6 +622,7 @@ def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monk
     step = both.here.compile(both.keys, both.sent, both.outs)
     for _ in range(2):
         both.step(step)
+    kept = step._known.graph
     monkeypatch.setattr(DeviceMemory, "drop_graphs", lambda memory: None)
     if end == "close":
         both.here.close()
@@ -605,6 +630,7 @@ def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monk
         both.here.abandon("for a test")
     with pytest.raises(AssertionError, match="with a graph that uses the communicator waits for ever"):
         both.gpu.checker.assert_clean()
+    assert not kept.closed
     both.there.close()
 
 
