@@ -187,9 +187,9 @@ class CupyGpu:
     """The :class:`~mpikv.typing.Gpu` of CuPy. One thread at a time may copy to the host or from it."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
-        from .cuda.copies import copy
+        from .cuda.copies import copy, exceeding
 
-        self._copy = copy
+        self._copy, self._exceeding = copy, exceeding
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.ordinal = ordinal
@@ -277,6 +277,14 @@ class CupyGpu:
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         with self.present():
             self._copy(targets, sources)
+
+    @_translated
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        flags = self.cupy.zeros(len(arrays), np.uint8)
+        self._exceeding(arrays, flags, bound)
+        found = np.empty(len(arrays), np.bool_)
+        self._stage().download(flags.data.ptr, found.view(np.uint8))
+        return found.tolist()  # type: ignore[no-any-return]
 
 
 class CupyStream:

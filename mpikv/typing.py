@@ -18,13 +18,13 @@ __all__ = [
     "Event",
     "Gather",
     "Gpu",
+    "GpuKernels",
     "Graph",
     "Kernels",
     "Key",
     "Memory",
     "Placement",
     "RangeCodec",
-    "Repeatable",
     "Rounds",
     "Share",
     "Slots",
@@ -94,6 +94,13 @@ class Memory(Protocol):
 
     def to_host(self, array: Array) -> Array:
         """Return a numpy array of the same content, complete: the array itself, or a copy."""
+        ...
+
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array of floats whether an element is no number, or larger in size than the bound.
+
+        On a GPU it waits until the present stream has computed them.
+        """
         ...
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
@@ -236,6 +243,10 @@ class Gpu(Protocol):
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
+        ...
+
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host."""
         ...
 
 
@@ -526,12 +537,21 @@ class StepTable(Protocol):
 
 
 @runtime_checkable
-class Repeatable(Protocol):
-    """:class:`Kernels` whose updates may be recorded, and run again with other steps."""
+class GpuKernels(Kernels, Protocol):
+    """What runs on a GPU."""
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits. Compiled when this
+        returns.
+
+        Raises:
+            Unsupported: there is no kernel for this codec.
+        """
+        ...
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return memory for ``count`` steps of an updater that has such and does not assign, with its present options,
-        to update values of these dtypes, which :meth:`prepare` was called for. Local.
+        """Return memory for ``count`` steps of an optimizer with its present options, and compile its updates of values
+        of these dtypes, which :meth:`prepare` was called for. Local.
 
         Raises:
             MemoryError: there is too little.

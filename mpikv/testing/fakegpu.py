@@ -23,14 +23,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from ..cuda.codes import code_of
 from ..errors import TransportError, Unsupported
 from ..optimizers.forms import call_of
 from ..optimizers.optimizer import Optimizer
-from ..typing import Array, Memory, Updater
+from ..typing import Array, Memory, RangeCodec, Updater
 
 __all__ = [
     "Checker",
@@ -564,6 +565,12 @@ class FakeGpu:
         pairs = [(target._beneath, source._beneath) for target, source in zip(targets, sources, strict=True)]
         self.launch("copy", sources, targets, partial(_copy, pairs))
 
+    def exceeding(self, arrays: Sequence[FakeArray], bound: float) -> Sequence[bool]:
+        self.launch("exceeding", arrays, [])
+        self.current().synchronize()
+        with np.errstate(all="ignore"):
+            return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
+
     def launch(
         self,
         work: str,
@@ -637,6 +644,36 @@ class FakeKernels:
 
     def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
         return None
+
+    def codec(self, codec: Any) -> FakeRanges:
+        return codec if isinstance(codec, FakeRanges) else FakeRanges(self._gpu, codec)
+
+
+class FakeRanges:
+    """A codec on a :class:`FakeGpu`, of those that CUDA has kernels for: what it does on the host, in a launch each."""
+
+    elementwise: ClassVar[Literal[True]] = True
+
+    def __init__(self, gpu: FakeGpu, codec: Any) -> None:
+        self.largest = code_of(codec).largest
+        self.codec: RangeCodec = codec
+        self.feedback = self.codec.feedback
+        self._gpu = gpu
+
+    def settings(self) -> str:
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: FakeArray, payload: FakeArray, residual: FakeArray | None = None) -> None:
+        kept = [] if residual is None else [residual]
+        arrays = gradient._beneath, payload._beneath, None if residual is None else residual._beneath
+        self._gpu.launch("encode", [gradient, *kept], [payload, *kept], partial(self.codec.encode, *arrays))
+
+    def decode_add(self, payload: FakeArray, total: FakeArray) -> None:
+        decode = partial(self.codec.decode_add, payload._beneath, total._beneath)
+        self._gpu.launch("decode_add", [payload, total], [total], decode)
 
 
 class Form:

@@ -128,7 +128,7 @@ def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda kv: kv.set_gradient_compression("2bit"),
+        lambda kv: kv.set_gradient_compression("topk"),
         lambda kv: kv.init("s", RowSparse([0], np.ones((1, 2)), (3, 2))),
         lambda kv: kv.push("w", RowSparse([0], np.ones((1, 3)), (3, 3))),
         lambda kv: kv.row_sparse_pull("w", row_ids=[0]),
