@@ -95,7 +95,9 @@ class Compiled:
 
     @property
     def captured(self) -> bool:
-        """Whether the last call was launched as one piece of work. Local."""
+        """Whether a call is launched as one piece of work, as the last one was; but in a block of ``join`` none is.
+        Local.
+        """
         return self._known is not None and self._known.graph is not None
 
     @property
