@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from . import codecs
 from .agreement import Agreement, Call, Said
@@ -27,10 +27,10 @@ from .arguments import (
 )
 from .errors import RankMismatch, Unsupported, ValueMismatch
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
-from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
+from .publication import Cast
 from .rowarguments import (
     Asked,
     Brought,
@@ -50,11 +50,22 @@ from .rowsparse import RowSparse
 from .trial import asked_for, choose
 from .typing import Array, Codec, Key, Updater
 
-__all__ = ["Calls", "Prepared"]
+__all__ = ["Calls", "Fixed", "Prepared"]
 
 Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 """What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
 arguments."""
+
+
+class Fixed(NamedTuple):
+    """The arguments of a pushpull that is made again and again, with lists of its own in place of dicts."""
+
+    key: Any
+    value: Any
+    out: Any
+    result: Any
+    """What the caller of the pushpull expects."""
+
 
 _log = logging.getLogger("mpikv")
 _COMPRESS = "set_gradient_compression"
@@ -67,13 +78,22 @@ _ROWS, _FOR_WHOLE = "of rows", "of rows, for whole values"
 class Calls:
     """Prepares the calls of one store."""
 
-    def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        rows: Rows,
+        agreement: Agreement,
+        rank: int,
+        found: Callable[[Codec], Codec],
+    ) -> None:
+        """``found`` returns what does the work of a codec in the store's memory, or raises."""
         self._exchange, self._rows, self._agreement, self._rank = exchange, rows, agreement, rank
+        self._found = found
         self._memory = exchange.transport.memory
         self.choice = asked_for("None")
         """How pushes are compressed, and why."""
-        self.packed: codecs.BothDirections | None = None
-        """What packs what is pulled, too, if that was asked for."""
+        self.codec: Codec | codecs.BothDirections | None = None
+        """What packs, as it was given: in this memory something else may do its work."""
 
     # --- Verbs
 
@@ -183,6 +203,32 @@ class Calls:
         result = in_form(key, plan, plan.views) if out is None else out
         return call, (_run_for, result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
 
+    def compile(self, key: Any, value: Any, out: Any) -> Prepared:
+        """Prepare nothing but to know that a pushpull could be made; what is run returns its arguments, to be kept."""
+        given = fixed(key, value, out)
+        self.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+        self._exchange.staged = None
+        return self._planned("compile", self.known(given.key)), (_run_for, given, _nothing)
+
+    def bound(self, given: Fixed) -> tuple[Plan, Arrays | None, Arrays, Any]:
+        """Return the plan of a pushpull, what it pushes, None for the buffers, what it fills, and what it returns. It
+        brings no rows.
+        """
+        key, value, out, result = given
+        plan, arrays = self._pushed(key, value)
+        assert not isinstance(arrays, Brought)
+        if arrays is not None:
+            return plan, arrays, self.filled(plan, key, value, out)[0], result
+        filled = () if out is None else self._targets(plan, key, out)
+        return plan, None, filled, in_form(key, plan, plan.views) if out is None else result
+
+    def again(self, plan: Plan) -> tuple[Call, Steps]:
+        """Return what to compare before a pushpull of a plan is made once more, and the updater's steps. It does not
+        compress, and has no updater function.
+        """
+        call, steps, _ = self._update_of("pushpull", plan, 0)
+        return call, steps
+
     def buffer(self, key: Any) -> Prepared:
         plan = self.known(key)
         return self._planned("buffer", plan), (self._run_buffer, plan, key)
@@ -220,23 +266,23 @@ class Calls:
         call = Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings])
         return call, (self._exchange.adopt, updater)
 
-    def compression(self, compression: Any, kernels: str) -> Prepared:
+    def compression(self, compression: Any) -> Prepared:
         """Prepare a change of the codec to what is meant by ``compression``."""
-        if compression is not None:
-            self._exchange.check_host("compression")
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
-            return call, (self._run_choice, self._codec(meant.codec, kernels), settings)
+            return call, (self._run_choice, meant, self._codec(meant.codec))
         if isinstance(meant, codecs.BothDirections):
-            return call, (self._run_compression, self._codec(meant.codec, kernels), settings, meant)
-        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels), settings)
+            # What packs as a cast does knows its largest number, too.
+            packing = cast("Cast", self._codec(meant.cast))
+            return call, (self._run_compression, meant, settings, self._codec(meant.codec), packing)
+        return call, (self._run_compression, meant, settings, None if meant is None else self._codec(meant))
 
-    def _codec(self, codec: Codec, kernels: str) -> Codec | None:
+    def _codec(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
         self._exchange.check_codec(codec)
-        return find_codec(codec, kernels)
+        return self._found(codec)
 
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it
@@ -383,9 +429,7 @@ class Calls:
 
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""
-        compression = self._exchange.compression
-        said = "" if compression is None else (self.packed or compression.codec).settings()
-        packed = [f"compression {said}"] * bool(said)
+        packed = [] if self.codec is None else [f"compression {self.codec.settings()}"]
         return [f"updater {self._exchange.updater.settings()}", *packed]
 
     def _with_steps(self, call: Call, steps: Steps) -> Call:
@@ -410,14 +454,20 @@ class Calls:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
 
-    def _run_compression(self, codec: Codec | None, settings: str, packed: codecs.BothDirections | None = None) -> None:
-        self._exchange.compress(codec, None if packed is None else packed.cast)
-        self.choice, self.packed = asked_for(settings), packed
+    def _run_compression(
+        self,
+        meant: Codec | codecs.BothDirections | None,
+        settings: str,
+        working: Codec | None,
+        packing: Cast | None = None,
+    ) -> None:
+        self._exchange.compress(working, packing)
+        self.choice, self.codec = asked_for(settings), meant
 
-    def _run_choice(self, codec: Codec, asked: str) -> None:
-        chosen, self.choice = choose(self._exchange, codec, asked)
+    def _run_choice(self, meant: codecs.Auto, working: Codec) -> None:
+        chosen, choice = choose(self._exchange, working, meant.settings())
         self._exchange.compress(chosen)
-        self.packed = None
+        self.choice, self.codec = choice, meant.codec if chosen is not None else None
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)
@@ -473,6 +523,26 @@ def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
         return call
     wish = f"priority {wishes}"
     return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
+
+
+def fixed(key: Any, value: Any, out: Any) -> Fixed:
+    """Return the arguments of a pushpull as they are now, whatever becomes of lists and dicts."""
+    if not isinstance(key, Mapping):
+        return Fixed(_kept(key), _kept(value), _kept(out), value if out is None else out)
+    names, arrays = flatten(key, value)
+    if out is None:
+        return Fixed(names, _kept(arrays), None, key)
+    groups = outs_of(key, out, parse(names, arrays).keys).groups
+    # One array by itself is what is looked at fastest.
+    return Fixed(names, _kept(arrays), [group[0] if len(group) == 1 else list(group) for group in groups], out)
+
+
+def _kept(given: Any) -> Any:
+    return list(map(_kept, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _nothing() -> None:
+    pass
 
 
 def _run_for(result: Any, run: Callable[..., None], *arguments: Any) -> Any:

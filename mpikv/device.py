@@ -10,22 +10,27 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
-from .arrays import is_array, lies_on_host, source, target
-from .typing import Array, Event, Gpu, Stream
+from .arrays import check_mutable, is_array, lies_on_host, source, target
+from .errors import TransportError
+from .typing import Array, Event, Gpu, Graph, Stream
 
 __all__ = ["DeviceMemory"]
 
-_IMMUTABLE = ("jax", "jaxlib")
+Door: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
+"""Returns the context in which something is queued that is known by this text."""
 
 
 class DeviceMemory:
     """The :class:`~mpikv.typing.Memory` of one GPU, and the stream of one store."""
 
     on_host = False
+    orders = True
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -34,12 +39,16 @@ class DeviceMemory:
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
         self._check, self._abort = _nothing, _nothing
+        self._queued: Door = nullcontext
+        self.recording = False
+        """Whether work that is given to the stream is recorded, and not run."""
+        self._graphs: WeakSet[Graph] = WeakSet()
 
-    def watch(self, check: Callable[[], None], abort: Callable[[], None]) -> None:
+    def watch(self, check: Callable[[], None], abort: Callable[[], None], queued: Door) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
-        known to have failed, ``abort`` ends it.
+        known to have failed, ``abort`` ends it, and what is not queued by a transport is queued in ``queued``.
         """
-        self._check, self._abort = check, abort
+        self._check, self._abort, self._queued = check, abort, queued
 
     def zeros(self, nbytes: int) -> Array:
         with self.stream:
@@ -58,13 +67,16 @@ class DeviceMemory:
         self._say_that_arrays_travel()
         return self.gpu.upload(array)
 
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        here = self.gpu.owns(value) or (is_array(value) and not lies_on_host(value))
+        array = self.source(value) if here else source(value)
+        return array.shape, array.dtype
+
     def target(self, out: Any) -> Array:
         if self.gpu.owns(out):
             return out  # type: ignore[no-any-return]
         if is_array(out) and not lies_on_host(out):
-            # DLPack's mark of what must not be written to is not heeded everywhere.
-            if type(out).__module__.partition(".")[0] in _IMMUTABLE:
-                raise TypeError(f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none")
+            check_mutable(out)
             return self.gpu.adopt(out)
         array = target(out)
         self._say_that_arrays_travel()
@@ -94,6 +106,11 @@ class DeviceMemory:
         self._check()
         return out
 
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        found = self.gpu.exceeding(arrays, bound) if arrays else ()
+        self._check()  # as in to_host
+        return found
+
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         caller = self.gpu.current()
         self.stream.wait(caller.record())
@@ -112,9 +129,45 @@ class DeviceMemory:
             if not self._in_use:
                 return
 
+    def forget(self) -> None:
+        pass
+
+    def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
+        """Return what ``run(*arguments)`` gives to the store's stream, which is not run. In :meth:`in_order`.
+
+        Raises:
+            TransportError: it cannot be recorded.
+        """
+        self.recording = True
+        try:
+            self.stream.begin_capture()
+            try:
+                run(*arguments)
+            except BaseException:
+                with suppress(TransportError):  # which says the same once more
+                    self.stream.end_capture()
+                raise
+            graph = self.stream.end_capture()
+        finally:
+            self.recording = False
+        self._graphs.add(graph)
+        return graph
+
+    def replay(self, graph: Graph, call: str) -> None:
+        """Queue what was recorded. In :meth:`in_order`, whose arguments are to keep what it uses."""
+        with self._queued(call):
+            graph.launch()
+
+    def drop_graphs(self) -> None:
+        """Give up all that was recorded, before what it uses ends."""
+        for graph in list(self._graphs):
+            graph.close()
+        self._graphs.clear()
+
     def close(self) -> None:
         """Wait until the stream is done, and let go of what it used."""
         self.stream.synchronize()
+        self.drop_graphs()
         self._in_use.clear()
 
     def abandon(self) -> None:

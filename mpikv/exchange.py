@@ -9,24 +9,38 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
 from . import publication
-from .arena import Arena
+from .arena import Arena, Block
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
-from .errors import ConfigError, Unsupported, noted
+from .errors import Unsupported, noted
 from .keys import KeyTable
+from .memory import private
 from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
-from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
-from .updaters import Assign
+from .typing import (
+    Array,
+    Codec,
+    GpuKernels,
+    Kernels,
+    Key,
+    Placement,
+    StepTable,
+    Transport,
+    Updater,
+    Whole,
+    WholeKernels,
+)
+from .updaters import Assign, check_state
 
-__all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
+__all__ = ["Arrays", "Confirm", "Exchange", "Forgetful", "Steps", "are_plain"]
 
 _MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
@@ -40,6 +54,14 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
 or each is a tuple of any number of arrays; flat ones where they are pushed."""
+
+
+class Forgetful(Protocol):
+    """What keeps something that stands on where values lie, or on how they are updated."""
+
+    def forget(self) -> None:
+        """Let go of it, as that changes now, on all ranks alike. Local."""
+        ...
 
 
 class Steps(NamedTuple):
@@ -61,6 +83,7 @@ class Exchange:
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self._kernels = kernels
+        self._whole_kernels = kernels if isinstance(kernels, WholeKernels) else None
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
         self._may_add = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
         self.compression: Compression | None = None
@@ -74,10 +97,10 @@ class Exchange:
         self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._memory = transport.memory
-        # Of a GPU's memory there may be too little on one rank alone.
-        allocate = self._memory.zeros if self._memory.on_host else transport.allocate
-        self._scratch = allocate(2 * transport.limit)
+        self._scratch = private(transport)(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
+        self.forgetful: WeakSet[Forgetful] = WeakSet()
+        """Who keeps plans, or what was made of them."""
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
@@ -150,6 +173,8 @@ class Exchange:
         return plan
 
     def _forget_plans(self) -> None:
+        for each in list(self.forgetful):
+            each.forget()
         for plan in self._plans.values():
             plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
         self._plans.clear()
@@ -170,12 +195,7 @@ class Exchange:
     def check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
         for entry in self.table.entries():
-            wanted, state = self.updater.slots(entry.dtype), entry.place.block.state
-            if wanted.keys() != state.keys():
-                raise ConfigError(
-                    f"the optimizer was changed to keep {sorted(wanted)} per element and the store has "
-                    f"{sorted(state)}; call set_optimizer again, which starts its state anew"
-                )
+            check_state(self.updater, entry.dtype, entry.place.block.state)
         # Other options may need other code.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
         self._revision = self.updater.revision
@@ -186,6 +206,45 @@ class Exchange:
         self._whole = self.updater.fallible or not self.updater.elementwise
         # Whether a push leaves every rank with the newest values.
         self._current = self.transport.shared or self.placement.everywhere or self.transport.size == 1
+
+    # --- Calls that are made again and again
+
+    def lack(self) -> str:
+        """Return why no pushpull can be recorded on a GPU, to be run again; "" if one can. Local."""
+        if self.updater.fallible:
+            return "an updater function is Python, which runs on the host"
+        if self._whole:
+            return f"{type(self.updater).__name__} updates whole values"
+        if self.compression is not None:
+            return "pushes are compressed"
+        if self._in_pairs and self.transport.size > 1:
+            return "sums in a fixed order take memory each time"
+        return ""
+
+    def table_of_steps(self, plan: Plan) -> StepTable | None:
+        """Return memory for the steps of a plan's keys, or None if updates have none. There is no :meth:`lack`. Local.
+
+        Raises:
+            MemoryError: there is too little.
+        """
+        if self.updater.assigns:
+            return None
+        assert isinstance(self._kernels, GpuKernels)
+        return self._kernels.table(self.updater, self._memory, len(plan.keys), set(plan.dtypes))
+
+    def pushed_again(self, plan: Plan) -> None:
+        """Take note of a pushpull that was recorded, and run again. Local."""
+        self._count(plan)
+        self.table.stale[plan.rows] = False
+
+    @contextmanager
+    def uncounted(self, plan: Plan) -> Iterator[None]:
+        """Take no note of what is pushed and pulled meanwhile. Local."""
+        counts, stale = self.table.counts[plan.rows].copy(), self.table.stale[plan.rows].copy()
+        try:
+            yield
+        finally:
+            self.table.counts[plan.rows], self.table.stale[plan.rows] = counts, stale
 
     # --- Push and pull
 
@@ -222,7 +281,7 @@ class Exchange:
         """Sum the ranks' buffers and update. They may be filled again when it returns."""
         if self.compression is not None:
             # Only this rank reads its buffers, and it has when this returns.
-            self.push(plan, self.buffers(plan), steps, confirm)
+            self.push(plan, self._brought(plan), steps, confirm)
             return
         for bucket in plan.buckets:
             assert bucket.buffered is not None
@@ -238,7 +297,7 @@ class Exchange:
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push the buffers, then pull; without targets only so that this rank has the newest values."""
         if self.compression is not None:
-            self.pushpull(plan, self.buffers(plan), steps, targets or [()] * len(plan.keys), confirm)
+            self.pushpull(plan, self._brought(plan), steps, targets or [()] * len(plan.keys), confirm)
             return
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
@@ -405,6 +464,9 @@ class Exchange:
             np.copyto(stored, value)
 
     def _update_owned(self, plan: Plan, steps: Steps, changed: list[tuple[Array, Array]]) -> None:
+        if self._whole_kernels is not None and not self.updater.fallible:
+            self._update_at_once(self._whole_kernels, plan, steps)
+            return
         for entry, total, step in zip(plan.entries, plan.totals, steps.each, strict=True):
             if total is not None:
                 value, state = entry.updated, entry.state
@@ -412,13 +474,23 @@ class Exchange:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
                     changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
                 try:
-                    if self._memory.on_host or self.updater.fallible:
-                        self.updater.update(step, total, value, state)
-                    else:
-                        self._kernels.bind(self.updater, total, value, state)(step)
+                    self.updater.update(step, total, value, state)
                 except BaseException as error:
                     noted(error, f"updating key {entry.key!r}")
                     raise
+
+    def _update_at_once(self, kernels: WholeKernels, plan: Plan, steps: Steps) -> None:
+        """Update all whole values that this rank owns by as few launches as can be."""
+        owned = [item for item, total in enumerate(plan.totals) if total is not None]
+        update = plan.memo.get("owned")
+        if update is None:
+            wholes = [
+                Whole(total, entry.updated, entry.state)
+                for entry, total in zip(plan.entries, plan.totals, strict=True)
+                if total is not None
+            ]
+            update = plan.memo["owned"] = kernels.bind_whole(self.updater, wholes)
+        update([steps.each[item] for item in owned])
 
     def _count(self, plan: Plan) -> None:
         for present in plan.present:
@@ -467,8 +539,8 @@ class Exchange:
         self.delete([key for key in keys if key in self.table])
         for key, array, where in zip(keys, arrays, places, strict=True):
             where.block.ensure_state(self.updater.slots(array.dtype))
-            if self.packs_values:
-                where.block.ensure_exact()
+            if self.packs_values and where.block.exact is None:
+                where.block.exact = where.block.new_exact()
             self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
 
     def add_buffers(self, plan: Plan) -> None:
@@ -494,6 +566,11 @@ class Exchange:
     def buffers(self, plan: Plan) -> list[Array]:
         """Return this rank's buffer for each key. Local."""
         return [entry.buffer(self.transport.place) for entry in plan.entries]
+
+    def _brought(self, plan: Plan) -> Arrays:
+        """Return this rank's buffers as what a caller would bring."""
+        buffers = self.buffers(plan)
+        return buffers if self._memory.on_host else [(buffer.reshape(-1),) for buffer in buffers]
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
@@ -543,7 +620,7 @@ class Exchange:
     def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
         """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
         assert self.compression is not None
-        check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
+        check(self.compression.codec, plan, _groups(self._brought(plan) if sources is None else sources), self._memory)
 
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
@@ -552,13 +629,14 @@ class Exchange:
         """
         # Before anything changes, as there may be too little memory.
         publishing = None if values is None else self._published_by(values)
+        compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        room = self._room_for_exact(publishing, self.placement)
         self._end_packing()
-        self._publication = publishing
-        self.compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        self._publication, self.compression = publishing, compression
         self.drop_residuals()
         # Sums are no longer, or again, left to the rules.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
-        self._begin_packing()
+        self._begin_packing(room)
 
     def _published_by(self, codec: Cast) -> Publication | None:
         """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
@@ -576,13 +654,18 @@ class Exchange:
         """Whether values are packed that ranks pull."""
         return self._publication is not None and not self._current
 
-    def _begin_packing(self) -> None:
-        """Have the owners keep exact values from now on, if what is pulled is packed. Every rank has the newest ones.
-        Local.
-        """
-        if self.packs_values and len(self.table):
-            for block in {entry.place.block for entry in self.table.entries()}:
-                block.ensure_exact()
+    def _room_for_exact(self, publishing: Publication | None, placement: Placement) -> dict[Block, Array]:
+        """Return memory for exact values, if they are to be kept. On GPUs collective."""
+        if publishing is None or placement.everywhere:
+            return {}
+        blocks = dict.fromkeys(entry.place.block for entry in self.table.entries())
+        return {block: exact for block in blocks if (exact := block.new_exact()) is not None}
+
+    def _begin_packing(self, room: dict[Block, Array]) -> None:
+        """Have the owners keep exact values there from now on. Every rank has the newest ones. Local."""
+        for block, exact in room.items():
+            block.exact = exact
+        if room:
             self._forget_plans()
             publication.begin(self.plan(tuple(self.table)).buckets)
 
@@ -642,15 +725,18 @@ class Exchange:
 
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""
-        # Its placement may have other owners, who need the newest values.
-        self._end_packing()
-        stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
-        if stale:
-            self._publish(self.plan(stale))
         placement = self.placed(updater)
         # Before anything changes, as a GPU may have too little memory.
         dtypes = {entry.place.block: entry.dtype for entry in self.table.entries()}
         states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
+        room = self._room_for_exact(self._publication, placement)
+        # Its placement may have other owners, who need the newest values.
+        self._end_packing()
+        stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
+        if stale:
+            # For an updater without state: the present one may have been changed to ask for other state than there is.
+            entries = [self.table[key] for key in stale]
+            self._publish(build(entries, self.placement, self.transport, Assign(), self._kernels, self._scratch))
         self.updater, self.placement = updater, placement
         self._settle()
         self._revision = updater.revision
@@ -661,7 +747,7 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
         self.table.start_counts()
-        self._begin_packing()
+        self._begin_packing(room)
         if len(self.table):
             self.start_from_values(tuple(self.table))
 

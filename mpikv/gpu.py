@@ -10,6 +10,7 @@ have another. So every call here makes its GPU the present one meanwhile.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
-from .typing import Array, Event, Stream
+from .typing import Array, Event, Graph, Kernels, Stream
 
-__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "survey"]
+__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
 
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
 # DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
@@ -105,6 +107,33 @@ def find_nccl() -> Any:
     return nccl
 
 
+class _Known(threading.local):
+    """The GPUs of arrays that a thread has met: one thread at a time may copy from one and to one."""
+
+    def __init__(self) -> None:
+        self.gpus: dict[int, CupyGpu] = {}
+
+
+_known = _Known()
+
+
+def gpu_of(value: Any) -> CupyGpu:
+    """Return the GPU on which an array of any library lies, for this thread. It need not be the present one. Local.
+
+    Raises:
+        TransportUnavailable: CuPy is missing, which copies such arrays.
+        Unsupported: it lies on a device of another kind.
+    """
+    kind, ordinal = map(int, value.__dlpack_device__())
+    if kind not in (_DEVICE, _MANAGED):
+        raise Unsupported(
+            f"the array is on DLPack's device ({kind}, {ordinal}), of which nothing is known here; copy it to the host"
+        )
+    if ordinal not in _known.gpus:
+        _known.gpus[ordinal] = CupyGpu(_find_cupy("arrays of GPUs"), ordinal)
+    return _known.gpus[ordinal]
+
+
 class Found(NamedTuple):
     """What of a GPU store there is here."""
 
@@ -134,11 +163,11 @@ def survey(visible: str | None = None) -> Found:
     return Found(cupy.__version__, nccl, devices, problems)
 
 
-def _find_cupy() -> Any:
+def _find_cupy(what: str = "sums on GPUs") -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise TransportUnavailable(f"sums on GPUs need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
+        raise TransportUnavailable(f"{what} need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
     except OSError as error:  # it makes a folder for compiled kernels in the home directory
         raise TransportUnavailable(
             f"CuPy cannot be imported ({brief(str(error))}); let CUPY_CACHE_DIR name a folder that can be written to"
@@ -187,9 +216,9 @@ class CupyGpu:
     """The :class:`~mpikv.typing.Gpu` of CuPy. One thread at a time may copy to the host or from it."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
-        from .cuda.copies import copy
+        from .cuda.copies import copy, exceeding
 
-        self._copy = copy
+        self._copy, self._exceeding = copy, exceeding
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.ordinal = ordinal
@@ -243,9 +272,12 @@ class CupyGpu:
                 raise Unsupported(f"CuPy cannot use the memory of a {type(value).__name__}: {error}") from error
 
     @_translated
-    def upload(self, array: Array) -> Array:
-        out = self.cupy.empty(array.shape, array.dtype)
-        self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), out.data.ptr)
+    def upload(self, array: Array, out: Any = None) -> Array:
+        whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
+        self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
+        if out is None or out is whole:
+            return whole  # type: ignore[no-any-return]
+        self._copy((out,), (whole,))
         return out  # type: ignore[no-any-return]
 
     @_translated
@@ -271,6 +303,31 @@ class CupyGpu:
     def _now(self) -> Any:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
 
+    @_translated
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
+        there = np.empty(sums.shape, sums.dtype)
+        self.download(sums, there)
+        squares, bad = there.reshape(-1, 2).T.tolist()
+        found, first = [], 0
+        for count in counts:
+            last = first + count
+            found.append((float(sum(squares[first:last])), not any(bad[first:last])))
+            first = last
+        return found
+
+    @_translated
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        whole = [self.cupy.ascontiguousarray(array) for array in arrays]
+        norms.scale(whole, factor)
+        apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
+        self._copy([array for array, _ in apart], [copied for _, copied in apart])
+
+    def kernels(self) -> Kernels:
+        from .cuda.kernels import CudaKernels
+
+        return CudaKernels()
+
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
@@ -282,6 +339,14 @@ class CupyGpu:
     def mark(self) -> CupyMark:
         """Return a point in the work of the present stream, of which the GPU notes the time. For measurements."""
         return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
+
+    @_translated
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        flags = self.cupy.zeros(len(arrays), np.uint8)
+        self._exceeding(arrays, flags, bound)
+        found = np.empty(len(arrays), np.bool_)
+        self._stage().download(flags.data.ptr, found.view(np.uint8))
+        return found.tolist()  # type: ignore[no-any-return]
 
 
 class CupyStream:
@@ -310,6 +375,22 @@ class CupyStream:
             except self.gpu.cuda.runtime.CUDARuntimeError as error:
                 raise TransportError(f"what was queued on {self.gpu.name} failed: {error}") from error
 
+    def begin_capture(self) -> None:
+        # Relaxed: other threads, as the watchdog's, may ask for their events meanwhile.
+        mode = self.gpu.cuda.runtime.streamCaptureModeRelaxed
+        with self.gpu.present():
+            try:
+                self._stream.begin_capture(mode)
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"work of {self.gpu.name} cannot be recorded: {error}") from error
+
+    def end_capture(self) -> Graph:
+        with self.gpu.present():
+            try:
+                return CupyGraph(self.gpu, self._stream.end_capture())
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"work of {self.gpu.name} could not be recorded: {error}") from error
+
     def __enter__(self) -> CupyStream:
         present = self.gpu.present()
         present.__enter__()
@@ -320,6 +401,27 @@ class CupyStream:
     def __exit__(self, *failure: object) -> None:
         self._stream.__exit__(*failure)
         self._entered.pop().__exit__(*failure)
+
+
+class CupyGraph:
+    """The :class:`~mpikv.typing.Graph` of CuPy, which destroys CUDA's when nothing refers to its own any more."""
+
+    def __init__(self, gpu: CupyGpu, graph: Any) -> None:
+        self._gpu = gpu
+        self._graph = graph
+
+    def launch(self) -> None:
+        graph = self._graph
+        if graph is None:
+            raise TransportError(f"what was recorded on {self._gpu.name} was given up")
+        with self._gpu.present():
+            try:
+                graph.launch()
+            except self._gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"CUDA failed on {self._gpu.name}, in a graph: {error}") from error
+
+    def close(self) -> None:
+        self._graph = None
 
 
 class CupyEvent:

@@ -21,13 +21,14 @@ from .checkpoint import Checkpoints
 from .config import VARIABLES_ONLY, Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
-from .kernels import find_kernels
+from .kernels import find_codec, find_kernels
 from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
+from .replay import Compiled
 from .rows import Rows
 from .scope import Scope
-from .typing import Array, Kernels, Key, Transport, Updater
+from .typing import Array, GpuKernels, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, urgency
 from .world import Group
@@ -47,7 +48,7 @@ _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
-_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": False, "compression": False, "async": False, "gpu": True}
+_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": False, "compression": True, "async": False, "gpu": True}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
 _VOTE = Call("vote", digest("vote"))
@@ -86,7 +87,7 @@ class KVStore(KVStoreBase):
         root: int = 0,
         found: Callable[..., KVStore] | None = None,
         passable: bool = False,
-        kernels: Kernels | None = None,
+        kernels: GpuKernels | None = None,
     ) -> None:
         """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``passable``: calls with
         ``wait=False`` may be passed between two messages by more urgent ones. ``kernels``: those for a GPU's memory.
@@ -96,15 +97,17 @@ class KVStore(KVStoreBase):
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         placement = self._placement or config.placement
-        kernels = kernels or find_kernels(config.kernels)
-        self._exchange = Exchange(transport, placement, root, kernels, config.deterministic)
+        found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
+        rules = kernels or find_kernels(config.kernels)
+        self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
-        self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank)
+        self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
         self._pending = Pending(self._least, board.aside)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
         self._in_join = False
+        self._compiled = 0
         # Calls that are made within others cannot share a context.
         self._quiet = run_quietly if passable else quiet()
         if passable:
@@ -172,8 +175,7 @@ class KVStore(KVStoreBase):
     @property
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
-        compression = self._exchange.compression
-        return self._calls.packed or (compression and compression.codec)
+        return self._calls.codec
 
     @property
     def _assigns(self) -> bool:
@@ -224,6 +226,7 @@ class KVStore(KVStoreBase):
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
+        self._check_open("keys")
         return tuple(self._exchange.table)
 
     def num_dead_node(self, timeout: float = 60) -> int:
@@ -240,6 +243,7 @@ class KVStore(KVStoreBase):
         Raises:
             KeyNotInitialized: the key is unknown.
         """
+        self._check_open("version")
         self._pending.drain()
         return self._exchange.table.version(key)
 
@@ -247,6 +251,7 @@ class KVStore(KVStoreBase):
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
+        self._check_open("keys")
         return key in self._exchange.table
 
     def __len__(self) -> int:
@@ -400,6 +405,49 @@ class KVStore(KVStoreBase):
         """
         call = self._collective if wait is True else self._door("pushpull", wait)
         return call("pushpull", self._calls.pushpull, key, value, out, priority)
+
+    def compile(self, key: Any, value: Any = None, out: Any = None) -> Compiled:
+        """Return a function without arguments that makes the same :meth:`pushpull` at each call.
+
+        Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
+        a CUDA graph, which that call and those after it launch, at a cost to the host that does not grow with the
+        number of keys. A learning rate, a schedule, and update counts go on as in any push. Where that cannot be, the
+        function makes plain calls, and its ``captured`` is False and its ``reason`` says why: on the host, for updater
+        functions and optimizers of whole values, compression, ``deterministic``, several arrays for a key, and arrays
+        of the host or that are not contiguous. After anything that changes where values lie, or how they are updated,
+        the work is recorded anew.
+
+        Args:
+            key: as in :meth:`push`. What lists and dicts hold now counts.
+            value: as in :meth:`pushpull`: the memory that is read at each call. The function keeps the arrays.
+            out: as in :meth:`pushpull`: the memory that is written.
+
+        Returns:
+            A :class:`Compiled`, which returns what ``pushpull`` would.
+
+        Raises:
+            KeyNotInitialized, ValueMismatch, RankMismatch, PeerFailed: as in :meth:`pushpull`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> weight, gradient = np.zeros(2), np.ones(2)
+            >>> kv.init("w", weight)
+            >>> kv.set_optimizer("sgd", learning_rate=1.0)
+            >>> step = kv.compile("w", gradient, out=weight)
+            >>> step()
+            array([-1., -1.])
+            >>> gradient[0] = 3
+            >>> step()
+            array([-4., -2.])
+            >>> step.captured, step.reason
+            (False, 'the store is on the host')
+        """
+        given = self._collective("compile", self._calls.compile, key, value, out)
+        parts = self._calls, self._exchange, self._agreement
+        number, self._compiled = self._compiled, self._compiled + 1
+        # The door is looked up at each call: tracing puts a clock around it.
+        return Compiled(given, number, lambda *call: self._collective(*call), parts, self.rank, lambda: self._in_join)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.
@@ -629,6 +677,8 @@ class KVStore(KVStoreBase):
 
     def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
         """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
+        if controller is not None and not callable(controller):
+            raise TypeError(f"a controller is a function of the command's body, not a {type(controller).__name__}")
         self._controllers[_head(head)] = controller
 
     def command(self, head: int, body: Any = None) -> None:
@@ -638,7 +688,7 @@ class KVStore(KVStoreBase):
         store. When it raises, so does the command on every rank.
 
         Args:
-            head: the number, from 0. A command that has no controller does nothing.
+            head: the number, from 0. A command that has no controller does nothing, and is logged.
             body: a string, a number, a truth value, None, or lists and dicts of them.
 
         Raises:
@@ -758,7 +808,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull("w")
             array([0. , 0. , 0.5, 0. ], dtype=float32)
         """
-        self._collective("set_gradient_compression", self._calls.compression, compression, self._config.kernels)
+        self._collective("set_gradient_compression", self._calls.compression, compression)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push
@@ -767,6 +817,7 @@ class KVStore(KVStoreBase):
         Raises:
             ConfigError: no optimizer is set, or its rate is given by a schedule.
         """
+        self._check_open("set_learning_rate")
         if self.optimizer is None:
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
@@ -983,7 +1034,7 @@ class KVStore(KVStoreBase):
             except Exception as error:
                 error.__cause__ = unseen
                 raise
-            self._leave("the store was closed")
+            self._leave("the store was closed; create a new store")
         if unseen is not None:
             raise unseen
 
@@ -1036,7 +1087,7 @@ class KVStore(KVStoreBase):
             self.close()
         else:
             # The other ranks may be anywhere; closing together could wait for ever and hide the error.
-            self.abandon(f"the store ended with {failure[1]!r}")
+            self.abandon(f"the store ended with {failure[1]!r}; create a new store")
 
     # --- The door of every collective call
 
@@ -1057,6 +1108,7 @@ class KVStore(KVStoreBase):
             return self._quietly(*work)
         except BaseException as error:
             self._exchange.staged = None
+            self._transport.memory.forget()
             self._end_unless_settled(verb, error)
             raise
         finally:
@@ -1126,15 +1178,17 @@ class KVStore(KVStoreBase):
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
         quietly = run_quietly if self._exchange.updater.fallible else self._quiet
         memory = self._transport.memory
-        return quietly(run, *arguments) if memory.on_host else memory.in_order(quietly, run, *arguments)
+        return memory.in_order(quietly, run, *arguments) if memory.orders else quietly(run, *arguments)
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:
-            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}; create a new store"))
+            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}"))
 
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
         if getattr(error, "settled", False):
+            if isinstance(error, TransportError):  # whoever has been told of it
+                self.abandon(f"the store ended in an earlier call ({error!r})")
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
@@ -1143,7 +1197,7 @@ class KVStore(KVStoreBase):
             error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self._agreement.at_rank(verb, error)
-        self.abandon(f"the store ended in an earlier call ({error!r})")
+        self.abandon(f"the store ended in an earlier call ({error!r}); create a new store")
 
     def _shadow(self) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them."""
@@ -1184,8 +1238,9 @@ class KVStore(KVStoreBase):
     def _control(self, call: Call, head: int, text: str) -> None:
         """Run a controller at the root, and learn on every rank how it went."""
         failure = None
-        if self.is_root and (controller := self._controllers.get(head)) is not None:
+        if self.is_root:
             try:
+                controller = self._controllers.get(head) or partial(_log_lost, head)
                 controller(json.loads(text))
             except Exception as error:
                 failure = error
@@ -1232,6 +1287,10 @@ def _shown(arguments: Sequence[Any]) -> str:
         return ""
     text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _log_lost(head: int, body: Any) -> None:
+    logging.getLogger("mpikv").warning("command %d has no controller at the root, and does nothing", head)
 
 
 def _head(head: Any) -> int:

@@ -6,8 +6,8 @@ held to its contract by a class in :mod:`mpikv.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ __all__ = [
     "Event",
     "Gather",
     "Gpu",
+    "GpuKernels",
+    "Graph",
     "Kernels",
     "Key",
     "Memory",
@@ -27,11 +29,14 @@ __all__ = [
     "Share",
     "Slots",
     "Span",
+    "StepTable",
     "Stream",
     "Sum",
     "Transport",
     "Updater",
     "ValueCodec",
+    "Whole",
+    "WholeKernels",
 ]
 
 Array: TypeAlias = "npt.NDArray[Any]"
@@ -52,6 +57,8 @@ class Memory(Protocol):
     """
 
     on_host: bool
+    orders: bool
+    """Whether what a call does has to be run by :meth:`in_order`."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
@@ -68,6 +75,10 @@ class Memory(Protocol):
             TypeError: not an array.
             Unsupported: it cannot be brought here.
         """
+        ...
+
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return the shape and the dtype of what :meth:`source` would return, and raise what it would."""
         ...
 
     def target(self, out: Any) -> Array:
@@ -93,10 +104,21 @@ class Memory(Protocol):
         """Return a numpy array of the same content, complete: the array itself, or a copy."""
         ...
 
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array of floats whether an element is no number, or larger in size than the bound.
+
+        On a GPU it waits until the present stream has computed them.
+        """
+        ...
+
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
         caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
         """
+        ...
+
+    def forget(self) -> None:
+        """Take note that the call is not made for which arrays were prepared."""
         ...
 
     def close(self) -> None:
@@ -135,17 +157,48 @@ class Stream(Protocol):
         """Wait until all that was queued is done."""
         ...
 
+    def begin_capture(self) -> None:
+        """Have work that this thread gives to the stream recorded from now on, and not run.
+
+        Until :meth:`end_capture` nobody may wait for the stream, ask for a point that is recorded meanwhile, or let it
+        wait for another stream; and what is recorded must not take memory, or move pageable memory of the host.
+        """
+        ...
+
+    def end_capture(self) -> Graph:
+        """Return what was recorded; the stream runs again what it is given.
+
+        Raises:
+            TransportError: something was done meanwhile that cannot be recorded.
+        """
+        ...
+
     def __enter__(self) -> object: ...
 
     def __exit__(self, *failure: object) -> None: ...
+
+
+class Graph(Protocol):
+    """Recorded work, with the addresses and arguments that it was given. It keeps no memory."""
+
+    def launch(self) -> None:
+        """Queue all of it on this thread's present stream, as one."""
+        ...
+
+    def close(self) -> None:
+        """Give it up, which NCCL's communicator must find done when it ends. What is queued is done all the same.
+        Idempotent.
+        """
+        ...
 
 
 class Gpu(Protocol):
     """One GPU as far as a store needs it: CuPy's (``mpikv/gpu.py``), or one that stands for it where there is none.
 
     Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
-    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``reshape``, ``view(dtype)``, ``copy``, ``fill``,
-    slices and ``array[...] = other``, and take part in numpy's functions; they have no ``flags.writeable``.
+    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``,
+    ``copy``, ``fill``, slices and ``array[...] = other``, and take part in numpy's functions; they have no
+    ``flags.writeable``.
     """
 
     name: str
@@ -189,12 +242,31 @@ class Gpu(Protocol):
         """
         ...
 
-    def upload(self, array: Array) -> Array:
-        """Return a copy of a numpy array, which may be changed when this returns."""
+    def upload(self, array: Array, out: Array | None = None) -> Array:
+        """Return a copy of a numpy array, in ``out`` if that is given, of the same shape and dtype. What is copied may
+        be changed when this returns.
+        """
         ...
 
     def download(self, array: Array, out: Array) -> None:
         """Fill a numpy array of the same shape and dtype, and wait until it is filled."""
+        ...
+
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        """Return of each array, as it is when rounded to a dtype, the sum of its squares, which has the bits of the
+        host's optimizers, and whether all its numbers are finite. Waits for it.
+
+        Raises:
+            Unsupported: an array, or one of ``dtypes``, is of no float.
+        """
+        ...
+
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        """Multiply arrays of floats in place, in float64, and round once."""
+        ...
+
+    def kernels(self) -> Kernels:
+        """Return what runs the rules of optimizers on arrays of the library."""
         ...
 
     def address(self, array: Array) -> int:
@@ -203,6 +275,10 @@ class Gpu(Protocol):
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
+        ...
+
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host."""
         ...
 
 
@@ -448,6 +524,14 @@ class Updater(Protocol):
         ...
 
 
+class Whole(NamedTuple):
+    """A whole value that is to be updated: flat arrays, or in its shape."""
+
+    total: Array
+    value: Array
+    state: Mapping[str, Array]
+
+
 class Kernels(Protocol):
     """Runs the rules of element-wise updaters: in numpy, or as compiled code of the same bits."""
 
@@ -473,6 +557,55 @@ class Kernels(Protocol):
         does not write to them; or None where it gains nothing that the sum is not written to memory.
 
         The arrays are flat and contiguous, of the size and the dtype of the value.
+        """
+        ...
+
+
+@runtime_checkable
+class WholeKernels(Kernels, Protocol):
+    """Kernels that update many whole values at once, for optimizers that are not element-wise."""
+
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+        """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
+        does. It heeds the options that the updater has when it is called.
+        """
+        ...
+
+
+class StepTable(Protocol):
+    """Memory of a GPU for the steps of updates, which then are read when an update runs, not when it is queued."""
+
+    rows: Sequence[Any]
+    """What a function of :meth:`Kernels.bind` takes in place of a step."""
+
+    def fits(self, step: Any) -> bool:
+        """Return whether what was queued with a row is the update that this step asks for, but for its numbers."""
+        ...
+
+    def write(self, steps: Sequence[Any]) -> None:
+        """Queue that the first rows be these steps, from the updates on that are queued next."""
+        ...
+
+
+@runtime_checkable
+class GpuKernels(Kernels, Protocol):
+    """What runs on a GPU."""
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits. Compiled when this
+        returns.
+
+        Raises:
+            Unsupported: there is no kernel for this codec.
+        """
+        ...
+
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
+        """Return memory for ``count`` steps of an optimizer with its present options, and compile its updates of values
+        of these dtypes, which :meth:`prepare` was called for. Local.
+
+        Raises:
+            MemoryError: there is too little.
         """
         ...
 

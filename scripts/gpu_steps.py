@@ -267,6 +267,35 @@ def host_cost() -> Numbers:
     return found
 
 
+def compiled_cost() -> Numbers:
+    """Say how long a step of a thousand keys takes to be queued: compiled, as a list, and key by key."""
+    import cupy
+
+    keys = [str(number) for number in range(1000)]
+    with store() as kv:
+        sent, outs = [cupy.ones(1024, "f4") for _ in keys], [cupy.ones(1024, "f4") for _ in keys]
+        kv.init(keys, outs)
+        kv.set_optimizer("adam")
+        step = kv.compile(keys, sent, outs)
+
+        def key_by_key() -> None:
+            for key, gradient, out in zip(keys, sent, outs, strict=True):
+                kv.pushpull(key, gradient, out=out)
+
+        for _ in range(3):
+            step()
+        assert step.captured, step.reason
+        kv.pushpull(keys, sent, out=outs)
+        key_by_key()
+        return {
+            "compiled_us": host_seconds(step, 100) * 1e6,
+            "list_us": host_seconds(lambda: kv.pushpull(keys, sent, out=outs), 100) * 1e6,
+            "key_by_key_us": host_seconds(key_by_key, 5) * 1e6,
+            "compiled_gpu_us": gpu_seconds(step) * 1e6,
+            "list_gpu_us": gpu_seconds(lambda: kv.pushpull(keys, sent, out=outs)) * 1e6,
+        }
+
+
 def kernels() -> Numbers:
     """Say at what bandwidth updates run beside a copy on the device: bytes that must move, by the time."""
     import cupy
@@ -296,6 +325,32 @@ def kernels() -> Numbers:
         state = {key: cupy.zeros(size, dtype) for key, dtype in updater.slots(weight.dtype).items()}
         update, step = on_gpu.bind(updater, total, weight, state), updater.step("w", 1)
         found[f"{name}_GB_s"] = moved * size / gpu_seconds(lambda: update(step)) / 1e9  # noqa: B023
+    return found
+
+
+def codes() -> Numbers:
+    """Say at what bandwidth gradients are looked at, packed and unpacked, and how long compressed pushes take."""
+    import cupy
+
+    from mpikv import codecs
+    from mpikv.cuda.codes import CudaRanges
+    from mpikv.cuda.copies import exceeding
+
+    size = 64 * MB
+    gradient, residual, total = cupy.full(size, 1e-3, "f4"), cupy.zeros(size, "f4"), cupy.zeros(size, "f4")
+    flags = cupy.zeros(1, "u1")
+    found: Numbers = {"look_GB_s": 4 * size / gpu_seconds(lambda: exceeding([gradient], flags, 2.0**100)) / 1e9}
+    with store() as kv:
+        kv.init("w", gradient)
+        for name in ("2bit", "1bit", "fp16", "bf16"):
+            codec = CudaRanges(codecs.create(name))
+            payload = cupy.empty(codec.nbytes(size), "u1")
+            pack = gpu_seconds(lambda: codec.encode(gradient, payload, residual))  # noqa: B023
+            found[f"{name}_pack_GB_s"] = (12 * size + payload.size) / pack / 1e9
+            unpack = gpu_seconds(lambda: codec.decode_add(payload, total))  # noqa: B023
+            found[f"{name}_unpack_GB_s"] = (8 * size + payload.size) / unpack / 1e9
+            kv.set_gradient_compression(name)
+            found[f"{name}_push_ms"] = gpu_seconds(lambda: kv.push("w", gradient)) * 1e3
     return found
 
 
@@ -489,9 +544,11 @@ STEPS = {
     "one_communicator": Step(one_communicator, 60),
     "tests_1": Step(tests(1), 120),
     "kernels": Step(kernels, 60),
+    "codes": Step(codes, 60),
     "torch_updates": Step(torch_updates, 60),
     "large": Step(large, 40),
     "host_cost": Step(host_cost, 60),
+    "compiled_cost": Step(compiled_cost, 60),
     "staging": Step(staging, 40),
     "launches": Step(launches, 30),
     "bench_1": Step(bench(1, "--quick", "--rounds", "5"), 90),

@@ -22,6 +22,7 @@ DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *(*FLOATS, "complex64", "complex128"),
 )
+CODES = ("two_bits", "one_bit", "float16_code", "bfloat16_code")
 # As on a GPU: every operation is rounded by itself. Warnings are errors, but for pragmas of the other compiler.
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 
@@ -43,7 +44,13 @@ def expressions(name):
     for parameters, kernel in re.findall(r"^(?:template <(.*)> )?__global__ void (\w+)\(", text, re.MULTILINE):
         if not parameters:
             found.append(kernel)
-        elif parameters == "class From, class To":
+        elif kernel == "measure":
+            found += [f"{kernel}<{a}_kind, {b}_kind>" for a in FLOATS for b in FLOATS]
+        elif parameters == "class Kind":
+            found += [f"{kernel}<{dtype}_kind>" for dtype in FLOATS]
+        elif parameters == "class Code":
+            found += [f"{kernel}<{code}>" for code in CODES]
+        elif kernel == "cast":
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
         else:
             rules = re.findall(r"struct (\w+_rule)", text)
@@ -127,4 +134,4 @@ def cupy_on_host(kernels, launches):
 
             return start
 
-    return SimpleNamespace(RawModule=RawModule)
+    return SimpleNamespace(RawModule=RawModule, empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice))

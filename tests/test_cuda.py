@@ -10,24 +10,28 @@ import subprocess
 import sys
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from emulation import DTYPES, OnDevice, compiler, cupy_on_host, emulated, expressions, run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
+from published import BITS
+from rules import LAYERWISE, RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
-from mpikv import optimizers
-from mpikv.cuda import copies, kernels, loading
+from mpikv import codecs, optimizers
+from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
+from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, steps
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
-from mpikv.testing import KernelsContract
+from mpikv.testing import KernelsContract, RangeCodecContract
 from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
-FILES = ("rules.cu", "copies.cu")
+FILES = ("rules.cu", "copies.cu", "codes.cu", "steps.cu")
+ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -118,7 +122,7 @@ class TestRules:
 
 
 def test_every_rule_is_tested():
-    assert {name for name, _ in RULES.values()} == set(CudaKernels.rules)
+    assert {name for name, _ in (RULES | LAYERWISE).values()} == set(CudaKernels.rules)
     reached = set()
     for rule in RULES:
         name, options = plain(rule)
@@ -211,6 +215,101 @@ class TestLaunchesOfUpdates:
             Emulated().bind(optimizers.SGD(momentum=0.9), arrays.pop("total"), arrays.pop("value"), arrays)
 
 
+def device_memory(arrays):
+    """Return what has memory as a GPU's, and notes it."""
+
+    def take(nbytes):
+        arrays.append(device(np.full(nbytes, 0xFF, np.uint8)))
+        return arrays[-1]
+
+    return SimpleNamespace(zeros=take)
+
+
+@pytest.mark.usefixtures("launching")
+class TestRulesOfATable:
+    """Updates whose numbers are read when they run."""
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("rule", RULES)
+    @settings(max_examples=10)
+    @given(st.data())
+    def test_same_bits_as_numpy(self, rule, dtype, data):
+        optimizer, arrays, state, updates = data.draw(training(rule, dtype))
+        table = Emulated().table(optimizer, device_memory([]), 3, [dtype])
+
+        def late(optimizer, left, right, weight, state, step):
+            update = Emulated().bind(optimizer, sum_of(left, right), weight, state)
+            other = optimizers.optimizer.Step(0.0, 0.0, (1.0,) * len(step.correction))
+            assert table.fits(step)
+            table.write([other, step])
+            update(table.rows[1])
+
+        found = run(late, optimizer, arrays, state, updates)
+        assert found == run(in_numpy, optimizer, arrays, state, updates)
+
+
+class TestTables:
+    @pytest.fixture
+    def adam(self):
+        return optimizers.Adam(learning_rate=0.5, lr_mult={"b": 0.25})
+
+    @pytest.mark.parametrize("count", [1, 2, 42, 43, 200])
+    def test_rows_lie_where_they_say(self, launches, adam, count):
+        memory = []
+        table = CudaKernels().table(adam, device_memory(memory), count, [np.dtype(np.float32)])
+        given = [adam.step("b" if row % 3 else "a", 1 + row % 5) for row in range(count)]
+        table.write(given)
+        assert len(launches) == -(-count * steps.NUMBERS // steps.WORDS)
+        (array,) = memory
+        for row, step in zip(table.rows, given, strict=True):
+            _, numbers = call_of(adam, step)
+            at = row.address - array.ctypes.data
+            assert array[at : at + len(numbers) * 8].view(np.float64).tolist() == list(numbers)
+
+    def test_what_is_there_is_not_written_again(self, launches, adam):
+        table = CudaKernels().table(adam, device_memory([]), 3, [np.dtype(np.float32)])
+        for counts, written in (
+            ([1], 1),
+            ([1], 1),
+            ([2], 2),
+            ([2, 2, 3], 3),
+            ([2], 3),
+            ([2, 2, 3], 3),
+            ([2, 2, 4], 4),
+            ([2], 4),
+        ):
+            table.write([adam.step("a", count) for count in counts])
+            assert len(launches) == written
+        adam.rescale_grad = 0.5
+        table.write([adam.step("a", 2)])
+        assert len(launches) == 5
+
+    def test_another_form_does_not_fit(self, unrun):
+        sgd = optimizers.SGD(momentum=0.5)
+        table = CudaKernels().table(sgd, device_memory([]), 1, [np.dtype(np.float32)])
+        assert table.fits(sgd.step("a", 1))
+        sgd.learning_rate = 0.125
+        assert table.fits(sgd.step("a", 2))
+        sgd.nesterov = True
+        assert not table.fits(sgd.step("a", 2))
+
+    def test_all_is_compiled_with_the_table(self, unrun, adam):
+        kinds = [np.dtype(np.float32), np.dtype(np.float16)]
+        table = CudaKernels().table(adam, device_memory([]), 1, kinds)
+        loaded = loading.kernel.cache_info().misses
+        table.write([adam.step("a", 1)])
+        for dtype in kinds:
+            value = np.zeros(3, dtype)
+            Emulated().bind(adam, np.zeros(3, np.float32), value, zeros(adam, value))(table.rows[0])
+        assert loading.kernel.cache_info().misses == loaded
+        assert [launch.expression for launch in unrun] == [
+            "write_numbers",
+            "update_late<adam_rule, float32_kind>",
+            "update_late<adam_rule, float16_kind>",
+        ]
+        assert unrun[1].arguments[0]["table"] == table.rows[0].address
+
+
 class TestPreparation:
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_a_push_loads_nothing(self, unrun, dtype):
@@ -241,17 +340,11 @@ class TestPreparation:
         Emulated().bind(Assign(), value, value, {})(None)
         assert unrun == []
 
-    @pytest.mark.parametrize("kind", [optimizers.LARS, optimizers.LAMB])
-    def test_optimizers_without_a_kernel(self, unrun, kind):
-        with pytest.raises(mpikv.Unsupported, match=rf"^{kind.__name__} has no CUDA kernel \(known: AdaDelta, .*SGD"):
-            CudaKernels().prepare(kind(), np.dtype(np.float32), False)
-        assert unrun == []
-
     def test_a_subclass_has_a_rule_of_its_own(self):
         class Upwards(optimizers.SGD):
             pass
 
-        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
+        with pytest.raises(mpikv.Unsupported, match=r"^Upwards has no CUDA kernel \(known: AdaDelta, .*LAMB, .*SGD"):
             CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
         with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
             Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
@@ -452,6 +545,201 @@ def test_nothing_to_copy(unrun):
     assert unrun == []
 
 
+# --- Arrays that are looked at
+
+
+def test_numbers_that_are_too_large(launches):
+    """In any place, of any dtype, contiguous or not, of many arrays; NaN and infinity are."""
+    random = np.random.default_rng(1)
+    for bound in (2.0**100, 65504.0):
+        arrays, expected = [], []
+        for number in range(300):
+            dtype = FLOATS[number % len(FLOATS)]
+            array = random.standard_normal(random.integers(0, 9000)).astype(dtype)
+            wild = number % 3 == 0 and array.size > 0
+            if wild:
+                with np.errstate(over="ignore"):
+                    spoilt = np.array(random.choice([np.nan, np.inf, -np.inf, 2 * bound, -2 * bound])).astype(dtype)
+                array[random.integers(array.size)] = spoilt
+            elif array.size:
+                array[-1] = 61440
+            arrays.append(device(array if number % 7 else array[::2]))
+            with np.errstate(invalid="ignore"):
+                expected.append(not (np.abs(arrays[-1].astype(np.float64)) <= bound).all())
+        flags = np.zeros(len(arrays), np.uint8)
+        launches.clear()
+        copies.exceeding(arrays, device(flags), bound)
+        assert flags.tolist() == expected
+        assert len(launches) == len(FLOATS)
+        assert 50 < sum(expected) < 110
+
+
+# --- Codes
+
+
+class OnEmulatedGpu(codes.CudaRanges):
+    """Takes numpy's arrays."""
+
+    def encode(self, gradient, payload, residual=None):
+        super().encode(device(gradient), device(payload), None if residual is None else device(residual))
+
+    def decode_add(self, payload, total):
+        super().decode_add(device(payload), device(total))
+
+
+CODECS = {
+    "2bit": lambda threshold: TwoBit(threshold),
+    "1bit": lambda threshold: OneBit(threshold),
+    "fp16": lambda threshold: codecs.Float16(),
+    "bf16": lambda threshold: codecs.Bfloat16(),
+}
+
+
+@pytest.mark.usefixtures("launching")
+class TestCodes:
+    @pytest.mark.parametrize("feedback", [False, True])
+    @pytest.mark.parametrize("name", CODECS)
+    @settings(max_examples=60)
+    @given(
+        st.one_of(st.integers(0, 130), st.sampled_from([65535, 65536, 65537])),
+        st.sampled_from([0.5, 0.1, 3.0, 1e-30, 1e30]),
+        st.tuples(*[st.integers(0, 4)] * 3),
+        st.integers(0, 2**32),
+    )
+    def test_same_bits_as_numpy(self, name, feedback, size, threshold, offsets, seed):
+        random, codec = np.random.default_rng(seed), CODECS[name](threshold)
+        codec = ErrorFeedback(codec) if feedback else codec
+        there = OnEmulatedGpu(codec)
+        assert (there.settings(), there.feedback) == (codec.settings(), feedback)
+        # Of any alignment.
+        gradient, residual, added = (placed(size, offset) for offset in offsets)
+        residuals = [np.zeros(size, np.float32), residual] if feedback else [None, None]
+        added[:] = gradients(random, size, threshold)
+        totals = [added.copy(), added]
+        for _ in range(3):
+            gradient[:] = gradients(random, size, threshold)
+            payloads = [random.integers(0, 256, codec.nbytes(size), np.uint8) for _ in range(2)]
+            for each, payload, residual, added in zip((codec, there), payloads, residuals, totals, strict=True):
+                with np.errstate(all="ignore"):
+                    each.encode(gradient, payload, residual)
+                    each.decode_add(payload, added)
+            assert payloads[0].tobytes() == payloads[1].tobytes()
+            assert totals[0].tobytes() == totals[1].tobytes()
+            if feedback:
+                assert residuals[0].tobytes() == residuals[1].tobytes()
+
+
+def placed(size, offset):
+    """Return zeros that begin as many elements behind a multiple of 16 bytes."""
+    memory = np.zeros(size + 8, np.float32)
+    begin = -(memory.ctypes.data // 4) % 4 + offset
+    return memory[begin : begin + size]
+
+
+def gradients(random, size, threshold):
+    """Return numbers that may be compressed: of all sizes, at their edges, at the threshold, and of either zero."""
+    finite = numbers(random, size, np.dtype(np.float32), 0.3)
+    finite[~(np.abs(finite) <= codecs.LARGEST)] = codecs.LARGEST
+    edges = [threshold, -threshold, 0.0, -0.0, 65504, 65519.99, 65520, -1e6, 2**-14, 2**-25, 3 * 2**-25, 1e-45]
+    edges = np.concatenate(
+        [np.array(edges, np.float32), np.nextafter(np.float32(threshold), np.float32([-1e38, 1e38]))]
+    )
+    return np.where(random.random(size) < 0.3, random.choice(edges, size), finite)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(("codec", "gradient", "payload", "values", "left"), BITS)
+@pytest.mark.feature("compression-2bit-bits", "compression-1bit-bits")
+def test_published_bits(codec, gradient, payload, values, left):
+    there = OnEmulatedGpu(ErrorFeedback(codec))
+    residual, sent = np.zeros(len(gradient), np.float32), np.full(there.nbytes(len(gradient)), 0xAA, np.uint8)
+    there.encode(np.array(gradient, np.float32), sent, residual)
+    assert sent.tobytes().hex() == payload
+    np.testing.assert_array_equal(residual, np.array(left, np.float32))
+    total = np.zeros(len(gradient), np.float32)
+    there.decode_add(sent, total)
+    np.testing.assert_array_equal(total, np.array(values, np.float32))
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_code_that_nobody_sends_says_nothing():
+    """Of two bits, 01 stands for nothing."""
+    total = np.ones(16, np.float32)
+    OnEmulatedGpu(ErrorFeedback(TwoBit(0.5))).decode_add(np.full(4, 0b01_11_10_00, np.uint8), total)
+    np.testing.assert_array_equal(total, [1.0, 1.5, 0.5, 1.0] * 4)
+
+
+def test_arguments_of_codes(unrun):
+    gradient, residual, payload = np.zeros(1000, np.float32), np.zeros(1000, np.float32), np.zeros(252, np.uint8)
+    codec = OnEmulatedGpu(ErrorFeedback(TwoBit(0.25)))
+    codec.encode(gradient, payload, residual)
+    codec.decode_add(payload, residual)
+    codec.encode(gradient[:0], payload[:0], residual[:0])
+    codec.decode_add(payload[:0], residual[:0])
+    packing, adding = unrun
+    assert (packing.expression, adding.expression) == ("encode<two_bits>", "decode_add<two_bits>")
+    assert (packing.grid, adding.grid) == ((1,), (4,))
+    places = residual.ctypes.data, payload.ctypes.data, 1000, 252, 0.25
+    assert packing.arguments[0].tolist() == (gradient.ctypes.data, *places)
+    assert adding.arguments[0].tolist() == (0, *places)
+
+
+@pytest.mark.usefixtures("unrun")
+def test_codecs_without_a_kernel():
+    for codec in ("topk", "lowrank", {"type": "topk", "error_feedback": False}):
+        with pytest.raises(mpikv.Unsupported, match=r"has no CUDA kernel.*GPU.*known: 1bit, 2bit, bf16, fp16"):
+            CudaKernels().codec(codecs.create(codec))
+    codec = CudaKernels().codec(codecs.create("fp16"))
+    assert CudaKernels().codec(codec) is codec
+    assert (repr(codec), codec.largest) == ("ErrorFeedback(Float16())", 65504.0)
+
+
+class OnGpuContract(RangeCodecContract):
+    @pytest.fixture(autouse=True)
+    def settle(self, launches):
+        self.launches = launches
+
+
+class TestTwoBits(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(TwoBit(0.5))
+
+    def other(self):
+        return OnEmulatedGpu(TwoBit(0.25))
+
+
+class TestTwoBitsWithFeedback(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.create("2bit"))
+
+    def other(self):
+        return OnEmulatedGpu(codecs.create("1bit"))
+
+
+class TestOneBit(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.create("1bit"))
+
+    def other(self):
+        return OnEmulatedGpu(OneBit(0.5))
+
+
+class TestFloat16(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.Float16())
+
+    def other(self):
+        return OnEmulatedGpu(codecs.Bfloat16())
+
+
+class TestBfloat16(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.create("bf16"))
+
+    def other(self):
+        return OnEmulatedGpu(codecs.create("fp16"))
+
+
 # --- Layout
 
 
@@ -460,6 +748,10 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
+        ("norms.cu", "Arrays", norms.ARRAYS),
+        ("layerwise.cu", "Layers", layerwise.LAYERS),
+        ("steps.cu", "Numbers", steps.WRITTEN),
+        ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
@@ -471,9 +763,15 @@ def test_layouts(tmp_path):
 
 def test_constants(tmp_path):
     printed = run_program("rules.cu", ['printf("%d %d\\n", STATES, NUMBERS);'], tmp_path)
-    assert list(map(int, printed)) == [kernels.STATES, kernels.NUMBERS]
+    assert list(map(int, printed)) == [kernels.STATES, steps.NUMBERS]
     printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
+    printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
+    assert list(map(int, printed)) == [norms.MOST, norms.CELL, norms.SCALED_PART, norms.THREADS]
+    printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
+    assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
+    assert norms.CELL == optimizers.BLOCK
+    assert list(map(int, run_program("steps.cu", ['printf("%d\\n", WORDS);'], tmp_path))) == [steps.WORDS]
 
 
 def test_the_numbers_of_every_form_fit():
@@ -483,7 +781,7 @@ def test_the_numbers_of_every_form_fit():
             if name in kind.options():
                 setattr(optimizer, name, 0.5 if name == "momentum" else True)
         _, numbers = call_of(optimizer, optimizer.step("key", 1))
-        assert len(numbers) <= kernels.NUMBERS
+        assert len(numbers) <= steps.NUMBERS
         assert len(optimizer.states) <= kernels.STATES
 
 
@@ -528,7 +826,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS):
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, steps.WRITTEN):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -537,14 +835,14 @@ def test_cupy_passes_the_arguments_by_value():
 
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_machine_code(nvrtc, name, architecture):
     binary = compiled(nvrtc, name, expressions(name), architecture, nvrtc.getCUBIN)
     assert bytes(binary[:4]) == b"\x7fELF"
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_no_operation_is_fused_or_approximate(nvrtc, name):
     text = compiled(nvrtc, name, expressions(name), "compute_80", nvrtc.getPTX)
     text = text.decode() if isinstance(text, bytes) else text
@@ -552,9 +850,16 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
     assert not {each for each in operations if re.match(r"fma|mad\.r|.*\.(ftz|approx|full)", each)}
     floats = {each for each in operations if re.match(r"(add|sub|mul|div|sqrt)\..*f(32|64)$", each)}
     assert floats == {each for each in floats if ".rn." in each}
-    if name == "rules.cu":
+    if name == "steps.cu":
+        assert not floats
+    elif name == "rules.cu":
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
-    else:
+    elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
+    elif name == "codes.cu":
+        assert {"ld.global.v4.f32", "st.global.v4.f32"} <= operations
+    else:
+        assert {"add.rn.f64", "mul.rn.f64"} <= floats
+        assert "bar.sync" in operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text

@@ -6,6 +6,9 @@ joins them. An access that is not ordered after the last conflicting one is a :c
 it; so is memory that goes back to its allocator while a use of it is not ordered before the stream of its allocation,
 whose next work may be given it.
 
+Work on a stream that is captured is recorded, and checked and done at each launch of its graph; what CUDA forbids
+meanwhile is a :class:`MisuseError`.
+
 Source: happens-before by vector clocks, as in Flanagan and Freund, "FastTrack: Efficient and Precise Dynamic Race
 Detection", PLDI 2009.
 """
@@ -17,18 +20,32 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from ..errors import Unsupported
-from ..typing import Array, Updater
+from ..cuda.codes import code_of
+from ..errors import TransportError, Unsupported
+from ..optimizers import BLOCK
+from ..optimizers.forms import call_of
+from ..optimizers.optimizer import Optimizer
+from ..typing import Array, Memory, RangeCodec, Updater
 
 __all__ = [
-    *("Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeMark", "FakeStream"),
-    *("MisuseError", "RaceError"),
+    "Checker",
+    "FakeArray",
+    "FakeEvent",
+    "FakeGpu",
+    "FakeGraph",
+    "FakeKernels",
+    "FakeMark",
+    "FakeStream",
+    "FakeTable",
+    "MisuseError",
+    "RaceError",
 ]
 
 _ALIGNMENT = 256
@@ -154,6 +171,41 @@ class Block:
         self._gpu.released(self)
 
 
+class Recorded(NamedTuple):
+    """Work that was recorded."""
+
+    work: str
+    uses: Sequence[tuple[weakref.ref[Block], int, int, bool]]
+    """As :meth:`Checker.work` is given them, but that a graph keeps no memory."""
+    run: Callable[[], object]
+    """Does it, with numpy's arrays."""
+
+
+class FakeGraph:
+    """Recorded work."""
+
+    def __init__(self, gpu: FakeGpu, stream: FakeStream) -> None:
+        self._gpu, self.stream = gpu, stream
+        self.works: list[Recorded] = []
+        self.closed = False
+
+    def launch(self) -> None:
+        if self.closed:
+            raise TransportError(f"what was recorded on {self._gpu.name} was given up")
+        stream = self._gpu.current()
+        if stream.capture is not None:
+            raise MisuseError("a graph is launched in a capture")
+        for work, uses, run in self.works:
+            found = [(block(), *use) for block, *use in uses]
+            if lost := [block for block, *_ in found if block is None]:
+                raise MisuseError(f"{work} of a graph uses memory that was freed ({len(lost)} allocations)")
+            self._gpu.checker.work(stream, work, found)  # type: ignore[arg-type]  # none is None
+            run()
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class Blocker:
     """Work that does not come to its end as long as ``blocked``."""
 
@@ -164,13 +216,18 @@ class Blocker:
 class FakeEvent:
     """A point in the work of a stream."""
 
-    def __init__(self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker]) -> None:
-        self.clock, self.blockers = clock, tuple(blockers)
+    def __init__(
+        self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker], capture: FakeGraph | None = None
+    ) -> None:
+        self.clock, self.blockers, self.capture = clock, tuple(blockers), capture
         self._gpu, self._lag = gpu, gpu.lag
 
     @property
     def done(self) -> bool:
         self._gpu.check_used("an event is asked for")
+        self._gpu.check_running("an event is asked for")
+        if self.capture is not None:
+            raise MisuseError("an event is asked for that was recorded in a capture")
         if any(blocker.blocked for blocker in self.blockers):
             return False
         if self._lag:
@@ -203,21 +260,41 @@ class FakeStream:
         self.handle = number << 12
         self.clock = Clock()
         self.blockers: list[Blocker] = []
+        self.capture: FakeGraph | None = None
+        """What work is recorded in, as long as it is."""
         self._gpu = gpu
+
+    def begin_capture(self) -> None:
+        if not self.handle or self.capture is not None:
+            raise MisuseError(f"a capture begins on {self!r}, the default stream or one that is captured")
+        self.capture = FakeGraph(self._gpu, self)
+
+    def end_capture(self) -> FakeGraph:
+        graph, self.capture = self.capture, None
+        if graph is None:
+            raise MisuseError(f"a capture ends on {self!r} that did not begin")
+        if self._gpu.capture_fails:
+            raise TransportError(f"work of {self._gpu.name} could not be recorded: {self._gpu.capture_fails}")
+        return graph
 
     def record(self) -> FakeEvent:
         checker = self._gpu.checker
+        if self.capture is not None:
+            return FakeEvent(self._gpu, Clock(), (), self.capture)
         with checker.lock:
             checker.work(self, "record", ())
             return FakeEvent(self._gpu, Clock(self.clock), self.blockers)
 
     def wait(self, event: FakeEvent) -> None:
+        if self.capture is not event.capture:
+            raise MisuseError(f"{self!r} waits for an event, and one of both is in a capture")
         with self._gpu.checker.lock:
             self.clock.join(event.clock)
             self.blockers += [blocker for blocker in event.blockers if blocker.blocked]
 
     def synchronize(self) -> None:
         self._gpu.check_used("a stream is waited for")
+        self._gpu.check_running("a stream is waited for")
         while any(blocker.blocked for blocker in self.blockers):
             time.sleep(1e-3)
         self.blockers.clear()
@@ -262,6 +339,10 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._beneath.itemsize
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        return self._beneath.strides
+
+    @property
     def ndim(self) -> int:
         return self._beneath.ndim
 
@@ -299,8 +380,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out
 
     def fill(self, value: Any) -> None:
-        self._gpu.launch("fill", [], [self])
-        self._beneath.fill(value)
+        self._gpu.launch("fill", [], [self], partial(self._beneath.fill, value))
 
     def __getitem__(self, index: Any) -> FakeArray:
         beneath = self._beneath[index]
@@ -314,8 +394,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         out = self[index]
         value = _beneath(value)
-        self._gpu.launch("setitem", value.arrays, [out])
-        out._beneath[...] = value.content
+        self._gpu.launch("setitem", value.arrays, [out], partial(out._beneath.__setitem__, ..., value.content))
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
@@ -336,22 +415,21 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             # Made where it is known how large it is: by numpy, on the side.
             result = np.asarray(getattr(ufunc, method)(*(value.content for value in given), **options))
             out = self._gpu.empty(result.shape, result.dtype)
-            self._gpu.launch(ufunc.__name__, reads, [out])
-            out._beneath[...] = result
+            self._gpu.launch(ufunc.__name__, reads, [out], partial(out._beneath.__setitem__, ..., result))
             return out
         (out,) = outs
         if not isinstance(out, FakeArray):
             raise TypeError(f"out is a {type(out).__name__}")
-        self._gpu.launch(ufunc.__name__, reads, [out])
-        getattr(ufunc, method)(*(value.content for value in given), out=out._beneath, **options)
+        compute = partial(getattr(ufunc, method), *(value.content for value in given), out=out._beneath, **options)
+        self._gpu.launch(ufunc.__name__, reads, [out], compute)
         return out
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
         if function is np.copyto:
             target, source = arguments
             value = _beneath(source)
-            self._gpu.launch("copyto", value.arrays, [target])
-            np.copyto(target._beneath, value.content, **options)
+            copy = partial(np.copyto, target._beneath, value.content, **options)
+            self._gpu.launch("copyto", value.arrays, [target], copy)
             return None
         if function is np.may_share_memory:
             return np.may_share_memory(*(_beneath(value).content for value in arguments))
@@ -395,6 +473,8 @@ class FakeGpu:
         self.checker = Checker()
         self.allocations = 0
         """How many allocations there were."""
+        self.capture_fails = ""
+        """Why captures cannot be ended, where a test wants that."""
         self._numbers = itertools.count(1)
         self._next = _FIRST_ADDRESS
         self._blocks: dict[int, weakref.ref[Block]] = {}
@@ -410,6 +490,11 @@ class FakeGpu:
         """Raise if it is not the GPU of the present thread."""
         if not getattr(self._threads, "used", False):
             raise MisuseError(f"{what} in a thread that has not chosen its GPU")
+
+    def check_running(self, what: str) -> None:
+        """Raise if the work of this thread's present stream is recorded."""
+        if self.current().capture is not None:
+            raise MisuseError(f"{what} in a capture")
 
     @property
     def entered(self) -> list[FakeStream]:
@@ -432,6 +517,7 @@ class FakeGpu:
         return self._streams.get(handle)
 
     def _block(self, nbytes: int) -> Block:
+        self.check_running("memory is taken, which no graph keeps,")
         with self.checker.lock:
             block = Block(self, nbytes, self._next)
             self._blocks[block.base] = weakref.ref(block)
@@ -474,30 +560,56 @@ class FakeGpu:
             return value
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
 
-    def upload(self, array: Array) -> FakeArray:
-        out = self.empty(array.shape, array.dtype)
-        self.launch("upload", [], [out])
-        out._beneath[...] = array
+    def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:
+        self.check_running("memory of the host is copied")
+        if out is None:
+            out = self.empty(array.shape, array.dtype)
+        if (array.shape, array.dtype) != (out.shape, out.dtype):
+            raise TypeError(f"{out!r} does not fit {array.dtype}{list(array.shape)}")
+        self.launch("upload", [], [out], partial(out._beneath.__setitem__, ..., array))
         return out
 
     def download(self, array: FakeArray, out: Array) -> None:
         if (array.shape, array.dtype) != (out.shape, out.dtype):
             raise TypeError(f"{array!r} does not fit {out.dtype}{list(out.shape)}")
+        self.check_running("memory of the host is copied")
         self.launch("download", [array], [])
         self.current().synchronize()
         out[...] = array._beneath
+
+    def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        self.launch("measure", arrays, [])
+        self.current().synchronize()
+        found = []
+        for array, dtype in zip(arrays, dtypes, strict=True):
+            if "float" not in array.dtype.name or "float" not in dtype.name:
+                raise Unsupported(f"{array!r} cannot be measured")
+            with np.errstate(all="ignore"):
+                kept = array._beneath.reshape(-1).astype(dtype).astype(np.float64)
+                cells = [kept[low : low + BLOCK] for low in range(0, kept.size, BLOCK)]
+                found.append(
+                    (float(sum(float(np.square(cell).sum()) for cell in cells)), bool(np.isfinite(kept).all()))
+                )
+        return found
+
+    def scale(self, arrays: Sequence[FakeArray], factor: float) -> None:
+        self.launch("scale", arrays, arrays)
+        for array in arrays:
+            with np.errstate(all="ignore"):
+                array._beneath[...] = array._beneath.astype(np.float64) * factor
+
+    def kernels(self) -> FakeKernels:
+        return FakeKernels(self)
 
     def address(self, array: FakeArray) -> int:
         return array._block.base + _bytes(array)[0]
 
     def copy(self, targets: Sequence[FakeArray], sources: Sequence[FakeArray]) -> None:
-        self.launch("copy", sources, targets)
         for target, source in zip(targets, sources, strict=True):
             if target.shape != source.shape:
                 raise ValueError(f"copy of {source!r} to {target!r}")
-            # A GPU casts without a word, too.
-            with np.errstate(all="ignore"):
-                np.copyto(target._beneath, source._beneath, casting="unsafe")
+        pairs = [(target._beneath, source._beneath) for target, source in zip(targets, sources, strict=True)]
+        self.launch("copy", sources, targets, partial(_copy, pairs))
 
     def mark(self) -> FakeMark:
         """Return a point in the work of the present stream, and the time of the host's clock, since work is done at
@@ -505,13 +617,43 @@ class FakeGpu:
         """
         return FakeMark(self.current())
 
-    def launch(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
-        """Note work on this thread's present stream."""
+    def exceeding(self, arrays: Sequence[FakeArray], bound: float) -> Sequence[bool]:
+        self.launch("exceeding", arrays, [])
+        self.current().synchronize()
+        with np.errstate(all="ignore"):
+            return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
+
+    def launch(
+        self,
+        work: str,
+        reads: Sequence[FakeArray],
+        writes: Sequence[FakeArray],
+        run: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Give work to this thread's present stream, that ``run`` does, which knows no arrays of the GPU."""
         uses = [(array, writing) for arrays, writing in ((reads, False), (writes, True)) for array in arrays]
         for array, _ in uses:
             if not self.owns(array):
                 raise TypeError(f"{work}: {type(array).__name__} is no array of {self.name}")
-        self.checker.work(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses])
+        self.queue(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses], run)
+
+    def queue(
+        self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]], run: Callable[[], object]
+    ) -> None:
+        """Do work on a stream, that uses bytes of allocations, or record it."""
+        if stream.capture is None:
+            self.checker.work(stream, work, uses)
+            run()
+        else:
+            kept = [(weakref.ref(block), low, high, writes) for block, low, high, writes in uses]
+            stream.capture.works.append(Recorded(work, kept, run))
+
+
+def _copy(pairs: Sequence[tuple[Array, Array]]) -> None:
+    # A GPU casts without a word, too.
+    with np.errstate(all="ignore"):
+        for target, source in pairs:
+            np.copyto(target, source, casting="unsafe")
 
 
 def _bytes(array: FakeArray) -> tuple[int, int]:
@@ -542,11 +684,119 @@ class FakeKernels:
         update = updater.bind(total._beneath, value._beneath, beneath)
 
         def launch(step: Any) -> None:
+            late = isinstance(step, FakeRow)
+            run = partial(step.cell.run, update) if late else partial(update, step)
             # An updater may overwrite the sum.
-            self._gpu.launch("update", [], [total, value, *state.values()])
-            update(step)
+            self._gpu.launch("update", [step.memory] if late else [], [total, value, *state.values()], run)
 
         return launch
 
+    # The arrays of a Whole are numpy's to types, and here of this GPU.
+    def bind_whole(self, updater: Updater, wholes: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        arrays = [array for whole in wholes for array in (whole.total, whole.value, *whole.state.values())]
+        beneath = [
+            (whole.total._beneath, whole.value._beneath, {name: array._beneath for name, array in whole.state.items()})
+            for whole in wholes
+        ]
+
+        def launch(steps: Sequence[Any]) -> None:
+            self._gpu.launch("update of whole values", [], arrays, partial(run, steps))
+
+        def run(steps: Sequence[Any]) -> None:
+            for step, (total, value, state) in zip(steps, beneath, strict=True):
+                updater.update(step, total, value, state)
+
+        return launch
+
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> FakeTable:
+        return FakeTable(self._gpu, updater, memory, count)
+
     def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
         return None
+
+    def codec(self, codec: Any) -> FakeRanges:
+        return codec if isinstance(codec, FakeRanges) else FakeRanges(self._gpu, codec)
+
+
+class FakeRanges:
+    """A codec on a :class:`FakeGpu`, of those that CUDA has kernels for: what it does on the host, in a launch each."""
+
+    elementwise: ClassVar[Literal[True]] = True
+
+    def __init__(self, gpu: FakeGpu, codec: Any) -> None:
+        self.largest = code_of(codec).largest
+        self.codec: RangeCodec = codec
+        self.feedback = self.codec.feedback
+        self._gpu = gpu
+
+    def settings(self) -> str:
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: FakeArray, payload: FakeArray, residual: FakeArray | None = None) -> None:
+        kept = [] if residual is None else [residual]
+        arrays = gradient._beneath, payload._beneath, None if residual is None else residual._beneath
+        self._gpu.launch("encode", [gradient, *kept], [payload, *kept], partial(self.codec.encode, *arrays))
+
+    def decode_add(self, payload: FakeArray, total: FakeArray) -> None:
+        decode = partial(self.codec.decode_add, payload._beneath, total._beneath)
+        self._gpu.launch("decode_add", [payload, total], [total], decode)
+
+
+class Form:
+    """Which form of an optimizer's rule its present options ask for."""
+
+    def __init__(self, updater: Updater) -> None:
+        assert isinstance(updater, Optimizer)
+        self._optimizer = updater
+        self.name = call_of(updater, updater.step("", 1))[0]
+
+    def fits(self, step: Any) -> bool:
+        """Return whether the options of now ask for the same."""
+        return call_of(self._optimizer, step)[0] == self.name
+
+
+class Cell:
+    """What a row of a table holds. It keeps no memory."""
+
+    def __init__(self, form: Form) -> None:
+        self.step: Any = None
+        self._form = form
+
+    def run(self, update: Callable[[Any], None]) -> None:
+        """Update by the step."""
+        if self.step is None or not self._form.fits(self.step):
+            raise MisuseError(f"an update was queued as {self._form.name} and is run for {self.step}")
+        update(self.step)
+
+
+class FakeRow(NamedTuple):
+    """Stands for a step that an update finds when it runs."""
+
+    memory: Any
+    cell: Cell
+
+
+class FakeTable:
+    """The :class:`~mpikv.typing.StepTable` of :class:`FakeKernels`. As in a kernel's launch, which form of a rule runs
+    is settled when the update is queued.
+    """
+
+    def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:
+        self._gpu, self._form = gpu, Form(updater)
+        self._memory: Any = memory.zeros(count)
+        self.rows = [FakeRow(self._memory[row : row + 1], Cell(self._form)) for row in range(count)]
+
+    def fits(self, step: Any) -> bool:
+        return self._form.fits(step)
+
+    def write(self, steps: Sequence[Any]) -> None:
+        cells = [row.cell for row in self.rows[: len(steps)]]
+
+        def write() -> None:
+            for cell, step in zip(cells, steps, strict=True):
+                cell.step = step
+
+        self._gpu.launch("write steps", [], [self._memory[: len(steps)]], write)
