@@ -340,6 +340,17 @@ def test_sets_and_optimizers(bench: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.deadline(60)
+def test_lamb_is_no_single_kernel(bench: Run, tmp_path: Path) -> None:
+    done = bench(2, "--only", "kernels,small", "--optimizer", "lamb", "--rounds", "1", "--json", "all.json")
+    assert done.returncode == 0, done.stderr
+    groups = {group["name"]: group for group in json.loads((tmp_path / "all.json").read_text())["jobs"][0]["groups"]}
+    assert groups["small/lamb"]["wrong"] == {}
+    assert {case["name"] for case in groups["small/lamb"]["cases"]} == {"store", "copy"}
+    for name, left_out in (("kernels/lamb", "update"), ("small/lamb", "allReduce, update")):
+        assert "takes more than one kernel" in groups[name]["skipped"][left_out]
+
+
+@pytest.mark.deadline(60)
 def test_ranks_of_one_gpu_are_labelled(bench: Run, tmp_path: Path) -> None:
     done = bench(2, "--only", "sizes", "--rounds", "1", "--json", "all.json", gpus=1)
     assert done.returncode == 0, done.stderr

@@ -126,7 +126,7 @@ def _kernels(options: Options, own: RankGpu, rule: Rule | None) -> Group:
         factories["pack"] = tiled(lambda array: Pack(own, array, _PARTS))
         floors["pack"] = 8
     else:
-        factories["update"] = tiled(lambda array: Update(own, rule, array))
+        factories["update"] = unless(lambda: _no_kernel(rule), tiled(lambda array: Update(own, rule, array)))
         floors["update"] = rule.floor(1, private=False)
     what = f"{_PARTS} parts by one launch" if rule is None else f"the kernel of {rule.title}"
     rounds = _rounds(options, _SET_ROUNDS)
@@ -150,7 +150,7 @@ def _whole_set(comm: Any, options: Options, own: RankGpu, name: str, rule: Rule)
 
     factories: dict[str, Factory] = {
         "store": store,
-        "allReduce, update": flat,
+        "allReduce, update": unless(lambda: _no_kernel(rule), flat),
         "torch DDP": unless(
             lambda: torch_problem(comm, rule, own),
             lambda: partial(TorchBuckets, comm, list(gradients(own.rank, keys.shapes)), rule, own),
@@ -173,6 +173,11 @@ _PEERS: Mapping[str, str] = {
     "torch DDP": "PyTorch's NCCL, DDP's buckets, fused update",
     "copy": "a copy of the bytes",
 }
+
+
+def _no_kernel(rule: Rule) -> str:
+    """Return why an update is not one kernel over any part of a value, or nothing."""
+    return "the rate of LAMB is that of a whole value, and takes more than one kernel" if rule.name == "lamb" else ""
 
 
 def _rounds(options: Options, usual: int) -> int:
