@@ -246,7 +246,7 @@ def test_a_group_too_large_for_the_host_is_left_out() -> None:
         raise AssertionError("it was made")
 
     group = Group("large", "a large set", FEW, None, 3, {"store": never}, needed_bytes=1 << 80)
-    found = worker._measure_group(Alone(), group, Silent())
+    found = worker._measure_group(Alone(), group, Silent(), rounds.HostClock())
     assert "GB of memory are needed" in found["skipped"]["store"]
     text = text_of(job(groups=[found]))
     assert "a large set, 3 rounds\n  not measured" in text

@@ -83,7 +83,8 @@ def _head(document: Report, job: Report) -> Iterator[str]:
 
 def _label(job: Report, *, several: bool) -> str:
     """Return what stands behind the title of a table."""
-    told = [_ranks(job)] * several + [job["functional_only"]] * bool(job.get("functional_only"))
+    shared = job.get("functional_only", "")
+    told = [_ranks(job)] * several + [shared] * bool(shared)
     return f" ({', '.join(told)})" if told else ""
 
 
