@@ -45,6 +45,12 @@ def expressions(name):
             found.append(kernel)
         elif parameters == "class From, class To":
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
+        elif parameters == "class From, class Sum":
+            sums = {(a, "float32" if a.endswith("float16") else a) for a in DTYPES} | {(a, a) for a in DTYPES}
+            found += [f"{kernel}<{a}_kind, {b}_kind>" for a, b in sorted(sums)]
+        elif parameters in ("class Kind", "class Unit"):
+            kinds = DTYPES if parameters == "class Kind" else ("uint8", "uint16", "uint32", "uint64")
+            found += [f"{kernel}<{kind}_kind>" for kind in kinds]
         else:
             rules = re.findall(r"struct (\w+_rule)", text)
             found += [f"{kernel}<{rule}, {dtype}_kind>" for rule in rules for dtype in FLOATS]
