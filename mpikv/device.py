@@ -10,16 +10,51 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from .arrays import is_array, lies_on_host, source, target
-from .typing import Array, Event, Gpu, Stream
+from .errors import Unsupported
+from .typing import Array, Event, Gpu, Stream, Tables
 
-__all__ = ["DeviceMemory"]
+__all__ = ["DeviceMemory", "found", "read"]
 
 _IMMUTABLE = ("jax", "jaxlib")
+_GPUS: WeakSet[Gpu] = WeakSet()
+"""Those that stores of this process use, or used."""
+
+
+def found(value: Any) -> tuple[Array, Gpu | None]:
+    """Return an array to read ``value`` from where it lies, without a copy, and the GPU, None for the host. Local.
+
+    Raises:
+        TypeError: not an array.
+        Unsupported: it lies on a GPU of which this process has no store.
+    """
+    if not is_array(value) or lies_on_host(value):
+        return source(value), None
+    for gpu in tuple(_GPUS):
+        if gpu.owns(value):
+            return value, gpu
+    for gpu in tuple(_GPUS):
+        with suppress(Unsupported):
+            return gpu.adopt(value), gpu
+    raise Unsupported("the array is on a GPU of which this process has no store; create the store first")
+
+
+def read(value: Any) -> Array:
+    """Return numpy's array of one that lies anywhere; that of a GPU is copied, and waited for. Raises as
+    :func:`found`.
+    """
+    array, gpu = found(value)
+    if gpu is None:
+        return array
+    out = np.empty(array.shape, array.dtype)
+    gpu.download(array, out)
+    return out
 
 
 class DeviceMemory:
@@ -29,7 +64,11 @@ class DeviceMemory:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
+        self.tables: Tables = gpu
+        _GPUS.add(gpu)
         self.stream: Stream = gpu.stream()
+        # Of the call that is run: the caller's stream, and what was made for the caller.
+        self._caller: tuple[Stream, list[Array]] | None = None
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
@@ -46,7 +85,13 @@ class DeviceMemory:
             return self.gpu.zeros(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        return self.gpu.empty(shape, dtype)
+        if self._caller is None:
+            return self.gpu.empty(shape, dtype)
+        stream, made = self._caller
+        # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
+        with stream:
+            made.append(self.gpu.empty(shape, dtype))
+        return made[-1]
 
     def source(self, value: Any) -> Array:
         # That owns() knows it for an array is nothing that types can say.
@@ -95,15 +140,17 @@ class DeviceMemory:
         return out
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        caller = self.gpu.current()
+        caller, outer, made = self.gpu.current(), self._caller, list[Array]()
         self.stream.wait(caller.record())
+        self._caller = caller, made
         try:
             with self.stream:
                 return run(*arguments)
         finally:
+            self._caller = outer
             done = self.stream.record()
             caller.wait(done)
-            self._keep(done, arguments)
+            self._keep(done, (arguments, made))
 
     def _keep(self, done: Event, arguments: Any) -> None:
         self._in_use.append((done, arguments))

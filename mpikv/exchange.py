@@ -6,7 +6,7 @@ is in the cache, and copied to the caller's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -412,13 +412,17 @@ class Exchange:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
                     changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
                 try:
-                    if self._memory.on_host or self.updater.fallible:
-                        self.updater.update(step, total, value, state)
-                    else:
-                        self._kernels.bind(self.updater, total, value, state)(step)
+                    self.update(step, total, value, state)
                 except BaseException as error:
                     noted(error, f"updating key {entry.key!r}")
                     raise
+
+    def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
+        if self._memory.on_host or self.updater.fallible:
+            self.updater.update(step, total, value, state)
+        else:
+            self._kernels.bind(self.updater, total, value, state)(step)
 
     def _count(self, plan: Plan) -> None:
         for present in plan.present:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .arrays import accumulator
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
 from .typing import Array, Event, Stream
 
@@ -187,9 +188,10 @@ class CupyGpu:
     """The :class:`~mpikv.typing.Gpu` of CuPy. One thread at a time may copy to the host or from it."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
+        from .cuda import rows
         from .cuda.copies import copy
 
-        self._copy = copy
+        self._copy, self._rows = copy, rows
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.ordinal = ordinal
@@ -277,6 +279,38 @@ class CupyGpu:
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         with self.present():
             self._copy(targets, sources)
+
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        with self.present():
+            self._rows.prepare(dtype, accumulator(dtype))
+
+    def numbers(self, ids: Array) -> Array:
+        return ids if self.owns(ids) else self.upload(ids)
+
+    @_translated
+    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        if out is None:
+            out = self.empty((ids.size, *table.shape[1:]), table.dtype)
+        self._rows.take(table, self.numbers(ids), out)
+        return out
+
+    @_translated
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        if rows is not None and rows.dtype != table.dtype:
+            given, rows = rows, self.empty(rows.shape, table.dtype)
+            self.copy((rows,), (given,))
+        self._rows.put(table, self.numbers(ids), rows)
+
+    @_translated
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        self._rows.add(table, self.numbers(ids), rows)
+
+    @_translated
+    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
+        numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
+        self._rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
+        return total
 
 
 class CupyStream:

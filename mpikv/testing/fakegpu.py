@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import accumulator
 from ..errors import Unsupported
 from ..typing import Array, Updater
 
@@ -483,6 +484,55 @@ class FakeGpu:
             with np.errstate(all="ignore"):
                 np.copyto(target._beneath, source._beneath, casting="unsafe")
 
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        pass
+
+    def numbers(self, ids: Any) -> FakeArray:
+        return ids if isinstance(ids, FakeArray) else self.upload(ids)
+
+    def take_rows(self, table: FakeArray, ids: Any, out: FakeArray | None = None) -> FakeArray:
+        ids = self.numbers(ids)
+        if out is None:
+            out = self.empty((ids.size, *table.shape[1:]), table.dtype)
+        if (out.shape, out.dtype) != ((ids.size, *table.shape[1:]), table.dtype):
+            raise TypeError(f"{ids.size} rows of {table!r} do not fit {out!r}")
+        self._launch_rows("take_rows", [table], [out], ids)
+        out._beneath[...] = table._beneath[ids._beneath]
+        return out
+
+    def put_rows(self, table: FakeArray, ids: Any, rows: FakeArray | None) -> None:
+        ids = _unique(self.numbers(ids))
+        if rows is not None and rows.dtype != table.dtype:
+            rows = rows.astype(table.dtype)
+        self._launch_rows("put_rows", [] if rows is None else [rows], [table], ids)
+        table._beneath[ids._beneath] = 0 if rows is None else rows._beneath
+
+    def add_rows(self, table: FakeArray, ids: Any, rows: FakeArray) -> None:
+        ids = _unique(self.numbers(ids))
+        if table.dtype not in (rows.dtype, accumulator(rows.dtype)):
+            raise TypeError(f"{rows!r} is not added to {table!r}")
+        self._launch_rows("add_rows", [table, rows], [table], ids)
+        table._beneath[ids._beneath] += rows._beneath
+
+    def sum_runs(self, rows: FakeArray, order: Array, starts: Array) -> FakeArray:
+        total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
+        self._launch_rows("sum_runs", [rows], [total], self.upload(np.concatenate([order, starts])))
+        sums = rows._beneath[order[starts]].astype(accumulator(rows.dtype))
+        for place, run in enumerate(np.split(order, starts[1:])):
+            for number in run[1:]:
+                sums[place] += rows._beneath[number]
+        total._beneath[...] = sums
+        return total
+
+    def _launch_rows(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray], ids: FakeArray) -> None:
+        """Note work on rows of contiguous arrays."""
+        if ids.dtype != np.int64:
+            raise TypeError(f"{work} of rows whose numbers are {ids.dtype}")
+        for array in (*reads, *writes, ids):
+            if not array.flags.c_contiguous:
+                raise MisuseError(f"{work} of {array!r}, which is not contiguous")
+        self.launch(work, [*reads, ids], writes)
+
     def launch(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
         """Note work on this thread's present stream."""
         uses = [(array, writing) for arrays, writing in ((reads, False), (writes, True)) for array in arrays]
@@ -490,6 +540,13 @@ class FakeGpu:
             if not self.owns(array):
                 raise TypeError(f"{work}: {type(array).__name__} is no array of {self.name}")
         self.checker.work(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses])
+
+
+def _unique(ids: FakeArray) -> FakeArray:
+    """Return numbers of rows to be written, of which a GPU writes each at any time."""
+    if np.unique(ids._beneath).size != ids.size:
+        raise MisuseError(f"rows {ids._beneath} are to be written, some of them twice")
+    return ids
 
 
 def _bytes(array: FakeArray) -> tuple[int, int]:
