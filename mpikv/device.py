@@ -34,7 +34,7 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
         TypeError: not an array.
         Unsupported: it lies on a GPU of which this process has no store.
     """
-    if not is_array(value) or lies_on_host(value):
+    if isinstance(value, np.ndarray) or not is_array(value) or lies_on_host(value):
         return source(value), None
     for gpu in tuple(_GPUS):
         if gpu.owns(value):

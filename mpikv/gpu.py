@@ -284,14 +284,16 @@ class CupyGpu:
         with self.present():
             self._rows.prepare(dtype, accumulator(dtype))
 
-    def numbers(self, ids: Array) -> Array:
-        return ids if self.owns(ids) else self.upload(ids)
+    @_translated
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        there, ends = self.upload(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
+        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
 
     @_translated
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
         if out is None:
             out = self.empty((ids.size, *table.shape[1:]), table.dtype)
-        self._rows.take(table, self.numbers(ids), out)
+        self._rows.take(table, self._uploaded(ids), out)
         return out
 
     @_translated
@@ -299,11 +301,14 @@ class CupyGpu:
         if rows is not None and rows.dtype != table.dtype:
             given, rows = rows, self.empty(rows.shape, table.dtype)
             self.copy((rows,), (given,))
-        self._rows.put(table, self.numbers(ids), rows)
+        self._rows.put(table, self._uploaded(ids), rows)
 
     @_translated
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        self._rows.add(table, self.numbers(ids), rows)
+        self._rows.add(table, self._uploaded(ids), rows)
+
+    def _uploaded(self, ids: Array) -> Array:
+        return ids if self.owns(ids) else self.upload(ids)
 
     @_translated
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:

@@ -44,19 +44,19 @@ class HostMemory:
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source, casting="unsafe")
+            target[...] = source  # which begins in half the time that copyto takes
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 
-    def numbers(self, ids: Array) -> Array:
-        return ids
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        return every
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
         if out is None:
             return table[ids]
         # They are known to be in range; to find that out, take would copy first.
-        return np.take(table, ids, axis=0, out=out, mode="clip")
+        return table.take(ids, axis=0, out=out, mode="clip")
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
         table[ids] = 0 if rows is None else rows

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -107,13 +108,13 @@ class Passing:
         """Pass on what the first message had no room for; return all."""
         each = len(parts) > 1
         received = [self._tables.empty((size,), _BYTES) for size in mine]
-        self._put(received, [0] * len(received), first)
+        self._put(zip(received, repeat(0), first, strict=False))
         chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
         while (longest > done).any():
             counts = np.clip(longest - done, 0, chunk)
             begin = int(done[self._transport.rank if each else 0])
             got = self._exchange(parts, done.tolist(), counts.tolist(), each)
-            self._put(received, [begin] * len(received), got)
+            self._put(zip(received, repeat(begin), got, strict=False))
             done = done + counts
         return received
 
@@ -123,24 +124,23 @@ class Passing:
         """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
         rank, at = self._transport.rank, 0
         send = self._transport.outboxes[self._transport.turn][: sum(counts)]
-        messages, starts, pieces = list[Array](), list[int](), list[Array]()
+        places: list[tuple[Array, int, Array]] = []
         for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
             message, start = send[at : at + count], -begin
             # Nobody but this rank reads what it sends itself, but for the numbers at the beginning.
             for piece in part[:1] if each and to == rank else part:
-                messages.append(message)
-                starts.append(start)
-                pieces.append(piece.view(_BYTES))
+                places.append((message, start, piece.view(_BYTES)))
                 start += piece.nbytes
             at += count
-        self._put(messages, starts, pieces)
+        self._put(places)
         self.sent += at - counts[rank] if each else at * (self._transport.size - 1)
         return self._transport.all_to_all(send, counts if each else None)
 
-    def _put(self, targets: Sequence[Array], places: Sequence[int], parts: Sequence[Array]) -> None:
-        """Copy each part to a place in its target, which may be before its beginning, as far as both go."""
-        into, these = list[Array](), list[Array]()
-        for target, at, part in zip(targets, places, parts, strict=False):
+    def _put(self, places: Iterable[tuple[Array, int, Array]]) -> None:
+        """Copy to a place in each target, which may be before its beginning, a part, as far as both go."""
+        into: list[Array] = []
+        these: list[Array] = []
+        for target, at, part in places:
             begin, end = max(at, 0), min(at + part.size, target.size)
             if begin < end:
                 into.append(target[begin:end])

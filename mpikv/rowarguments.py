@@ -177,6 +177,8 @@ def _empty(entry: Entry) -> RowSparse:
 
 def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
     """Return rows whose values lie in this memory: these, if theirs do."""
+    if memory.on_host and rows.on_host:
+        return rows
     values = memory.source(rows.values)
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 

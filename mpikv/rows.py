@@ -68,8 +68,9 @@ class Rows:
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
         """Compile what moves rows of values of these dtypes, unless it is there. Local."""
-        for dtype in dict.fromkeys(dtypes):
-            self._tables.prepare_rows(dtype)
+        if not self._memory.on_host:
+            for dtype in dict.fromkeys(dtypes):
+                self._tables.prepare_rows(dtype)
 
     def prepare(self, plan: Plan) -> None:
         """Compile what :meth:`push` needs, and cut the keys that it may send whole, before it runs. Local."""
@@ -98,14 +99,14 @@ class Rows:
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
         """Sum the rows over ranks, and update those that are in the sum."""
         crowded = self._crowded(plan, given)
-        for item in np.flatnonzero(crowded).tolist():
+        for item in crowded.nonzero()[0].tolist():
             one = self._exchange.plan(plan.keys[item : item + 1])
             dense = given[item].to_dense()
             whole = dense if self._memory.on_host else (dense.reshape(-1),)
             # Other ranks may read the array where it lies, but not after this push, which ends in a fence then.
             self._exchange.push(one, [whole], Steps(steps.each[item : item + 1], True), None)
             self._sent_whole += plan.entries[item].value.nbytes if self._transport.size > 1 else 0
-        sparse = np.flatnonzero(~crowded).tolist()
+        sparse = (~crowded).nonzero()[0].tolist()
         if not sparse:
             return
         entries = [plan.entries[item] for item in sparse]
@@ -196,11 +197,13 @@ class Rows:
 
     def _split(self, entry: Entry, rows: Selected) -> list[Selected]:
         """Return for each rank the rows of which it owns something."""
-        ids, values = rows
-        return [
-            (ids[at], values[at] if isinstance(at, slice) else _taken(self._tables, values, at, self._kept))
-            for at in self._owners(entry).split(ids, self._transport.size)
-        ]
+        (ids, values), owners = rows, self._owners(entry)
+        places = owners.split(ids, self._transport.size)
+        if owners.alone:
+            return [(ids[at], values[at]) for at in places]
+        order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
+        ids, values = ids[order], _taken(self._tables, values, order, self._kept)
+        return [(ids[low:high], values[low:high]) for low, high in pairwise(ends)]
 
     def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
         """Return the rows of which this rank updates something."""
@@ -228,13 +231,13 @@ class Rows:
         value = _table(entry, entry.value)
         states = {name: _table(entry, array) for name, array in entry.state.items()}
         whole, parts = self._own(entry, ids)
-        rows = self._tables.numbers(ids[whole])
+        (rows,) = self._tables.numbers((ids[whole],))
         sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
         if updater.assigns:
             self._tables.put_rows(value, rows, sums)
-            self._tables.copy(
-                [value[ids[at], low:high] for at, low, high in parts], [total[at, low:high] for at, low, high in parts]
-            )
+            if parts:
+                into = [value[ids[at], low:high] for at, low, high in parts]
+                self._tables.copy(into, [total[at, low:high] for at, low, high in parts])
             return
         picked = _taken(self._tables, value, rows, self._kept)
         picked_states = {name: _taken(self._tables, state, rows, self._kept) for name, state in states.items()}
@@ -305,10 +308,8 @@ class Rows:
                 whole, pieces = owner.own(rank, some)
                 mine = values if isinstance(whole, slice) else self._tables.take_rows(values, whole)
                 self._tables.put_rows(rows, at[whole], mine)
-                self._tables.copy(
-                    [rows[at[row], low:high] for row, low, high in pieces],
-                    [values[row, low:high] for row, low, high in pieces],
-                )
+                into = [rows[at[row], low:high] for row, low, high in pieces]
+                self._tables.copy(into, [values[row, low:high] for row, low, high in pieces])
 
 
 class _Kept:
@@ -316,25 +317,21 @@ class _Kept:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._memory: Array | None = None
-        self._used = 0
+        self._memory = tables.empty((0,), _BYTES)
+        self._room = self._used = 0
 
     def start(self) -> None:
         """Take back what was handed out; make room for as much."""
         if self._room < self._used <= _MOST_KEPT:
-            self._memory = self._tables.empty((self._used,), _BYTES)
+            self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
         self._used = 0
-
-    @property
-    def _room(self) -> int:
-        return 0 if self._memory is None else self._memory.size
 
     def __call__(self, shape: Any, dtype: Any) -> Array:
         """Return memory of undefined content."""
         dtype, begin = np.dtype(dtype), self._used
         nbytes = prod(shape) * dtype.itemsize
         self._used += -(-nbytes // 64) * 64
-        if self._memory is None or self._used > self._memory.size:
+        if self._used > self._room:
             return self._tables.empty(shape, dtype)
         memory: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
         return memory
@@ -361,7 +358,8 @@ class _Owners:
         # Whether a row may have several owners, and whether it may have more than two.
         self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
-        self._alone = len(self._owners) == 1
+        self.alone = len(self._owners) == 1
+        """Whether one rank owns all elements."""
 
     def _ends(self, ids: Array) -> tuple[Array, Array]:
         """Return in which ranges the first and the last element of each row are."""
@@ -371,13 +369,15 @@ class _Owners:
         last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
         return first, last
 
-    def split(self, ids: Array, size: int) -> list[Array | slice]:
-        """Return for each rank the positions of the rows of which it owns something."""
-        if self._alone:
+    def split(self, ids: Array, size: int) -> list[Any]:
+        """Return for each rank the positions of the rows of which it owns something: an array, or, where one rank owns
+        all, a slice.
+        """
+        if self.alone:
             return [slice(None) if rank == self._owners[0] else slice(0, 0) for rank in range(size)]
         first, last = self._ends(ids)
         owner, last_owner = self._owners[first], self._owners[last]
-        parts: list[Array | slice] = []
+        parts = []
         for rank in range(size):
             needed = owner == rank
             if self._cut:

@@ -254,7 +254,8 @@ def merged_rows(
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
     total = empty((every.size, *rows.shape[1:]), dtype)
     total.fill(0)
-    tables.put_rows(total, np.searchsorted(every, ids), rows)
-    for ids, rows in others:
-        tables.add_rows(total, np.searchsorted(every, ids), rows)
+    first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in terms])
+    tables.put_rows(total, first, rows)
+    for at, (_, rows) in zip(places, others, strict=True):
+        tables.add_rows(total, at, rows)
     return every, total

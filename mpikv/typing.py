@@ -69,8 +69,8 @@ class Tables(Protocol):
         """
         ...
 
-    def numbers(self, ids: Array) -> Array:
-        """Return numbers of rows where they are used, for more than one use."""
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        """Return arrays of numbers of rows where they are used: what is used soon, or often, comes there at once."""
         ...
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:

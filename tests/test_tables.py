@@ -94,8 +94,9 @@ def test_rows_are_moved_and_added(kind: Kind, shape: tuple[int, ...], dtype: str
     out = tables.empty(some.shape, some.dtype)
     assert tables.take_rows(there, ids, out) is out
     np.testing.assert_array_equal(kind.here(out), table[ids])
-    used = tables.numbers(ids)
+    used, others = tables.numbers([ids, ids[::2]])
     np.testing.assert_array_equal(kind.here(used), ids)
+    np.testing.assert_array_equal(kind.here(others), ids[::2])
     tables.add_rows(there, used, kind.there(some))
     table[ids] += some
     np.testing.assert_array_equal(kind.here(there), table)

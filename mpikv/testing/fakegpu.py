@@ -487,11 +487,15 @@ class FakeGpu:
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 
-    def numbers(self, ids: Any) -> FakeArray:
+    def numbers(self, every: Sequence[Array]) -> list[FakeArray]:
+        there, ends = self.upload(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
+        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
+
+    def _uploaded(self, ids: Any) -> FakeArray:
         return ids if isinstance(ids, FakeArray) else self.upload(ids)
 
     def take_rows(self, table: FakeArray, ids: Any, out: FakeArray | None = None) -> FakeArray:
-        ids = self.numbers(ids)
+        ids = self._uploaded(ids)
         if out is None:
             out = self.empty((ids.size, *table.shape[1:]), table.dtype)
         if (out.shape, out.dtype) != ((ids.size, *table.shape[1:]), table.dtype):
@@ -501,14 +505,14 @@ class FakeGpu:
         return out
 
     def put_rows(self, table: FakeArray, ids: Any, rows: FakeArray | None) -> None:
-        ids = _unique(self.numbers(ids))
+        ids = _unique(self._uploaded(ids))
         if rows is not None and rows.dtype != table.dtype:
             rows = rows.astype(table.dtype)
         self._launch_rows("put_rows", [] if rows is None else [rows], [table], ids)
         table._beneath[ids._beneath] = 0 if rows is None else rows._beneath
 
     def add_rows(self, table: FakeArray, ids: Any, rows: FakeArray) -> None:
-        ids = _unique(self.numbers(ids))
+        ids = _unique(self._uploaded(ids))
         if table.dtype not in (rows.dtype, accumulator(rows.dtype)):
             raise TypeError(f"{rows!r} is not added to {table!r}")
         self._launch_rows("add_rows", [table, rows], [table], ids)
