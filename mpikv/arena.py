@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import accumulator
+from .memory import private
 from .typing import Array, Memory, Slots, Transport
 
 __all__ = ["Arena", "Block", "Place"]
@@ -40,7 +41,7 @@ class Block:
     memory: Memory
     """Where all its arrays lie."""
     allocate: Callable[[int], Array]
-    """Returns zeroed memory for optimizer state, or raises MemoryError on every rank."""
+    """Returns zeroed memory for what owners keep beside values, or raises MemoryError on every rank."""
     state: dict[str, Array] = field(default_factory=dict)
     """Optimizer state, each array parallel to ``values``. Only the owner of an element writes to its state."""
     buffers: Array | None = None
@@ -70,17 +71,16 @@ class Block:
     def ensure_residuals(self, positions: int) -> None:
         """Have residuals for so many positions in lists; new ones are zero."""
         while len(self.residuals) < positions:
-            self.residuals.append(np.zeros(self.values.size, np.float32))
+            self.residuals.append(self.memory.zeros(4 * self.values.size).view(np.float32))
 
     @property
     def updated(self) -> Array:
         """What pushes change at the owners."""
         return self.values if self.exact is None else self.exact
 
-    def ensure_exact(self) -> None:
-        """Have memory for exact values where they travel as something shorter: single precision."""
-        if self.exact is None and self.values.dtype == np.float32:
-            self.exact = np.zeros(self.values.size, np.float32)
+    def new_exact(self) -> Array | None:
+        """Return memory for exact values of what travels as something shorter: single precision. On GPUs collective."""
+        return self.allocate(self.values.nbytes).view(np.float32) if self.values.dtype == np.float32 else None
 
     def drop_sums(self) -> None:
         """Give the memory for sums back. No plan may refer to it."""
@@ -169,10 +169,9 @@ class Arena:
         self._next += nbytes
         owner = self._load.index(min(self._load))
         self._load[owner] += nbytes
-        # Pages of the host are taken when they are written, so that it does not lack memory here.
-        of = self._transport.memory
-        allocate = of.zeros if of.on_host else self._transport.allocate
-        block = Block(len(self.blocks), memory, self._transport.limit // dtype.itemsize, owner, of, allocate)
+        transport = self._transport
+        cell = transport.limit // dtype.itemsize
+        block = Block(len(self.blocks), memory, cell, owner, transport.memory, private(transport))
         self.blocks.append(block)
         return block
 

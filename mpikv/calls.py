@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from . import codecs
 from .agreement import Agreement, Call, Said
@@ -27,10 +27,10 @@ from .arguments import (
 )
 from .errors import RankMismatch, Unsupported, ValueMismatch
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
-from .kernels import find_codec
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
+from .publication import Cast
 from .rowarguments import (
     Asked,
     Brought,
@@ -67,8 +67,17 @@ _ROWS, _FOR_WHOLE = "of rows", "of rows, for whole values"
 class Calls:
     """Prepares the calls of one store."""
 
-    def __init__(self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        rows: Rows,
+        agreement: Agreement,
+        rank: int,
+        found: Callable[[Codec], Codec],
+    ) -> None:
+        """``found`` returns what does the work of a codec in the store's memory, or raises."""
         self._exchange, self._rows, self._agreement, self._rank = exchange, rows, agreement, rank
+        self._found = found
         self._memory = exchange.transport.memory
         self.choice = asked_for("None")
         """How pushes are compressed, and why."""
@@ -221,23 +230,23 @@ class Calls:
         call = Call(verb, digest(f"{verb} {settings}"), settings, describe=lambda: [settings])
         return call, (self._exchange.adopt, updater)
 
-    def compression(self, compression: Any, kernels: str) -> Prepared:
+    def compression(self, compression: Any) -> Prepared:
         """Prepare a change of the codec to what is meant by ``compression``."""
-        if compression is not None:
-            self._exchange.check_host("compression")
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
-            return call, (self._run_choice, self._codec(meant.codec, kernels), settings)
+            return call, (self._run_choice, self._codec(meant.codec), settings)
         if isinstance(meant, codecs.BothDirections):
-            return call, (self._run_compression, self._codec(meant.codec, kernels), settings, meant)
-        return call, (self._run_compression, None if meant is None else self._codec(meant, kernels), settings)
+            # What packs as a cast does knows its largest number, too.
+            packing = cast("Cast", self._codec(meant.cast))
+            return call, (self._run_compression, self._codec(meant.codec), settings, meant, packing)
+        return call, (self._run_compression, None if meant is None else self._codec(meant), settings)
 
-    def _codec(self, codec: Codec, kernels: str) -> Codec | None:
+    def _codec(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
         self._exchange.check_codec(codec)
-        return find_codec(codec, kernels)
+        return self._found(codec)
 
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it
@@ -411,8 +420,14 @@ class Calls:
         self._exchange.enter(keys, arrays)
         self._exchange.write(keys, arrays)
 
-    def _run_compression(self, codec: Codec | None, settings: str, packed: codecs.BothDirections | None = None) -> None:
-        self._exchange.compress(codec, None if packed is None else packed.cast)
+    def _run_compression(
+        self,
+        codec: Codec | None,
+        settings: str,
+        packed: codecs.BothDirections | None = None,
+        packing: Cast | None = None,
+    ) -> None:
+        self._exchange.compress(codec, packing)
         self.choice, self.packed = asked_for(settings), packed
 
     def _run_choice(self, codec: Codec, asked: str) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 
 from .arena import Block
-from .arrays import local_sum, zeros
+from .arrays import local_sum
 from .codecs import LARGEST
 from .errors import NotFinite, Unsupported, ValueMismatch
 from .keys import Entry
+from .memory import private
 from .plan import Bucket, Plan, merged
-from .typing import Array, Codec, Gather, RangeCodec, Rounds, Sum, Transport, ValueCodec
+from .typing import Array, Codec, Gather, Memory, RangeCodec, Rounds, Sum, Transport, ValueCodec
 
 __all__ = [
     "Add",
@@ -43,7 +44,7 @@ Add: TypeAlias = "Callable[[Sequence[Array], int, int, Array], None]"
 
 _DTYPES = ("float16", "bfloat16", "float32")
 # A part of a message begins with a byte that says whether a payload follows, and whether another message will come for
-# the same elements. The rest of its 8 bytes keeps payloads aligned.
+# the same elements. The rest of its 8 bytes keeps payloads aligned. On GPUs nothing is said there.
 _HEADER = 8
 _PRESENT, _MORE = 1, 2
 # Ranges are cut at multiples of this many elements, which fill whole words of any payload.
@@ -73,7 +74,12 @@ class Compression(Protocol):
 
 
 def compress(codec: Codec, transport: Transport, add: Add, in_pairs: bool) -> Compression:
-    """Return what sums by the codec. ``add`` and ``in_pairs`` say in which order plain arrays are added up."""
+    """Return what sums by the codec. ``add`` and ``in_pairs`` say in which order plain arrays are added up. Collective
+    on GPUs.
+
+    Raises:
+        MemoryError: on every rank, if the GPU of one has too little.
+    """
     if codec.elementwise:
         return RangeCompression(codec, transport)
     return ValueCompression(codec, transport, add, in_pairs)
@@ -98,8 +104,9 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
         )
 
 
-def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]]) -> None:
-    """Raise if this rank's arrays cannot be compressed; make room for what is left out of them. Local.
+def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: Memory) -> None:
+    """Raise if this rank's arrays cannot be compressed; make room for what is left out of them. Local. It waits for
+    arrays of a GPU.
 
     Raises:
         Unsupported: a value is not of half or single precision.
@@ -118,23 +125,20 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]]) -> None:
             f"the keys bring {' and '.join(map(str, lengths))} arrays; with compression the lists of one call are of "
             "one length; push the others in another call"
         )
-    for entry, group in zip(plan.entries, groups, strict=True):
-        for array in group:
-            _check_finite(entry, array)
+    given = [(entry, array) for entry, group in zip(plan.entries, groups, strict=True) for array in group]
+    exceeding = memory.exceeding([array for _, array in given], LARGEST)
+    for (entry, array), exceeds in zip(given, exceeding, strict=True):
+        if exceeds:
+            _refuse(entry, memory.to_host(array))
     positions = lengths[-1] if lengths and codec.elementwise else 1
     for block in dict.fromkeys(entry.place.block for entry in plan.entries) if codec.feedback else ():
         block.ensure_residuals(positions)
 
 
-def _check_finite(entry: Entry, array: Array) -> None:
-    if not array.size:
-        return
-    # Neither makes a temporary array, and both pass a NaN on. ml_dtypes' bfloat16 is compared as float32.
-    values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-    if max(float(values.max()), -float(values.min())) <= LARGEST:
-        return
+def _refuse(entry: Entry, array: Array) -> NoReturn:
+    """Raise what an array that is no gradient is refused by."""
     # What is above the bound in half precision is infinite there, as the bound would be.
-    values = values.astype(np.float32) if values.dtype.itemsize == 2 else values
+    values = array.astype(np.float32) if array.dtype.itemsize == 2 else array
     nans, infinite = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
     large = np.count_nonzero(np.abs(values) > LARGEST) - infinite
     raise NotFinite(
@@ -194,19 +198,41 @@ class RangeCompression:
     by_bucket = True
 
     def __init__(self, codec: RangeCodec, transport: Transport) -> None:
-        self.codec, self._transport = codec, transport
+        self.codec, self._transport, self._memory = codec, transport, transport.memory
         # A bucket of halves is twice as large in float32.
+        zeros = private(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
+        if not self._memory.on_host:
+            # The first exchange may take memory, too, and makes the ways: here nothing is lost if it fails.
+            transport.all_to_all(transport.outboxes[transport.turn][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         messages = plan.memo.get("messages")
         if messages is None:
             messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
             plan.memo["messages"] = messages
-        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers)
+        # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
+        told = None if self._memory.on_host else self._told(len(layers))
+        return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, told)
 
-    def _sum(self, plan: Plan, bucket: Bucket, messages: Sequence[_Message], layers: Layers) -> Array:
+    def _told(self, mine: int) -> Sequence[int]:
+        """Return of how many positions each rank brings arrays."""
+        transport = self._transport
+        told = np.full(transport.size, mine, np.int64)
+        if transport.size > 1:
+            transport.control.all_gather(told, (1,) * transport.size)
+        lengths: list[int] = told.tolist()
+        return lengths
+
+    def _sum(
+        self,
+        plan: Plan,
+        bucket: Bucket,
+        messages: Sequence[_Message],
+        layers: Layers,
+        told: Sequence[int] | None,
+    ) -> Array:
         """Exchange the arrays of one position after the other, until no rank has more."""
         share = bucket.share
         total = self._total[: share.high - share.low]
@@ -220,11 +246,12 @@ class RangeCompression:
                 residual = block.residuals[position][start : start + bucket.value.size]
             more = False
             for message in messages:
-                self._write(message, gradient, residual, position + 1 < len(layers))
+                self._write(message, gradient, residual, _said(position, len(layers)))
                 send = self._transport.outboxes[self._transport.turn][: message.nbytes]
-                for part in self._transport.all_to_all(send, message.counts):
-                    more |= bool(part[0] & _MORE)
-                    if part[0] & _PRESENT:
+                for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
+                    said = part[0] if told is None else _said(position, told[rank])
+                    more |= bool(said & _MORE)
+                    if said & _PRESENT:
                         for each in message.own:
                             payload = part[each.at : each.at + each.nbytes]
                             self.codec.decode_add(payload, total[each.low - share.low : each.high - share.low])
@@ -236,18 +263,21 @@ class RangeCompression:
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
-            if array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned:
+            usual = array.dtype == np.float32 and array.flags.c_contiguous
+            if usual and (not self._memory.on_host or array.flags.aligned):
                 return array[piece.begin : piece.end]
         gradient = self._gradient[: bucket.value.size]
-        for piece in bucket.pieces:
-            np.copyto(gradient[piece.at : piece.until], arrays[piece.item][piece.begin : piece.end], casting="unsafe")
+        self._memory.copy(
+            [gradient[piece.at : piece.until] for piece in bucket.pieces],
+            [arrays[piece.item][piece.begin : piece.end] for piece in bucket.pieces],
+        )
         return gradient
 
-    def _write(self, message: _Message, gradient: Array | None, residual: Array | None, more: bool) -> None:
+    def _write(self, message: _Message, gradient: Array | None, residual: Array | None, said: int) -> None:
         """Pack what the gradient has of a message into the outbox."""
         send = self._transport.outboxes[self._transport.turn]
-        for at in message.headers:
-            send[at] = (gradient is not None) * _PRESENT + more * _MORE
+        for at in message.headers if self._memory.on_host else ():
+            send[at] = said
         if gradient is None:
             return
         for each in message.ranges:
@@ -388,6 +418,11 @@ class ValueCompression:
             for whole, part in zip(received, parts if receives else (), strict=True):
                 whole[low : low + send.size] = part
         return received
+
+
+def _said(position: int, length: int) -> int:
+    """Return what a rank whose lists have this length says at a position."""
+    return (position < length) * _PRESENT + (position + 1 < length) * _MORE
 
 
 def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:

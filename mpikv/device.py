@@ -139,6 +139,11 @@ class DeviceMemory:
         self._check()
         return out
 
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        found = self.gpu.exceeding(arrays, bound) if arrays else ()
+        self._check()  # as in to_host
+        return found
+
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         caller, outer, made = self.gpu.current(), self._caller, list[Array]()
         self.stream.wait(caller.record())

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from . import publication
-from .arena import Arena
+from .arena import Arena, Block
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
-from .errors import ConfigError, Unsupported, noted
+from .errors import ConfigError, noted
 from .keys import KeyTable
+from .memory import private
 from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
@@ -74,21 +75,12 @@ class Exchange:
         self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._memory = transport.memory
-        # Of a GPU's memory there may be too little on one rank alone.
-        allocate = self._memory.zeros if self._memory.on_host else transport.allocate
-        self._scratch = allocate(2 * transport.limit)
+        self._scratch = private(transport)(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
         """What is called between two buckets of a push, where more urgent calls on other keys may come in between."""
-
-    def check_host(self, what: str) -> None:
-        """Raise if values lie on a GPU, where something cannot be had. Local."""
-        if not self._memory.on_host:
-            raise Unsupported(
-                f"{what} cannot be had of a store on a GPU yet; use 'dist_sync', whose values are the host's"
-            )
 
     @property
     def _adding(self) -> bool:
@@ -222,7 +214,7 @@ class Exchange:
         """Sum the ranks' buffers and update. They may be filled again when it returns."""
         if self.compression is not None:
             # Only this rank reads its buffers, and it has when this returns.
-            self.push(plan, self.buffers(plan), steps, confirm)
+            self.push(plan, self._brought(plan), steps, confirm)
             return
         for bucket in plan.buckets:
             assert bucket.buffered is not None
@@ -238,7 +230,7 @@ class Exchange:
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
         """Push the buffers, then pull; without targets only so that this rank has the newest values."""
         if self.compression is not None:
-            self.pushpull(plan, self.buffers(plan), steps, targets or [()] * len(plan.keys), confirm)
+            self.pushpull(plan, self._brought(plan), steps, targets or [()] * len(plan.keys), confirm)
             return
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
@@ -471,8 +463,8 @@ class Exchange:
         self.delete([key for key in keys if key in self.table])
         for key, array, where in zip(keys, arrays, places, strict=True):
             where.block.ensure_state(self.updater.slots(array.dtype))
-            if self.packs_values:
-                where.block.ensure_exact()
+            if self.packs_values and where.block.exact is None:
+                where.block.exact = where.block.new_exact()
             self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
 
     def add_buffers(self, plan: Plan) -> None:
@@ -498,6 +490,11 @@ class Exchange:
     def buffers(self, plan: Plan) -> list[Array]:
         """Return this rank's buffer for each key. Local."""
         return [entry.buffer(self.transport.place) for entry in plan.entries]
+
+    def _brought(self, plan: Plan) -> Arrays:
+        """Return this rank's buffers as what a caller would bring."""
+        buffers = self.buffers(plan)
+        return buffers if self._memory.on_host else [(buffer.reshape(-1),) for buffer in buffers]
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
@@ -547,7 +544,7 @@ class Exchange:
     def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
         """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
         assert self.compression is not None
-        check(self.compression.codec, plan, _groups(self.buffers(plan) if sources is None else sources))
+        check(self.compression.codec, plan, _groups(self._brought(plan) if sources is None else sources), self._memory)
 
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
@@ -556,13 +553,14 @@ class Exchange:
         """
         # Before anything changes, as there may be too little memory.
         publishing = None if values is None else self._published_by(values)
+        compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        room = self._room_for_exact(publishing, self.placement)
         self._end_packing()
-        self._publication = publishing
-        self.compression = None if codec is None else compress(codec, self.transport, self._add, self._in_pairs)
+        self._publication, self.compression = publishing, compression
         self.drop_residuals()
         # Sums are no longer, or again, left to the rules.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
-        self._begin_packing()
+        self._begin_packing(room)
 
     def _published_by(self, codec: Cast) -> Publication | None:
         """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
@@ -580,13 +578,18 @@ class Exchange:
         """Whether values are packed that ranks pull."""
         return self._publication is not None and not self._current
 
-    def _begin_packing(self) -> None:
-        """Have the owners keep exact values from now on, if what is pulled is packed. Every rank has the newest ones.
-        Local.
-        """
-        if self.packs_values and len(self.table):
-            for block in {entry.place.block for entry in self.table.entries()}:
-                block.ensure_exact()
+    def _room_for_exact(self, publishing: Publication | None, placement: Placement) -> dict[Block, Array]:
+        """Return memory for exact values, if they are to be kept. On GPUs collective."""
+        if publishing is None or placement.everywhere:
+            return {}
+        blocks = dict.fromkeys(entry.place.block for entry in self.table.entries())
+        return {block: exact for block in blocks if (exact := block.new_exact()) is not None}
+
+    def _begin_packing(self, room: dict[Block, Array]) -> None:
+        """Have the owners keep exact values there from now on. Every rank has the newest ones. Local."""
+        for block, exact in room.items():
+            block.exact = exact
+        if room:
             self._forget_plans()
             publication.begin(self.plan(tuple(self.table)).buckets)
 
@@ -646,15 +649,16 @@ class Exchange:
 
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""
+        placement = self.placed(updater)
+        # Before anything changes, as a GPU may have too little memory.
+        dtypes = {entry.place.block: entry.dtype for entry in self.table.entries()}
+        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
+        room = self._room_for_exact(self._publication, placement)
         # Its placement may have other owners, who need the newest values.
         self._end_packing()
         stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
         if stale:
             self._publish(self.plan(stale))
-        placement = self.placed(updater)
-        # Before anything changes, as a GPU may have too little memory.
-        dtypes = {entry.place.block: entry.dtype for entry in self.table.entries()}
-        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
         self.updater, self.placement = updater, placement
         self._settle()
         self._revision = updater.revision
@@ -665,7 +669,7 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
         self.table.start_counts()
-        self._begin_packing()
+        self._begin_packing(room)
         if len(self.table):
             self.start_from_values(tuple(self.table))
 

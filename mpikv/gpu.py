@@ -189,9 +189,9 @@ class CupyGpu:
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
         from .cuda import rows
-        from .cuda.copies import copy
+        from .cuda.copies import copy, exceeding
 
-        self._copy, self._rows = copy, rows
+        self._copy, self._exceeding, self._rows = copy, exceeding, rows
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.ordinal = ordinal
@@ -279,6 +279,14 @@ class CupyGpu:
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         with self.present():
             self._copy(targets, sources)
+
+    @_translated
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        flags = self.cupy.zeros(len(arrays), np.uint8)
+        self._exceeding(arrays, flags, bound)
+        found = np.empty(len(arrays), np.bool_)
+        self._stage().download(flags.data.ptr, found.view(np.uint8))
+        return found.tolist()  # type: ignore[no-any-return]
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         with self.present():

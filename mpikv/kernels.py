@@ -47,9 +47,9 @@ def find_kernels(name: str) -> Kernels:
     return compiled
 
 
-def find_codec(codec: Codec | None, kernels: str) -> Codec | None:
+def find_codec(codec: Codec, kernels: str) -> Codec:
     """Return what does the work of a codec with the kernels of a name, which can be found."""
-    if codec is None or kernels == "numpy":
+    if kernels == "numpy":
         return codec
     from .codecs import compiled
 

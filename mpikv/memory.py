@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from . import arrays
-from .typing import Array
+from .typing import Array, Transport
 
-__all__ = ["HOST", "HostMemory"]
+__all__ = ["HOST", "HostMemory", "private"]
 
 
 class HostMemory:
@@ -74,6 +74,9 @@ class HostMemory:
     def to_host(self, array: Array) -> Array:
         return array
 
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        return [array.size > 0 and not _largest(array) <= bound for array in arrays]
+
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*arguments)
 
@@ -85,3 +88,17 @@ class HostMemory:
 
 
 HOST = HostMemory()
+
+
+def private(transport: Transport) -> Callable[[int], Array]:
+    """Return what makes zeroed memory for each rank alone. On GPUs it is collective, and raises MemoryError on every
+    rank if one has too little; the host gives pages when they are written, so that it does not lack memory here.
+    """
+    return transport.memory.zeros if transport.memory.on_host else transport.allocate
+
+
+def _largest(array: Array) -> float:
+    """Return the size of the largest element; NaN, if one is."""
+    # Neither makes a temporary array, and both pass a NaN on. ml_dtypes' bfloat16 is compared as float32.
+    values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    return max(float(values.max()), -float(values.min()))

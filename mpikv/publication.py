@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .arrays import zeros
+from .memory import private
 from .plan import Bucket, merged
 from .typing import Array, RangeCodec, Transport
 
@@ -56,10 +56,10 @@ class Publication:
 
     def __init__(self, cast: Cast, transport: Transport) -> None:
         """Collective: it takes memory that neighbours share."""
-        self._cast, self._transport = cast, transport
+        self._cast, self._transport, self._on_host = cast, transport, transport.memory.on_host
         elements = transport.limit // 4
         self._memory = transport.allocate(cast.nbytes(elements) + 2 * _ALIGNMENT * transport.size)
-        self._change = zeros(4 * elements).view(np.float32)
+        self._change = private(transport)(4 * elements).view(np.float32)
 
     def publish(self, bucket: Bucket, assigned: bool) -> bool:
         """Give every rank the owners' values of a bucket, which has exact ones; ``assigned``: as they are. Collective.
@@ -72,18 +72,22 @@ class Publication:
         starts = list(accumulate(counts, initial=0))
         places = list(accumulate(map(self._room, counts), initial=0))
         message = self._memory[: places[-1]]
-        if counts[mine]:
-            change = self._changed(bucket, assigned)
-            fits = -self._cast.largest <= change.min() and change.max() <= self._cast.largest  # neither holds of NaN
-            message[places[mine]] = not fits
-            if fits:
+        change = self._changed(bucket, assigned) if counts[mine] else None
+        exceeds = change is not None and transport.memory.exceeding((change,), self._cast.largest)[0]
+        # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
+        if not self._on_host and not transport.agree(0 if not exceeds else 1 + mine):
+            return False
+        if change is not None:
+            if self._on_host:
+                message[places[mine]] = exceeds
+            if not exceeds:
                 self._cast.encode(change, self._packed(message, places[mine], counts[mine]), None)
         owners = [rank for rank, count in enumerate(counts) if count]
         if len(owners) == 1:
             transport.broadcast(message, owners[0])
         else:
             transport.all_gather(message, [last - first for first, last in pairwise(places)])
-        if any(message[places[rank]] for rank in owners):
+        if self._on_host and any(message[places[rank]] for rank in owners):
             return False
         if transport.place == 0:  # neighbours share the values
             if assigned:

@@ -33,7 +33,7 @@ from .storeless import AllReduce
 from .tracing import find_tracer
 from .transports import open_transport
 from .transports.device import open_device_transport
-from .typing import Kernels, Transport
+from .typing import GpuKernels, Transport
 from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
@@ -249,7 +249,7 @@ def _say_where(name: str, device: DeviceMemory | None, lack: str) -> None:
 
 def _mover(
     group: Group, settings: Config, device: DeviceMemory | None, board: Board
-) -> tuple[Transport, Kernels | None]:
+) -> tuple[Transport, GpuKernels | None]:
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:
         return open_transport(group, settings, board.warn), None

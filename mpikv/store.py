@@ -21,13 +21,13 @@ from .checkpoint import Checkpoints
 from .config import VARIABLES_ONLY, Config
 from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
 from .exchange import Exchange
-from .kernels import find_kernels
+from .kernels import find_codec, find_kernels
 from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
 from .rows import Rows
 from .scope import Scope
-from .typing import Array, Kernels, Key, Transport, Updater
+from .typing import Array, GpuKernels, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, urgency
 from .world import Group
@@ -47,7 +47,7 @@ _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
-_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": True, "compression": False, "async": False, "gpu": True}
+_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": True}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
 _VOTE = Call("vote", digest("vote"))
@@ -86,7 +86,7 @@ class KVStore(KVStoreBase):
         root: int = 0,
         found: Callable[..., KVStore] | None = None,
         passable: bool = False,
-        kernels: Kernels | None = None,
+        kernels: GpuKernels | None = None,
     ) -> None:
         """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``passable``: calls with
         ``wait=False`` may be passed between two messages by more urgent ones. ``kernels``: those for a GPU's memory.
@@ -96,10 +96,11 @@ class KVStore(KVStoreBase):
         self._ended: str | None = None
         self._agreement = Agreement(transport, group, board, config.check)
         placement = self._placement or config.placement
-        kernels = kernels or find_kernels(config.kernels)
-        self._exchange = Exchange(transport, placement, root, kernels, config.deterministic)
+        found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
+        rules = kernels or find_kernels(config.kernels)
+        self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
-        self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank)
+        self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
         self._pending = Pending(self._least, board.aside)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
@@ -758,7 +759,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull("w")
             array([0. , 0. , 0.5, 0. ], dtype=float32)
         """
-        self._collective("set_gradient_compression", self._calls.compression, compression, self._config.kernels)
+        self._collective("set_gradient_compression", self._calls.compression, compression)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from .exchange import Exchange
+from .exchange import Arrays, Exchange
 from .plan import Plan
 from .typing import Array, Codec
 
@@ -21,6 +21,8 @@ __all__ = ["Choice", "asked_for", "choose"]
 
 # Bytes of a trial's value, a matrix that is nearly square: about four messages, and not more than this.
 _MESSAGES, _MOST_BYTES = 4, 4 << 20
+# There, what is as small as on the host takes as long as the launches do, however much travels.
+_MOST_BYTES_OF_GPUS = 64 << 20
 # Pushes of each kind, after one that finds memory and caches cold.
 _TURNS = 5
 # What a codec has to save, or the noise would choose.
@@ -49,7 +51,8 @@ def choose(exchange: Exchange, codec: Codec, asked: str) -> tuple[Codec | None, 
 
     Collective.
     """
-    size = min(_MESSAGES * exchange.transport.limit, _MOST_BYTES) // 4
+    most = _MOST_BYTES if exchange.transport.memory.on_host else _MOST_BYTES_OF_GPUS
+    size = min(_MESSAGES * exchange.transport.limit, most) // 4
     rows = math.isqrt(size)
     gradient = np.random.default_rng(exchange.transport.rank).standard_normal((rows, size // rows), np.float32)
     without, using = (_Pushes(exchange, each, gradient) for each in (None, codec))
@@ -68,19 +71,27 @@ class _Pushes:
 
     def __init__(self, exchange: Exchange, codec: Codec | None, gradient: Array) -> None:
         self.exchange = exchange.beside()
-        self._gradient: Sequence[Array] = [gradient]
-        self.exchange.enter(["trial"], self._gradient)
+        self.exchange.enter(["trial"], [gradient])
         self.exchange.compress(codec)
+        memory = exchange.transport.memory
+        self._gradient: Arrays = [gradient]
+        if not memory.on_host:
+            there = memory.empty((gradient.size,), gradient.dtype)
+            memory.copy((there,), (gradient.reshape(-1),))
+            self._gradient = [(there,)]
         self._plan: Plan = self.exchange.plan(("trial",))
 
     def push(self) -> float:
         """Return how many seconds a push takes."""
         exchange, plan = self.exchange, self._plan
+        memory = exchange.transport.memory
+        memory.close()  # a GPU has much to do yet when its calls return
         exchange.transport.agree(0)
         started = time.perf_counter()
         if exchange.compression is not None:
             exchange.check_compressible(plan, self._gradient)
         exchange.push(plan, self._gradient, exchange.steps(plan), None)
+        memory.close()
         return time.perf_counter() - started
 
     def end(self) -> None:
@@ -92,7 +103,7 @@ class _Pushes:
 
 def _slowest(exchange: Exchange, mine: Array) -> Array:
     """Return the largest of the ranks' numbers."""
-    transport = exchange.transport
+    transport = exchange.transport.control
     numbers = np.empty((transport.size, mine.size))
     numbers[transport.rank] = mine
     transport.all_gather(numbers.reshape(-1), [mine.size] * transport.size)

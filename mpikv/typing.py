@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "Gather",
     "Gpu",
+    "GpuKernels",
     "Kernels",
     "Key",
     "Memory",
@@ -149,6 +150,13 @@ class Memory(Protocol):
         """Return a numpy array of the same content, complete: the array itself, or a copy."""
         ...
 
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """Return for each array of floats whether an element is no number, or larger in size than the bound.
+
+        On a GPU it waits until the present stream has computed them.
+        """
+        ...
+
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
         caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
@@ -255,6 +263,10 @@ class Gpu(Tables, Protocol):
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
+        ...
+
+    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host."""
         ...
 
 
@@ -525,6 +537,19 @@ class Kernels(Protocol):
         does not write to them; or None where it gains nothing that the sum is not written to memory.
 
         The arrays are flat and contiguous, of the size and the dtype of the value.
+        """
+        ...
+
+
+class GpuKernels(Kernels, Protocol):
+    """What runs on a GPU."""
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits. Compiled when this
+        returns.
+
+        Raises:
+            Unsupported: there is no kernel for this codec.
         """
         ...
 

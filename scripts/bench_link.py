@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -149,6 +150,8 @@ def main() -> None:
     if options.work:
         work(options.rounds, options.kernels, options.ways)
         return
+    # By an exception, which removes the hosts.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         found = run(options)
     except OSError as error:

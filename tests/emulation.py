@@ -22,6 +22,7 @@ DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *(*FLOATS, "complex64", "complex128"),
 )
+CODES = ("two_bits", "one_bit", "float16_code", "bfloat16_code")
 # As on a GPU: every operation is rounded by itself. Warnings are errors, but for pragmas of the other compiler.
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 
@@ -43,14 +44,19 @@ def expressions(name):
     for parameters, kernel in re.findall(r"^(?:template <(.*)> )?__global__ void (\w+)\(", text, re.MULTILINE):
         if not parameters:
             found.append(kernel)
+        elif parameters == "class Kind":
+            found += [f"{kernel}<{dtype}_kind>" for dtype in FLOATS]
+        elif parameters == "class Code":
+            found += [f"{kernel}<{code}>" for code in CODES]
         elif parameters == "class From, class To":
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
         elif parameters == "class From, class Sum":
             sums = {(a, "float32" if a.endswith("float16") else a) for a in DTYPES} | {(a, a) for a in DTYPES}
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a, b in sorted(sums)]
-        elif parameters in ("class Kind", "class Unit"):
-            kinds = DTYPES if parameters == "class Kind" else ("uint8", "uint16", "uint32", "uint64")
-            found += [f"{kernel}<{kind}_kind>" for kind in kinds]
+        elif parameters == "class Term":
+            found += [f"{kernel}<{dtype}_kind>" for dtype in DTYPES]
+        elif parameters == "class Unit":
+            found += [f"{kernel}<uint{bits}_kind>" for bits in (8, 16, 32, 64)]
         else:
             rules = re.findall(r"struct (\w+_rule)", text)
             found += [f"{kernel}<{rule}, {dtype}_kind>" for rule in rules for dtype in FLOATS]

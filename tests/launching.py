@@ -548,19 +548,23 @@ def shared_memory() -> set[Path]:
 
 
 def remove_abandoned(files: Iterable[Path], ending: int = 0) -> None:
-    """Remove files that no process maps, but for one that is ending: another job may have made some of them."""
+    """Remove files that no process maps, but for one that is ending."""
+    for path in abandoned(files, ending):
+        path.unlink(missing_ok=True)
+
+
+def abandoned(files: Iterable[Path], ending: int = 0) -> set[Path]:
+    """Return the files that no process maps, but for one that is ending: another job may have made the others."""
     files = set(files)
     if not files:
-        return
+        return files
     # A job creates a file some microseconds before it maps it.
     time.sleep(0.05)
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             mapped += maps.read_text() if maps.parent.name != str(ending) else ""
-    for path in files:
-        if str(path) not in mapped:
-            path.unlink(missing_ok=True)
+    return {path for path in files if str(path) not in mapped}
 
 
 @functools.cache

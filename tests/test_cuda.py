@@ -16,19 +16,21 @@ import pytest
 from emulation import DTYPES, OnDevice, compiler, cupy_on_host, emulated, expressions, run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import BITS
 from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
-from mpikv import optimizers
+from mpikv import codecs, optimizers
 from mpikv.arrays import accumulator
-from mpikv.cuda import copies, kernels, loading, rows
+from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
+from mpikv.cuda import codes, copies, kernels, loading, rows
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
-from mpikv.testing import KernelsContract
+from mpikv.testing import KernelsContract, RangeCodecContract
 from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
-FILES = ("rules.cu", "copies.cu", "rows.cu")
+FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -570,6 +572,191 @@ def test_rows_load_nothing_after_they_are_prepared(unrun, dtype):
     assert loading.kernel.cache_info().misses == loaded
 
 
+# --- Arrays that are looked at
+
+
+def test_numbers_that_are_too_large(launches):
+    """In any place, of any dtype, contiguous or not, of many arrays; NaN and infinity are."""
+    random = np.random.default_rng(1)
+    for bound in (2.0**100, 65504.0):
+        arrays, expected = [], []
+        for number in range(300):
+            dtype = FLOATS[number % len(FLOATS)]
+            array = random.standard_normal(random.integers(0, 9000)).astype(dtype)
+            wild = number % 3 == 0 and array.size > 0
+            if wild:
+                with np.errstate(over="ignore"):
+                    spoilt = np.array(random.choice([np.nan, np.inf, -np.inf, 2 * bound, -2 * bound])).astype(dtype)
+                array[random.integers(array.size)] = spoilt
+            elif array.size:
+                array[-1] = 61440
+            arrays.append(device(array if number % 7 else array[::2]))
+            with np.errstate(invalid="ignore"):
+                expected.append(not (np.abs(arrays[-1].astype(np.float64)) <= bound).all())
+        flags = np.zeros(len(arrays), np.uint8)
+        launches.clear()
+        copies.exceeding(arrays, device(flags), bound)
+        assert flags.tolist() == expected
+        assert len(launches) == len(FLOATS)
+        assert 50 < sum(expected) < 110
+
+
+# --- Codes
+
+
+class OnEmulatedGpu(codes.CudaRanges):
+    """Takes numpy's arrays."""
+
+    def encode(self, gradient, payload, residual=None):
+        super().encode(device(gradient), device(payload), None if residual is None else device(residual))
+
+    def decode_add(self, payload, total):
+        super().decode_add(device(payload), device(total))
+
+
+CODECS = {
+    "2bit": lambda threshold: TwoBit(threshold),
+    "1bit": lambda threshold: OneBit(threshold),
+    "fp16": lambda threshold: codecs.Float16(),
+    "bf16": lambda threshold: codecs.Bfloat16(),
+}
+
+
+@pytest.mark.usefixtures("launching")
+class TestCodes:
+    @pytest.mark.parametrize("feedback", [False, True])
+    @pytest.mark.parametrize("name", CODECS)
+    @settings(max_examples=60)
+    @given(
+        st.one_of(st.integers(0, 130), st.sampled_from([65535, 65536, 65537])),
+        st.sampled_from([0.5, 0.1, 3.0, 1e-30, 1e30]),
+        st.integers(0, 2**32),
+    )
+    def test_same_bits_as_numpy(self, name, feedback, size, threshold, seed):
+        random, codec = np.random.default_rng(seed), CODECS[name](threshold)
+        codec = ErrorFeedback(codec) if feedback else codec
+        there = OnEmulatedGpu(codec)
+        assert (there.settings(), there.feedback) == (codec.settings(), feedback)
+        residuals = [np.zeros(size, np.float32) if feedback else None for _ in range(2)]
+        total = gradients(random, size, threshold)
+        totals = [total, total.copy()]
+        for _ in range(3):
+            gradient = gradients(random, size, threshold)
+            payloads = [random.integers(0, 256, codec.nbytes(size), np.uint8) for _ in range(2)]
+            for each, payload, residual, added in zip((codec, there), payloads, residuals, totals, strict=True):
+                with np.errstate(all="ignore"):
+                    each.encode(gradient, payload, residual)
+                    each.decode_add(payload, added)
+            assert payloads[0].tobytes() == payloads[1].tobytes()
+            assert totals[0].tobytes() == totals[1].tobytes()
+            if feedback:
+                assert residuals[0].tobytes() == residuals[1].tobytes()
+
+
+def gradients(random, size, threshold):
+    """Return numbers that may be compressed: of all sizes, at their edges, at the threshold, and of either zero."""
+    finite = numbers(random, size, np.dtype(np.float32), 0.3)
+    finite[~(np.abs(finite) <= codecs.LARGEST)] = codecs.LARGEST
+    edges = [threshold, -threshold, 0.0, -0.0, 65504, 65519.99, 65520, -1e6, 2**-14, 2**-25, 3 * 2**-25, 1e-45]
+    edges = np.concatenate(
+        [np.array(edges, np.float32), np.nextafter(np.float32(threshold), np.float32([-1e38, 1e38]))]
+    )
+    return np.where(random.random(size) < 0.3, random.choice(edges, size), finite)
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize(("codec", "gradient", "payload", "values", "left"), BITS)
+@pytest.mark.feature("compression-2bit-bits", "compression-1bit-bits")
+def test_published_bits(codec, gradient, payload, values, left):
+    there = OnEmulatedGpu(ErrorFeedback(codec))
+    residual, sent = np.zeros(len(gradient), np.float32), np.full(there.nbytes(len(gradient)), 0xAA, np.uint8)
+    there.encode(np.array(gradient, np.float32), sent, residual)
+    assert sent.tobytes().hex() == payload
+    np.testing.assert_array_equal(residual, np.array(left, np.float32))
+    total = np.zeros(len(gradient), np.float32)
+    there.decode_add(sent, total)
+    np.testing.assert_array_equal(total, np.array(values, np.float32))
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_code_that_nobody_sends_says_nothing():
+    """Of two bits, 01 stands for nothing."""
+    total = np.ones(16, np.float32)
+    OnEmulatedGpu(ErrorFeedback(TwoBit(0.5))).decode_add(np.full(4, 0b01_11_10_00, np.uint8), total)
+    np.testing.assert_array_equal(total, [1.0, 1.5, 0.5, 1.0] * 4)
+
+
+def test_arguments_of_codes(unrun):
+    gradient, residual, payload = np.zeros(1000, np.float32), np.zeros(1000, np.float32), np.zeros(252, np.uint8)
+    codec = OnEmulatedGpu(ErrorFeedback(TwoBit(0.25)))
+    codec.encode(gradient, payload, residual)
+    codec.decode_add(payload, residual)
+    codec.encode(gradient[:0], payload[:0], residual[:0])
+    codec.decode_add(payload[:0], residual[:0])
+    packing, adding = unrun
+    assert (packing.expression, adding.expression) == ("encode<two_bits>", "decode_add<two_bits>")
+    assert (packing.grid, adding.grid) == ((1,), (4,))
+    places = residual.ctypes.data, payload.ctypes.data, 1000, 252, 0.25
+    assert packing.arguments[0].tolist() == (gradient.ctypes.data, *places)
+    assert adding.arguments[0].tolist() == (0, *places)
+
+
+@pytest.mark.usefixtures("unrun")
+def test_codecs_without_a_kernel():
+    for codec in ("topk", "lowrank", {"type": "topk", "error_feedback": False}):
+        with pytest.raises(mpikv.Unsupported, match=r"has no CUDA kernel.*GPU.*known: 1bit, 2bit, bf16, fp16"):
+            CudaKernels().codec(codecs.create(codec))
+    codec = CudaKernels().codec(codecs.create("fp16"))
+    assert CudaKernels().codec(codec) is codec
+    assert (repr(codec), codec.largest) == ("ErrorFeedback(Float16())", 65504.0)
+
+
+class OnGpuContract(RangeCodecContract):
+    @pytest.fixture(autouse=True)
+    def settle(self, launches):
+        self.launches = launches
+
+
+class TestTwoBits(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(TwoBit(0.5))
+
+    def other(self):
+        return OnEmulatedGpu(TwoBit(0.25))
+
+
+class TestTwoBitsWithFeedback(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.create("2bit"))
+
+    def other(self):
+        return OnEmulatedGpu(codecs.create("1bit"))
+
+
+class TestOneBit(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.create("1bit"))
+
+    def other(self):
+        return OnEmulatedGpu(OneBit(0.5))
+
+
+class TestFloat16(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.Float16())
+
+    def other(self):
+        return OnEmulatedGpu(codecs.Bfloat16())
+
+
+class TestBfloat16(OnGpuContract):
+    def codec(self):
+        return OnEmulatedGpu(codecs.create("bf16"))
+
+    def other(self):
+        return OnEmulatedGpu(codecs.create("fp16"))
+
+
 # --- Layout
 
 
@@ -579,6 +766,7 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
         ("rows.cu", "Rows", rows.ROWS),
+        ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
         lines += [f'printf("%zu %zu\\n", offsetof(Given, {each}), sizeof(Given::{each}));' for each in dtype.names]
@@ -647,7 +835,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, rows.ROWS):
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, rows.ROWS):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -675,7 +863,7 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
     elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
-    else:
+    elif name == "rows.cu":
         assert {"add.rn.f32", "add.rn.f64"} <= floats
         assert not {each for each in operations if re.match(r"div|rem|atom|red", each)}
     # Local memory would be a copy of the arguments for each thread.

@@ -394,6 +394,23 @@ def test_hosts_arrays_come_and_go(gpu, monkeypatch):
         assert (out == array).all()
 
 
+def test_arrays_are_looked_at_on_their_gpu(gpu, cupy):
+    """All flags come back by one copy."""
+    seen = []
+
+    def look(arrays: list[object], flags: StandinArray, bound: float) -> None:
+        seen.append((arrays, flags.host.tolist(), bound, cupy.present))
+        flags.host[1] = 1
+
+    gpu._exceeding = look
+    arrays = [object() for _ in range(3)]
+    assert gpu.exceeding(arrays, 7.0) == [False, True, False]
+    assert seen == [(arrays, [0, 0, 0], 7.0, 1)]
+    cupy.status = 700
+    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'exceeding'"):
+        gpu.exceeding(arrays, 7.0)
+
+
 def test_arrays_of_others(gpu, cupy):
     assert not gpu.owns(np.zeros(3))
     assert not gpu.owns(StandinArray(np.zeros(3), 0))

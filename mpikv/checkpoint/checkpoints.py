@@ -40,11 +40,11 @@ class _Room:
         self._places: list[Array] = []
 
     def over(self, array: Array) -> Array:
-        """Return an array of the host to fill in place of this one."""
+        """Return an array of the host to fill in place of this one, which becomes zero where it is not filled."""
         if self._memory.on_host:
             return array
         self._places.append(array)
-        self._arrays.append(np.empty(array.shape, array.dtype))
+        self._arrays.append(np.zeros(array.shape, array.dtype))
         return self._arrays[-1]
 
     def empty(self) -> None:
@@ -230,15 +230,15 @@ class Checkpoints:
     def _read_arrays(self, call: Call, reader: Reader, header: Header) -> None:
         """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
         contents = header.contents
+        room = _Room(self._memory)
         targets: tuple[Targets, Targets] = (), ()
         if contents.values:
             # Those that are there belong to pushes that these values have not seen.
             self._exchange.drop_residuals()
-            targets = self._together(call, taken, self._exchange, contents)
+            targets = self._together(call, taken, self._exchange, contents, room.over)
         own_pieces, common = (list(targeted(contents, each)) for each in targets)
         if self._transport.rank == 0:  # what all ranks read counts once
             own_pieces, common = own_pieces + common, []
-        room = _Room(self._memory)
         pieces = list(self._pieces(contents, _owned, room.over))
         for chunks, (values, own, others) in windows(contents.nbytes, pieces, own_pieces, common):
             sums = [

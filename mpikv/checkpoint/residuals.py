@@ -8,7 +8,7 @@ their order. What all ranks have left out together stays the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ def with_residuals(exchange: Exchange, contents: Contents) -> Contents:
     """Return the contents of a checkpoint with the residuals of all ranks, if there are any. Collective."""
     if exchange.compression is None:
         return contents
-    transport, entries = exchange.transport, [exchange.table[one.key] for one in contents.keys]
+    transport, entries = exchange.transport.control, [exchange.table[one.key] for one in contents.keys]
     # Ranks may have pushed lists of different lengths.
     positions = _largest(transport, np.array([len(entry.residuals()) for entry in entries], np.int64))
     if not positions.any() and not any(entry.codec_state for entry in entries):
@@ -58,8 +58,8 @@ def held(exchange: Exchange, contents: Contents) -> Sequence[Memory]:
 
 
 def _residuals_of(entry: Entry, positions: int, rank: int) -> dict[str, Array]:
-    """Return a rank's residuals; where it has pushed shorter lists than others, zeros."""
-    there = entry.residuals()
+    """Return a rank's residuals, on the host; where it has pushed shorter lists than others, zeros."""
+    there = [entry.place.block.memory.to_host(array) for array in entry.residuals()]
     there += [np.zeros(entry.place.size, np.float32)] * (positions - len(there))
     return {residual_slot(rank, position): array for position, array in enumerate(there)}
 
@@ -81,8 +81,10 @@ Targets = Sequence[Mapping[str, Target]]
 """For each key, where its arrays go, by their slots."""
 
 
-def taken(exchange: Exchange, contents: Contents) -> tuple[Targets, Targets]:
+def taken(exchange: Exchange, contents: Contents, on_host: Callable[[Array], Array]) -> tuple[Targets, Targets]:
     """Make room for what this rank takes of a checkpoint's residuals, of which the store has none. Local.
+
+    ``on_host`` returns what is to be filled in place of an array, of zeros as that is.
 
     Returns:
         What no other rank reads, and what every rank does.
@@ -96,7 +98,7 @@ def taken(exchange: Exchange, contents: Contents) -> tuple[Targets, Targets]:
         if codec is not None and codec.feedback and one.positions:
             # Codecs of whole values add up lists first.
             entry.place.block.ensure_residuals(one.positions if codec.elementwise else 1)
-            room = entry.residuals()
+            room = [on_host(array) for array in entry.residuals()]
         own.append(dict(_residuals_for(exchange.transport, contents.ranks, one.positions, room)))
         kept = {name: np.empty(shape, dtype_named(dtype)) for name, (dtype, shape) in one.codec.items()}
         if codec is not None and codec.settings() == contents.compression:

@@ -1,4 +1,4 @@
-// Many arrays copied, or cast, by one launch.
+// Many arrays copied, cast, or looked at, by one launch.
 //
 // Every pair is cut into parts of one size, the last shorter, and each block has a part: large and small arrays keep a
 // GPU as busy as one array of all their elements would.
@@ -12,6 +12,7 @@ struct Pairs {
     long long size[PAIRS];  // of bytes, or of elements to be cast
     long long end[PAIRS];   // the parts of this pair and those before it
     long long count;
+    double bound;  // of what is looked at
 };
 
 // Return the pair of which this block has a part: the first that ends behind it.
@@ -74,4 +75,16 @@ template <class From, class To> __global__ void cast(const GRID_CONSTANT Pairs p
     typename To::stored* target = (typename To::stored*)part.target;
     for (long long i = part.low + threadIdx.x; i < part.high; i += blockDim.x)
         target[i] = To::narrow(From::widen(source[i]));
+}
+
+// Sizes are of elements. The target of an array is a byte, which becomes 1 if an element is no number, or larger in size
+// than the bound; whoever writes it writes the same.
+template <class Kind> __global__ void exceeding(const GRID_CONSTANT Pairs pairs) {
+    const Part part = part_of_block(pairs, CAST_PART);
+    const typename Kind::stored* source = (const typename Kind::stored*)part.source;
+    const typename Kind::computed bound = (typename Kind::computed)pairs.bound;
+    bool exceeds = false;
+    for (long long i = part.low + threadIdx.x; i < part.high; i += blockDim.x)
+        exceeds = exceeds || !(magnitude_of(Kind::widen(source[i])) <= bound);
+    if (exceeds) *part.target = 1;
 }

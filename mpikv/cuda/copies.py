@@ -1,4 +1,4 @@
-"""Copies of many arrays of a GPU by one launch, with casts."""
+"""Copies of many arrays of a GPU by one launch, with casts; and a look at many arrays by one launch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ..typing import Array
 from .loading import kernel
 
-__all__ = ["PAIRS", "copy", "prepare"]
+__all__ = ["PAIRS", "copy", "exceeding", "prepare"]
 
 MOST = 127
 PAIRS = np.dtype(
@@ -23,6 +23,7 @@ PAIRS = np.dtype(
         ("size", np.int64, MOST),
         ("end", np.int64, MOST),
         ("count", np.int64),
+        ("bound", np.float64),
     ],
     align=True,
 )
@@ -77,6 +78,29 @@ def copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         _launch(cast, facts, CAST_PART)
 
 
+def exceeding(arrays: Sequence[Array], flags: Array, bound: float) -> None:
+    """Set to 1 the flag of each array that has an element which is no number, or larger in size than ``bound``; on the
+    present stream, by one launch for all arrays of a dtype. Local.
+
+    Args:
+        arrays: CuPy's arrays of the present GPU, of any of numpy's floats, or bfloat16.
+        flags: as many bytes (uint8), contiguous.
+        bound: it is rounded to float32 unless arrays are float64.
+
+    Raises:
+        TransportUnavailable: nothing can be compiled here.
+    """
+    checks: defaultdict[str, Facts] = defaultdict(list)
+    # A copy that was let go of before its launch would be given to the next one.
+    whole = [array if array.flags.c_contiguous else array.copy() for array in arrays]
+    first: Any = flags.data
+    for place, array in enumerate(whole):
+        data: Any = array.data
+        checks[f"exceeding<{array.dtype.name}_kind>"].append((data.ptr, first.ptr + place, array.size))
+    for check, some in checks.items():
+        _launch(check, some, CAST_PART, bound)
+
+
 def prepare(dtype: np.dtype[Any], wanted: np.dtype[Any]) -> None:
     """Compile what copies arrays of one dtype to such of another, or load it. Local."""
     if dtype == wanted:
@@ -100,13 +124,13 @@ class _Arguments(threading.local):
         self.pairs = np.zeros(1, PAIRS)
         columns = self.pairs.view(np.int64)[: 4 * MOST].reshape(4, MOST)
         self.facts, self.ends = columns[:3], columns[3]
-        self.count = self.pairs["count"]
+        self.count, self.bound = self.pairs["count"], self.pairs["bound"]
 
 
 _arguments = _Arguments()
 
 
-def _launch(expression: str, facts: Facts, part: int) -> None:
+def _launch(expression: str, facts: Facts, part: int, bound: float = 0.0) -> None:
     run, arguments = kernel("copies.cu", expression), _arguments
     for low in range(0, len(facts), MOST):
         some = facts[low : low + MOST]
@@ -117,5 +141,5 @@ def _launch(expression: str, facts: Facts, part: int) -> None:
         np.floor_divide(ends, part, out=ends)
         blocks = int(np.add.accumulate(ends, out=ends)[-1])
         if blocks:
-            arguments.count[0] = count
+            arguments.count[0], arguments.bound[0] = count, bound
             run((blocks,), (THREADS,), (arguments.pairs,))

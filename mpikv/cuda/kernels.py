@@ -14,7 +14,8 @@ import numpy as np
 from ..errors import Unsupported, ValueMismatch
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer, Step
-from ..typing import Array, Updater
+from ..typing import Array, Codec, Updater
+from .codes import CudaRanges
 from .copies import copy, prepare
 from .loading import Kernel, kernel
 
@@ -81,6 +82,15 @@ class CudaKernels:
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # where a library adds, there is one term
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return a codec of the same payloads for CuPy's arrays; compile it, or load it.
+
+        Raises:
+            Unsupported: there is no kernel for the codec.
+            TransportUnavailable: nothing can be compiled here.
+        """
+        return codec if isinstance(codec, CudaRanges) else CudaRanges(codec)
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:

@@ -72,18 +72,18 @@ template <class From, class Sum> __global__ void add_rows(const GRID_CONSTANT Ro
 }
 
 // The sum of the rows of each run of numbers, from the first to the last, rounded once.
-template <class Kind> __global__ void sum_runs(const GRID_CONSTANT Rows given) {
+template <class Term> __global__ void sum_runs(const GRID_CONSTANT Rows given) {
     const Walk walk = walk_of(given);
-    const typename Kind::stored* source = (const typename Kind::stored*)given.source;
+    const typename Term::stored* source = (const typename Term::stored*)given.source;
     for (long long run = walk.row; run < given.count; run += walk.rows) {
         const long long begin = given.starts[run], end = given.starts[run + 1];
-        typename Kind::stored* to = (typename Kind::stored*)given.target + run * given.width;
+        typename Term::stored* to = (typename Term::stored*)given.target + run * given.width;
         for (long long i = walk.column; i < given.width; i += walk.columns) {
-            typename Kind::computed sum = Kind::widen(source[given.ids[begin] * given.width + i]);
+            typename Term::computed sum = Term::widen(source[given.ids[begin] * given.width + i]);
 #pragma unroll 1  // most runs are of one row
             for (long long each = begin + 1; each < end; each++)
-                sum = added(sum, Kind::widen(source[given.ids[each] * given.width + i]));
-            to[i] = Kind::narrow(sum);
+                sum = added(sum, Term::widen(source[given.ids[each] * given.width + i]));
+            to[i] = Term::narrow(sum);
         }
     }
 }

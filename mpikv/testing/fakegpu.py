@@ -19,13 +19,14 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from ..arrays import accumulator
+from ..cuda.codes import code_of
 from ..errors import Unsupported
-from ..typing import Array, Updater
+from ..typing import Array, RangeCodec, Updater
 
 __all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "MisuseError", "RaceError"]
 
@@ -484,6 +485,12 @@ class FakeGpu:
             with np.errstate(all="ignore"):
                 np.copyto(target._beneath, source._beneath, casting="unsafe")
 
+    def exceeding(self, arrays: Sequence[FakeArray], bound: float) -> Sequence[bool]:
+        self.launch("exceeding", arrays, [])
+        self.current().synchronize()
+        with np.errstate(all="ignore"):
+            return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
+
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 
@@ -589,3 +596,33 @@ class FakeKernels:
 
     def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
         return None
+
+    def codec(self, codec: Any) -> FakeRanges:
+        return codec if isinstance(codec, FakeRanges) else FakeRanges(self._gpu, codec)
+
+
+class FakeRanges:
+    """A codec on a :class:`FakeGpu`, of those that CUDA has kernels for: what it does on the host, in a launch each."""
+
+    elementwise: ClassVar[Literal[True]] = True
+
+    def __init__(self, gpu: FakeGpu, codec: Any) -> None:
+        self.largest = code_of(codec).largest
+        self.codec: RangeCodec = codec
+        self.feedback = self.codec.feedback
+        self._gpu = gpu
+
+    def settings(self) -> str:
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: FakeArray, payload: FakeArray, residual: FakeArray | None = None) -> None:
+        kept = [] if residual is None else [residual]
+        self._gpu.launch("encode", [gradient, *kept], [payload, *kept])
+        self.codec.encode(gradient._beneath, payload._beneath, None if residual is None else residual._beneath)
+
+    def decode_add(self, payload: FakeArray, total: FakeArray) -> None:
+        self._gpu.launch("decode_add", [payload, total], [total])
+        self.codec.decode_add(payload._beneath, total._beneath)

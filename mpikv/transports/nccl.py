@@ -304,9 +304,9 @@ class NcclTransport:
         mine, low = elements[self.rank], starts[self.rank]
         nbytes = mine * send.itemsize
         stride = _aligned(nbytes)
-        if self._gathered.size < self.size * stride:
-            # Where NCCL adds, few stores ever need it, and it is large.
-            self._gathered = self.memory.zeros(self.size * _aligned(2 * self.limit))
+        if self._gathered.size < self.size * _aligned(max(elements) * send.itemsize):
+            # Where NCCL adds, few stores ever need it, and it is large. All ranks come here together.
+            self._gathered = self.allocate(self.size * _aligned(2 * self.limit))
         received = self._gathered
         parts = [received[rank * stride : rank * stride + nbytes].view(send.dtype) for rank in range(self.size)]
         parts[self.rank] = send[low : low + mine]

@@ -126,7 +126,7 @@ def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda kv: kv.set_gradient_compression("2bit"),
+        lambda kv: kv.set_gradient_compression("topk"),
         lambda kv: kv.pull("w", wait=False),
     ],
 )

@@ -1,0 +1,129 @@
+"""The codecs of ranges on a GPU: two bits and one, and half precision. The bits are those of numpy.
+
+Encoding is one launch, which reads and writes each residual once; so is decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from ..codecs import Bfloat16, Float16, OneBit, TwoBit
+from ..codecs.feedback import RangeFeedback
+from ..errors import Unsupported
+from ..typing import Array, RangeCodec
+from .loading import kernel
+
+__all__ = ["CODES", "Code", "CudaRanges", "code_of"]
+
+CODES = np.dtype(
+    [
+        ("gradient", np.uintp),
+        ("numbers", np.uintp),
+        ("payload", np.uintp),
+        ("size", np.int64),
+        ("bytes", np.int64),
+        ("threshold", np.float64),
+    ],
+    align=True,
+)
+"""What one launch is given: ``Codes`` of codes.cu."""
+
+THREADS, MOST_BLOCKS = 256, 2048
+_CODES: dict[type[Any], str] = {
+    TwoBit: "two_bits",
+    OneBit: "one_bit",
+    Float16: "float16_code",
+    Bfloat16: "bfloat16_code",
+}
+
+
+class Code(NamedTuple):
+    """What a kernel is told of a codec."""
+
+    name: str
+    """In codes.cu."""
+    threshold: float
+    largest: float
+    """The largest number that is sent as one as large, but for rounding; what is no cast has none, and sends 0."""
+
+
+def code_of(codec: Any) -> Code:
+    """Return what there is a kernel for.
+
+    Raises:
+        Unsupported: there is none for this codec.
+
+    >>> from mpikv import codecs
+    >>> code_of(codecs.create("2bit"))
+    Code(name='two_bits', threshold=0.5, largest=0.0)
+    """
+    # A subclass may have another rule.
+    inside = codec.codec if type(codec) is RangeFeedback else codec
+    name = _CODES.get(type(inside))
+    if name is None:
+        raise Unsupported(
+            f"compression {codec.settings()} has no CUDA kernel, as a store on a GPU needs (known: 1bit, 2bit, bf16, "
+            "fp16); use one of these, or 'dist_sync', whose values are the host's"
+        )
+    return Code(name, getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
+
+
+class CudaRanges:
+    """A :class:`~mpikv.typing.RangeCodec` that does on a GPU what another one does on the host.
+
+    Arrays are CuPy's, contiguous, and of the dtypes that a codec is given.
+
+    Raises:
+        Unsupported: there is no kernel for the codec.
+        TransportUnavailable: nothing can be compiled here.
+    """
+
+    elementwise: ClassVar[Literal[True]] = True
+
+    def __init__(self, codec: Any) -> None:
+        code = code_of(codec)
+        self.codec: RangeCodec = codec
+        self.feedback, self.largest = self.codec.feedback, code.largest
+        self._threshold = code.threshold
+        self._encode, self._decode_add = (
+            kernel("codes.cu", f"{verb}<{code.name}>") for verb in ("encode", "decode_add")
+        )
+
+    def settings(self) -> str:
+        """Describe the codec, whose payloads are the same."""
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        """Return what the codec needs."""
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
+        """Do what the codec does, on the present stream."""
+        if gradient.size:
+            given = self._given(residual, payload, gradient.size)
+            given["gradient"] = _address(gradient)
+            self._encode((_blocks(payload.size),), (THREADS,), (given,))
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Do what the codec does, on the present stream."""
+        if total.size:
+            self._decode_add((_blocks(total.size),), (THREADS,), (self._given(total, payload, total.size),))
+
+    def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
+        given = np.zeros(1, CODES)
+        numbers_at = 0 if numbers is None else _address(numbers)
+        given[0] = (0, numbers_at, _address(payload), size, payload.size, self._threshold)
+        return given
+
+    def __repr__(self) -> str:
+        return repr(self.codec)
+
+
+def _address(array: Array) -> int:
+    return int(array.data.ptr)  # type: ignore[attr-defined]
+
+
+def _blocks(count: int) -> int:
+    return min(-(-count // THREADS), MOST_BLOCKS)

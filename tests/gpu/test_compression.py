@@ -1,0 +1,93 @@
+"""Compressed pushes on real GPUs: the bits of codecs are numpy's, and stores have the values of those on hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import codecs
+from mpikv.cuda.codes import CudaRanges
+from mpikv.cuda.copies import exceeding
+from mpikv.testing.updater import available
+
+pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
+
+F32 = np.float32
+NAMES = ("2bit", "1bit", "fp16", "bf16")
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 33, (1 << 20) + 7])
+def test_codes_are_those_of_numpy(cupy: Any, name: str, size: int, feedback: bool) -> None:
+    random, codec = np.random.default_rng(size), codecs.create({"type": name, "error_feedback": feedback})
+    there: Any = CudaRanges(codec)
+    total, left = random.standard_normal(size).astype(F32), np.zeros(size, F32)
+    totals, lefts = cupy.asarray(total), cupy.asarray(left)
+    payload = np.zeros(codec.nbytes(size), np.uint8)
+    payloads = cupy.full(payload.size, 0xAA, np.uint8)
+    for scale in (1, 1e6, 1e-6):
+        gradient = (scale * random.standard_normal(size)).astype(F32)
+        codec.encode(gradient, payload, left if feedback else None)
+        codec.decode_add(payload, total)
+        there.encode(cupy.asarray(gradient), payloads, lefts if feedback else None)
+        there.decode_add(payloads, totals)
+        assert payloads.get().tobytes() == payload.tobytes()
+        assert lefts.get().tobytes() == left.tobytes()
+        assert totals.get().tobytes() == total.tobytes()
+
+
+def test_arrays_that_are_looked_at(cupy: Any) -> None:
+    arrays, expected = [], []
+    for number in range(300):
+        array = np.ones(1 + 97 * number, available()[number % len(available())])
+        if number % 3 == 0:
+            array[-1] = (np.nan, np.inf, -np.inf)[number // 3 % 3]
+        arrays.append(cupy.asarray(array))
+        expected.append(number % 3 == 0)
+    flags = cupy.zeros(len(arrays), np.uint8)
+    exceeding(arrays, flags, 2.0**100)
+    assert flags.get().tolist() == expected
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("name", [*NAMES, {"type": "bf16", "both_directions": True}], ids=str)
+def test_stores_on_gpus_are_as_those_on_hosts(cupy: Any, comm: Any, name: Any, placement: str) -> None:
+    """What is pulled is rounded where it travels, so the store on the host is one of messages."""
+    options = {"placement": placement, "compression": name, "bucket_bytes": 1 << 18}
+    shapes = {"large": (301, 501), "small": (3,), "none": (0, 2)}
+    host = mpikv.create(comm=comm, transport="mpi" if comm else "local", **options)
+    with mpikv.create("nccl", comm=comm, **options) as kv, host:
+        for store in (kv, host):
+            store.init(list(shapes), [np.zeros(shape, F32) for shape in shapes.values()])
+            store.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+        random = np.random.default_rng(kv.rank)
+        for positions in (1, 3, 2):
+            arrays = [
+                [random.standard_normal(shape).astype(F32) for _ in range(positions)] for shape in shapes.values()
+            ]
+            kv.push(list(shapes), [[cupy.asarray(each) for each in group] for group in arrays])
+            host.push(list(shapes), arrays)
+            for found, expected in zip(kv.pull(list(shapes)), host.pull(list(shapes)), strict=True):
+                assert found.get().tobytes() == expected.tobytes()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_gradient_that_is_no_number_stays_here(cupy: Any, comm: Any) -> None:
+    """It is computed late, on a stream of the caller's."""
+    with mpikv.create("nccl", comm=comm, compression="2bit") as kv:
+        kv.init("w", cupy.zeros(1 << 20, F32))
+        with cupy.cuda.Stream(non_blocking=True):
+            for _ in range(5):
+                gradient = cupy.full(1 << 20, 0.7, F32)
+                kv.push("w", gradient)
+                gradient.fill(np.nan)  # the push has read it by then
+                assert (kv.pull("w").get() == F32(0.5 * kv.size)).all()
+            with pytest.raises(mpikv.NotFinite, match="key 'w' has 1048576 NaN"):
+                kv.push("w", gradient)
+            kv.push("w", cupy.full(1 << 20, -2, F32))
+            assert (kv.pull("w").get() == F32(-0.5 * kv.size)).all()
