@@ -8,6 +8,7 @@ whoever uses one stream finds arrays as if each call had been done at once, and 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -67,8 +68,7 @@ class DeviceMemory:
         self.tables: Tables = gpu
         _GPUS.add(gpu)
         self.stream: Stream = gpu.stream()
-        # Of the call that is run: the caller's stream, and what was made for the caller.
-        self._caller: tuple[Stream, list[Array]] | None = None
+        self._call = _Call()
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
@@ -85,13 +85,13 @@ class DeviceMemory:
             return self.gpu.zeros(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        if self._caller is None:
+        if self._call.caller is None:
             return self.gpu.empty(shape, dtype)
-        stream, made = self._caller
         # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
-        with stream:
-            made.append(self.gpu.empty(shape, dtype))
-        return made[-1]
+        with self._call.caller:
+            array = self.gpu.empty(shape, dtype)
+        self._call.made.append(array)
+        return array
 
     def source(self, value: Any) -> Array:
         # That owns() knows it for an array is nothing that types can say.
@@ -145,14 +145,15 @@ class DeviceMemory:
         return found
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        caller, outer, made = self.gpu.current(), self._caller, list[Array]()
+        call, caller, made = self._call, self.gpu.current(), list[Array]()
+        outer = call.caller, call.made
         self.stream.wait(caller.record())
-        self._caller = caller, made
+        call.caller, call.made = caller, made
         try:
             with self.stream:
                 return run(*arguments)
         finally:
-            self._caller = outer
+            call.caller, call.made = outer
             done = self.stream.record()
             caller.wait(done)
             self._keep(done, (arguments, made))
@@ -179,6 +180,17 @@ class DeviceMemory:
                 "a host array is used with a store on %s, to which it is copied at every call; keep it there",
                 self.gpu.name,
             )
+
+
+class _Call(threading.local):
+    """What a thread runs in the order of a store's stream, if it does."""
+
+    caller: Stream | None = None
+    made: list[Array]
+    """What was made for the caller, which is to live as long as the arguments."""
+
+    def __init__(self) -> None:
+        self.made = []
 
 
 def _nothing() -> None:

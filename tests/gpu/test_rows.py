@@ -35,8 +35,9 @@ def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("optimizer", [None, "sgd", "adagrad"])
-@pytest.mark.parametrize("placement", ["sharded", "root", "replicated"])
+@pytest.mark.parametrize(
+    ("placement", "optimizer"), [("sharded", "adagrad"), ("root", None), ("replicated", "sgd"), ("sharded", None)]
+)
 def test_the_bits_are_those_of_the_host(cupy, placement, optimizer, monkeypatch):
     monkeypatch.setenv("MPIKV_DENSE_ROWS", "9")
     shape = (3001, 33)
