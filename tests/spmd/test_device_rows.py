@@ -435,3 +435,27 @@ def test_a_kernel_that_cannot_be_compiled_on_one_rank(
                 call()
     np.testing.assert_array_equal(on_host(filled.pull("s")), VALUE)
     assert "new" not in filled
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_launches_of_a_push(comm: Any, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One packs all that goes out, one adds what came from a rank, one updates, and numbers come thrice at most."""
+    with store_on(gpu, comm, bucket_bytes=1 << 14) as kv:
+        kv.init("w", np.zeros((8192, 4), np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        rows = RowSparse(np.arange(0, 8192, 7), gpu.upload(np.ones((1171, 4), np.float32)), (8192, 4))
+        kv.push("w", rows)
+        launches: list[str] = []
+        launch = gpu.launch
+        monkeypatch.setattr(gpu, "launch", lambda work, *uses: (launches.append(work), launch(work, *uses)))
+        kv.push("w", rows)
+        several = kv.size > 1
+        counted = {work: launches.count(work) for work in ("take_rows", "add_rows", "put_rows", "update", "upload")}
+        # Of the value and of its momentum, besides what is sent, and the first term of the sum.
+        assert counted == {
+            "take_rows": 2 + several,
+            "add_rows": kv.size - 1,
+            "put_rows": 2 + several,
+            "update": 1,
+            "upload": 1 + 2 * several,
+        }
