@@ -195,9 +195,21 @@ def _difference(said: Mapping[int, Said]) -> str:
     where = ""
     if other.text == first.text:
         sides = enumerate(zip_longest(first.parts, other.parts, fillvalue="nothing"))
-        where = next((f" (item {at}: {left}, {right})" for at, (left, right) in sides if left != right), "")
+        where = next((f" (item {at}: {_apart(left, right)})" for at, (left, right) in sides if left != right), "")
     like = [rank for rank, one in said.items() if one.token == other.token]
     return f"rank {rank} calls {first.text}; {_ranks(like)} {other.text}{where}"
+
+
+def _apart(left: str, right: str) -> str:
+    """Show two texts; of two lists of as many options, as of an updater, only those that differ."""
+    sides = left.split(", "), right.split(", ")
+    differing = [(one, other) for one, other in zip(*sides, strict=False) if one != other]
+    if len(sides[0]) != len(sides[1]) or len(sides[0]) == 1:
+        return f"{left}, {right}"
+    name = left.partition("(")[0]
+    return "; ".join(
+        f"{name}: {one.removeprefix(f'{name}(')}, {other.removeprefix(f'{name}(')}" for one, other in differing
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

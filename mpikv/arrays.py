@@ -17,10 +17,12 @@ from .halves import add_widened, widen
 from .typing import Array
 
 __all__ = [
+    "OnDevice",
     "accumulator",
     "add",
     "add_in_pairs",
     "castable",
+    "check_mutable",
     "disjoint",
     "is_array",
     "lies_on_host",
@@ -46,6 +48,12 @@ _HALVES = ("float16", "bfloat16")
 
 # Devices whose memory the host can read: DLPack's kDLCPU and kDLCUDAHost (pinned host memory).
 _HOST_DEVICES = (1, 3)
+# Libraries whose arrays must not be written to. DLPack's mark of that is not heeded everywhere.
+_IMMUTABLE = ("jax", "jaxlib")
+
+
+class OnDevice(Unsupported):
+    """The memory of an array is not the host's."""
 
 
 def is_array(value: object) -> TypeGuard[Any]:
@@ -58,12 +66,18 @@ def lies_on_host(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) or int(value.__dlpack_device__()[0]) in _HOST_DEVICES
 
 
+def check_mutable(out: Any) -> None:
+    """Raise TypeError if an array that is not the host's is one of a library whose arrays are never written to."""
+    if type(out).__module__.partition(".")[0] in _IMMUTABLE:
+        raise TypeError(f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none")
+
+
 def source(value: Any) -> Array:
     """Return a numpy array to read ``value`` from, without a copy.
 
     Raises:
         TypeError: not an array, or a masked one, whose hidden elements would silently take part in sums.
-        Unsupported: the array is on a GPU.
+        OnDevice: the array is on a GPU.
     """
     if type(value) is np.ndarray:
         array = value
@@ -83,7 +97,7 @@ def target(out: Any) -> Array:
 
     Raises:
         TypeError: not an array, or one that cannot be written, as JAX's.
-        Unsupported: the array is on a GPU.
+        OnDevice: the array is on a GPU.
     """
     if isinstance(out, np.generic) or not is_array(out):
         raise TypeError(f"what is to be filled is a {type(out).__name__}, not an array that can be filled")
@@ -99,7 +113,7 @@ def target(out: Any) -> Array:
 def _foreign(value: Any) -> Array:
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
-        raise Unsupported(
+        raise OnDevice(
             f"the array is on a GPU (DLPack device type {device}) and this call takes the host's; copy it there, "
             "or push it to a store on GPUs, mpikv.create('nccl')"
         )

@@ -310,7 +310,7 @@ class AsyncKVStore(KVStore):
 
         def checked() -> Result:
             self._asking.hear()
-            return run(*arguments)
+            return self._transport.memory.in_order(run, *arguments)  # type: ignore[no-any-return]
 
         self._check_caller(verb)
         return self._alone(verb, checked)

@@ -81,8 +81,8 @@ class Calls:
         self._memory = exchange.transport.memory
         self.choice = asked_for("None")
         """How pushes are compressed, and why."""
-        self.packed: codecs.BothDirections | None = None
-        """What packs what is pulled, too, if that was asked for."""
+        self.codec: Codec | codecs.BothDirections | None = None
+        """What packs, as it was given: in this memory something else may do its work."""
 
     # --- Verbs
 
@@ -236,12 +236,12 @@ class Calls:
         settings = "None" if meant is None else meant.settings()
         call = Call(_COMPRESS, digest(f"{_COMPRESS} {settings}"), settings, describe=lambda: [settings])
         if isinstance(meant, codecs.Auto):
-            return call, (self._run_choice, self._codec(meant.codec), settings)
+            return call, (self._run_choice, meant, self._codec(meant.codec))
         if isinstance(meant, codecs.BothDirections):
             # What packs as a cast does knows its largest number, too.
             packing = cast("Cast", self._codec(meant.cast))
-            return call, (self._run_compression, self._codec(meant.codec), settings, meant, packing)
-        return call, (self._run_compression, None if meant is None else self._codec(meant), settings)
+            return call, (self._run_compression, meant, settings, self._codec(meant.codec), packing)
+        return call, (self._run_compression, meant, settings, None if meant is None else self._codec(meant))
 
     def _codec(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
@@ -393,9 +393,7 @@ class Calls:
 
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""
-        compression = self._exchange.compression
-        said = "" if compression is None else (self.packed or compression.codec).settings()
-        packed = [f"compression {said}"] * bool(said)
+        packed = [] if self.codec is None else [f"compression {self.codec.settings()}"]
         return [f"updater {self._exchange.updater.settings()}", *packed]
 
     def _with_steps(self, call: Call, steps: Steps) -> Call:
@@ -422,18 +420,18 @@ class Calls:
 
     def _run_compression(
         self,
-        codec: Codec | None,
+        meant: Codec | codecs.BothDirections | None,
         settings: str,
-        packed: codecs.BothDirections | None = None,
+        working: Codec | None,
         packing: Cast | None = None,
     ) -> None:
-        self._exchange.compress(codec, packing)
-        self.choice, self.packed = asked_for(settings), packed
+        self._exchange.compress(working, packing)
+        self.choice, self.codec = asked_for(settings), meant
 
-    def _run_choice(self, codec: Codec, asked: str) -> None:
-        chosen, self.choice = choose(self._exchange, codec, asked)
+    def _run_choice(self, meant: codecs.Auto, working: Codec) -> None:
+        chosen, choice = choose(self._exchange, working, meant.settings())
         self._exchange.compress(chosen)
-        self.packed = None
+        self.choice, self.codec = choice, meant.codec if chosen is not None else None
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)

@@ -125,11 +125,12 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
             f"the keys bring {' and '.join(map(str, lengths))} arrays; with compression the lists of one call are of "
             "one length; push the others in another call"
         )
-    given = [(entry, array) for entry, group in zip(plan.entries, groups, strict=True) for array in group]
-    exceeding = memory.exceeding([array for _, array in given], LARGEST)
-    for (entry, array), exceeds in zip(given, exceeding, strict=True):
-        if exceeds:
-            _refuse(entry, memory.to_host(array))
+    arrays = [array for group in groups for array in group]
+    exceeding = memory.exceeding(arrays, LARGEST)
+    if True in exceeding:
+        owners = [entry for entry, group in zip(plan.entries, groups, strict=True) for _ in group]
+        first = exceeding.index(True)
+        _refuse(owners[first], memory.to_host(arrays[first]))
     positions = lengths[-1] if lengths and codec.elementwise else 1
     for block in dict.fromkeys(entry.place.block for entry in plan.entries) if codec.feedback else ():
         block.ensure_residuals(positions)
@@ -244,9 +245,9 @@ class RangeCompression:
             residual: Array | None = None
             if gradient is not None and self.codec.feedback:
                 residual = block.residuals[position][start : start + bucket.value.size]
-            more = False
+            more, mine = False, _said(position, len(layers))
             for message in messages:
-                self._write(message, gradient, residual, _said(position, len(layers)))
+                self._write(message, gradient, residual, mine)
                 send = self._transport.outboxes[self._transport.turn][: message.nbytes]
                 for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
                     said = part[0] if told is None else _said(position, told[rank])

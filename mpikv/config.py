@@ -200,6 +200,8 @@ def nccl_host(environ: Mapping[str, str] | None = None) -> str:
 LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN"})
 # Begins the name of the file, in the directory that MPIKV_RUN names, in which a rank writes which files it shares.
 FILES = "files."
+# The name of the file there in which a rank says why it ends the job.
+GIVEN_UP = "given-up"
 
 
 def run_directory(environ: Mapping[str, str] | None = None) -> Path | None:

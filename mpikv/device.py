@@ -17,13 +17,12 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .arrays import is_array, lies_on_host, source, target
+from .arrays import check_mutable, is_array, lies_on_host, source, target
 from .errors import Unsupported
 from .typing import Array, Event, Gpu, Stream, Tables
 
 __all__ = ["DeviceMemory", "found", "read"]
 
-_IMMUTABLE = ("jax", "jaxlib")
 _GPUS: WeakSet[Gpu] = WeakSet()
 """Those that stores of this process use, or used."""
 
@@ -62,6 +61,7 @@ class DeviceMemory:
     """The :class:`~mpikv.typing.Memory` of one GPU, and the stream of one store."""
 
     on_host = False
+    orders = True
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -103,13 +103,16 @@ class DeviceMemory:
         self._say_that_arrays_travel()
         return self.gpu.upload(array)
 
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        here = self.gpu.owns(value) or (is_array(value) and not lies_on_host(value))
+        array = self.source(value) if here else source(value)
+        return array.shape, array.dtype
+
     def target(self, out: Any) -> Array:
         if self.gpu.owns(out):
             return out  # type: ignore[no-any-return]
         if is_array(out) and not lies_on_host(out):
-            # DLPack's mark of what must not be written to is not heeded everywhere.
-            if type(out).__module__.partition(".")[0] in _IMMUTABLE:
-                raise TypeError(f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none")
+            check_mutable(out)
             return self.gpu.adopt(out)
         array = target(out)
         self._say_that_arrays_travel()
@@ -164,6 +167,9 @@ class DeviceMemory:
             self._in_use.popleft()
             if not self._in_use:
                 return
+
+    def forget(self) -> None:
+        pass
 
     def close(self) -> None:
         """Wait until the stream is done, and let go of what it used."""

@@ -17,15 +17,15 @@ from . import publication
 from .arena import Arena, Block
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
-from .errors import ConfigError, noted
+from .errors import noted
 from .keys import KeyTable
 from .memory import private
 from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
-from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater
-from .updaters import Assign
+from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater, Whole, WholeKernels
+from .updaters import Assign, check_state
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
 
@@ -62,6 +62,7 @@ class Exchange:
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self._kernels = kernels
+        self._whole_kernels = kernels if isinstance(kernels, WholeKernels) else None
         # Whether the last addition may be left to the update: the terms come here, and are added from left to right.
         self._may_add = transport.neighbours > 1 and (transport.size == 2 or not deterministic)
         self.compression: Compression | None = None
@@ -162,12 +163,7 @@ class Exchange:
     def check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is."""
         for entry in self.table.entries():
-            wanted, state = self.updater.slots(entry.dtype), entry.place.block.state
-            if wanted.keys() != state.keys():
-                raise ConfigError(
-                    f"the optimizer was changed to keep {sorted(wanted)} per element and the store has "
-                    f"{sorted(state)}; call set_optimizer again, which starts its state anew"
-                )
+            check_state(self.updater, entry.dtype, entry.place.block.state)
         # Other options may need other code.
         self._ready(self.updater, {entry.dtype for entry in self.table.entries()})
         self._revision = self.updater.revision
@@ -397,6 +393,9 @@ class Exchange:
             np.copyto(stored, value)
 
     def _update_owned(self, plan: Plan, steps: Steps, changed: list[tuple[Array, Array]]) -> None:
+        if self._whole_kernels is not None and not self.updater.fallible:
+            self._update_at_once(self._whole_kernels, plan, steps)
+            return
         for entry, total, step in zip(plan.entries, plan.totals, steps.each, strict=True):
             if total is not None:
                 value, state = entry.updated, entry.state
@@ -404,10 +403,23 @@ class Exchange:
                     value, state = value.copy(), {name: array.copy() for name, array in state.items()}
                     changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
                 try:
-                    self.update(step, total, value, state)
+                    self.updater.update(step, total, value, state)
                 except BaseException as error:
                     noted(error, f"updating key {entry.key!r}")
                     raise
+
+    def _update_at_once(self, kernels: WholeKernels, plan: Plan, steps: Steps) -> None:
+        """Update all whole values that this rank owns by as few launches as can be."""
+        owned = [item for item, total in enumerate(plan.totals) if total is not None]
+        update = plan.memo.get("owned")
+        if update is None:
+            wholes = [
+                Whole(total, entry.updated, entry.state)
+                for entry, total in zip(plan.entries, plan.totals, strict=True)
+                if total is not None
+            ]
+            update = plan.memo["owned"] = kernels.bind_whole(self.updater, wholes)
+        update([steps.each[item] for item in owned])
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
@@ -658,7 +670,9 @@ class Exchange:
         self._end_packing()
         stale = tuple(entry.key for entry in self.table.entries() if self.table.stale[entry.index])
         if stale:
-            self._publish(self.plan(stale))
+            # For an updater without state: the present one may have been changed to ask for other state than there is.
+            entries = [self.table[key] for key in stale]
+            self._publish(build(entries, self.placement, self.transport, Assign(), self._kernels, self._scratch))
         self.updater, self.placement = updater, placement
         self._settle()
         self._revision = updater.revision

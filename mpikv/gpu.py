@@ -10,6 +10,7 @@ have another. So every call here makes its GPU the present one meanwhile.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .arrays import accumulator
+from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
-from .typing import Array, Event, Stream
+from .typing import Array, Event, Kernels, Stream
 
-__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "survey"]
+__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
 
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
 # DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
@@ -106,6 +108,33 @@ def find_nccl() -> Any:
     return nccl
 
 
+class _Known(threading.local):
+    """The GPUs of arrays that a thread has met: one thread at a time may copy from one and to one."""
+
+    def __init__(self) -> None:
+        self.gpus: dict[int, CupyGpu] = {}
+
+
+_known = _Known()
+
+
+def gpu_of(value: Any) -> CupyGpu:
+    """Return the GPU on which an array of any library lies, for this thread. It need not be the present one. Local.
+
+    Raises:
+        TransportUnavailable: CuPy is missing, which copies such arrays.
+        Unsupported: it lies on a device of another kind.
+    """
+    kind, ordinal = map(int, value.__dlpack_device__())
+    if kind not in (_DEVICE, _MANAGED):
+        raise Unsupported(
+            f"the array is on DLPack's device ({kind}, {ordinal}), of which nothing is known here; copy it to the host"
+        )
+    if ordinal not in _known.gpus:
+        _known.gpus[ordinal] = CupyGpu(_find_cupy("arrays of GPUs"), ordinal)
+    return _known.gpus[ordinal]
+
+
 class Found(NamedTuple):
     """What of a GPU store there is here."""
 
@@ -135,11 +164,11 @@ def survey(visible: str | None = None) -> Found:
     return Found(cupy.__version__, nccl, devices, problems)
 
 
-def _find_cupy() -> Any:
+def _find_cupy(what: str = "sums on GPUs") -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise TransportUnavailable(f"sums on GPUs need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
+        raise TransportUnavailable(f"{what} need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
     except OSError as error:  # it makes a folder for compiled kernels in the home directory
         raise TransportUnavailable(
             f"CuPy cannot be imported ({brief(str(error))}); let CUPY_CACHE_DIR name a folder that can be written to"
@@ -245,9 +274,12 @@ class CupyGpu:
                 raise Unsupported(f"CuPy cannot use the memory of a {type(value).__name__}: {error}") from error
 
     @_translated
-    def upload(self, array: Array) -> Array:
-        out = self.cupy.empty(array.shape, array.dtype)
-        self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), out.data.ptr)
+    def upload(self, array: Array, out: Any = None) -> Array:
+        whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
+        self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
+        if out is None or out is whole:
+            return whole  # type: ignore[no-any-return]
+        self._copy((out,), (whole,))
         return out  # type: ignore[no-any-return]
 
     @_translated
@@ -272,6 +304,31 @@ class CupyGpu:
 
     def _now(self) -> Any:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
+
+    @_translated
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
+        there = np.empty(sums.shape, sums.dtype)
+        self.download(sums, there)
+        squares, bad = there.reshape(-1, 2).T.tolist()
+        found, first = [], 0
+        for count in counts:
+            last = first + count
+            found.append((float(sum(squares[first:last])), not any(bad[first:last])))
+            first = last
+        return found
+
+    @_translated
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        whole = [self.cupy.ascontiguousarray(array) for array in arrays]
+        norms.scale(whole, factor)
+        apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
+        self._copy([array for array, _ in apart], [copied for _, copied in apart])
+
+    def kernels(self) -> Kernels:
+        from .cuda.kernels import CudaKernels
+
+        return CudaKernels()
 
     def address(self, array: Any) -> int:
         return int(array.data.ptr)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import source, target
 from .errors import ConfigError
+from .located import Located, readable, writable
 from .parameter import Parameter
-from .typing import Array
+from .typing import Array, Gpu
 
 __all__ = ["LossScaler", "clip_global_norm"]
 
@@ -28,9 +28,13 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     for a bound of the mean gradient pass ``max_norm * batch_size``.
 
     Args:
-        arrays: arrays of floats that can be written, of any shapes; one that comes several times, as the gradient of a
-            shared parameter, counts once, and None, as of a parameter without a gradient, not at all.
+        arrays: arrays of floats that can be written, of the host or of GPUs, of any shapes; one that comes several
+            times, as the gradient of a shared parameter, counts once, and None, as of a parameter without a gradient,
+            not at all.
         max_norm: the bound, above 0.
+
+    On a GPU the sum of squares and the scaling are its work, on the present stream; the host waits for the sums, some
+    bytes for each array. Sums and results have the bits that they have on the host.
 
     Returns:
         The norm, computed in float64. Where it is inf or nan nothing is scaled.
@@ -38,6 +42,7 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     Raises:
         ConfigError: ``max_norm`` is not a number above 0.
         TypeError: an array cannot be written.
+        Unsupported: an array of a GPU is not of floats.
 
     References: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, ICML 2013.
 
@@ -51,18 +56,33 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
-    targets = list({_memory(array): array for array in map(target, _given(arrays))}.values())
+    targets = list({_memory(each.outline): each for each in map(writable, _given(arrays))}.values())
+    here, there = _by_place(targets)
     with np.errstate(all="ignore"):
-        norm = math.sqrt(math.fsum(_squares(array) for array in targets))
+        squares = [_squares(array) for array in here]
+        for gpu, some in there.items():
+            squares += [each for each, _ in gpu.measure(some, [array.dtype for array in some])]
+        norm = math.sqrt(math.fsum(squares))
         if math.isfinite(norm) and norm > max_norm:
-            for array in targets:
+            for array in here:
                 # A small factor would be rounded to few digits of half precision, or to zero.
                 np.multiply(array, max_norm / norm, out=array, dtype=np.float64, casting="unsafe")
+            for gpu, some in there.items():
+                gpu.scale(some, max_norm / norm)
     return norm
 
 
 def _given(arrays: Iterable[Any]) -> Iterator[Any]:
     return (array for array in arrays if array is not None)
+
+
+def _by_place(located: Iterable[Located]) -> tuple[list[Array], dict[Gpu, list[Array]]]:
+    """Return the arrays of the host, and those of each GPU."""
+    here: list[Array] = []
+    there: dict[Gpu, list[Array]] = {}
+    for array, gpu in located:
+        (here if gpu is None else there.setdefault(gpu, [])).append(array)
+    return here, there
 
 
 def _memory(array: Array) -> tuple[Any, ...]:
@@ -114,7 +134,8 @@ class LossScaler:
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
         """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""
         with np.errstate(all="ignore"):
-            return not all(parameter.grad is None or _is_finite(parameter) for parameter in parameters)
+            given = [(p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None]
+            return not _are_finite(given)
 
     def divisor(self, kv: Any, gradients: Any) -> float | None:
         """Return by what the gradients are to be divided, or None where one of any rank holds an inf or a nan: then
@@ -156,7 +177,8 @@ class LossScaler:
             (array([0.75, 0.75], dtype=float16), 4.0)
         """
         try:
-            mine = not all(np.isfinite(source(array)).all() for array in _arrays(gradients))
+            located = list(map(readable, _arrays(gradients)))
+            mine = not _are_finite([(array, gpu, array.dtype) for array, gpu in located])
         except Exception as error:
             kv.refuse(error, "divisor")
             raise  # never reached: the store has raised it
@@ -186,5 +208,20 @@ def _arrays(gradients: Any) -> Iterator[Any]:
         yield from _arrays(each)
 
 
-def _is_finite(parameter: Parameter) -> bool:
-    return bool(np.isfinite(np.asarray(parameter.grad).astype(parameter.data.dtype, copy=False)).all())
+def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
+    """Return whether arrays hold no inf and no nan, each as it is when rounded to a dtype. Of those of a GPU one small
+    copy comes to the host.
+    """
+    there: dict[Gpu, list[tuple[Array, np.dtype[Any]]]] = {}
+    for array, gpu, dtype in given:
+        if gpu is not None:
+            there.setdefault(gpu, []).append((array, dtype))
+        elif not np.isfinite(array.astype(dtype, copy=False)).all():
+            return False
+    for gpu, some in there.items():
+        # Integers and booleans are, whatever they are rounded to.
+        floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
+        found = gpu.measure([array for array, _ in floats], [dtype for _, dtype in floats])
+        if not all(finite for _, finite in found):
+            return False
+    return True

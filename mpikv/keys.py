@@ -263,6 +263,11 @@ def _key(key: Any) -> Key:
     raise TypeError(f"a key is an int or a str, not a {type(key).__name__}: {key!r}")
 
 
+def _maker(value: Any) -> str:
+    """Return what makes of a value something that a store takes."""
+    return "mpikv.RowSparse.from_scipy" if type(value).__module__.startswith("scipy.sparse") else "numpy.asarray"
+
+
 def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
     group = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not group:
@@ -270,6 +275,6 @@ def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
     for each in group:
         if not is_array(each) and not isinstance(each, RowSparse):
             raise TypeError(
-                f"{what} of key {key!r} is a {type(each).__name__}, not an array; numpy.asarray({what}) makes one"
+                f"{what} of key {key!r} is a {type(each).__name__}, not an array; {_maker(each)}({what}) makes one"
             )
     return group

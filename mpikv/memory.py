@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import arrays
-from .typing import Array, Transport
+from .errors import Unsupported
+from .typing import Array, Gpu, Transport
+from .work import makes_calls
 
 __all__ = ["HOST", "HostMemory", "private"]
+
+
+class _StandIn(NamedTuple):
+    """What a call fills, and the array of a GPU to which it is copied then."""
+
+    array: Array
+    gpu: Gpu
+    out: Array
 
 
 class HostMemory:
     """numpy arrays; all that is done to them is done when a call returns. A :class:`~mpikv.typing.Memory`, and its
     :class:`~mpikv.typing.Tables`.
+
+    An array of a GPU is copied here while its call is prepared, on the caller's present stream, which is waited for.
+    One that is to be filled is given what stands for it here, when the call is done, on the same stream.
     """
 
     on_host = True
+
+    def __init__(self, find: Callable[[Any], Gpu] | None = None) -> None:
+        """``find`` returns the GPU of another library's array that lies on one; without it such arrays are refused."""
+        self._find = find
+        self._stand_ins: list[_StandIn] = []
+        self._said = False
+        self.orders = False
 
     @property
     def tables(self) -> HostMemory:
@@ -31,11 +52,26 @@ class HostMemory:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.empty(shape, dtype)
 
+    # What is of the host passes without being looked at here: training calls these thousands of times.
+
     def source(self, value: Any) -> Array:
-        return arrays.source(value)
+        try:
+            return arrays.source(value)
+        except arrays.OnDevice:
+            return self._fetched(value)
+
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        try:
+            array = arrays.source(value)
+        except arrays.OnDevice:
+            array = self._found(value)[1]
+        return array.shape, array.dtype
 
     def target(self, out: Any) -> Array:
-        return arrays.target(out)
+        try:
+            return arrays.target(out)
+        except arrays.OnDevice:
+            return self._stand_in(out)
 
     def view(self, array: Array) -> Array:
         view: Array = array.view()
@@ -78,13 +114,59 @@ class HostMemory:
         return [array.size > 0 and not _largest(array) <= bound for array in arrays]
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        return run(*arguments)
+        try:
+            result = run(*arguments)
+            for stand_in in self._stand_ins:
+                stand_in.gpu.upload(stand_in.array, stand_in.out)
+            return result
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        self._stand_ins.clear()
+        self.orders = False
 
     def close(self) -> None:
         pass
 
     def abandon(self) -> None:
         pass
+
+    # --- Arrays of GPUs
+
+    def _fetched(self, value: Any) -> Array:
+        gpu, there = self._found(value)
+        array = np.empty(there.shape, there.dtype)
+        gpu.download(there, array)
+        return array
+
+    def _stand_in(self, out: Any) -> Array:
+        arrays.check_mutable(out)
+        gpu, there = self._found(out)
+        array = np.empty(there.shape, there.dtype)
+        self._stand_ins.append(_StandIn(array, gpu, there))
+        self.orders = True
+        return array
+
+    def _found(self, value: Any) -> tuple[Gpu, Array]:
+        """Return the GPU of an array, and the array as one of its library's."""
+        if self._find is None:
+            raise Unsupported("the array is on a GPU, and this store was made without what copies it to the host")
+        if makes_calls():
+            raise Unsupported(
+                "with wait=False a store of the host takes arrays of the host: the thread that makes the call does not "
+                "know on which stream an array of a GPU was computed; copy it to the host, or leave wait=False out"
+            )
+        gpu = self._find(value)
+        if not self._said:
+            self._said = True
+            logging.getLogger("mpikv").warning(
+                "an array on %s is used with a store of the host, to which it is copied at every call; "
+                "mpikv.create('nccl') keeps values on GPUs",
+                gpu.name,
+            )
+        # That owns() knows it for an array is nothing that types can say.
+        return gpu, value if gpu.owns(value) else gpu.adopt(value)
 
 
 HOST = HostMemory()

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import is_array, source
+from .arrays import accumulator, castable, is_array, lies_on_host, source
 from .errors import ConfigError, ValueMismatch, known_names
-from .typing import Array
+from .located import Located, added_up, readable, writable
+from .typing import Array, Gpu
 
 __all__ = ["Parameter"]
 
@@ -19,7 +20,8 @@ class Parameter:
     """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All of it is local.
 
     Args:
-        data: the weight: an array of any library that shares host memory, which can be written. It is not copied.
+        data: the weight: an array of any library that shares memory, of the host or of a GPU, which can be written. It
+            is not copied.
         grad_req: ``write``: a gradient that is given replaces the last one. ``add``: it is added to those before it,
             until :meth:`zero_grad`. ``null``: the weight is not trained.
         lr_mult: factor of the learning rate; None leaves it to the optimizer's ``lr_mult``.
@@ -43,8 +45,10 @@ class Parameter:
     def __init__(
         self, data: Any, grad_req: str = "write", lr_mult: float | None = None, wd_mult: float | None = None
     ) -> None:
-        self.data: Array = _writable(data)
-        """The weight, as a numpy array over the memory that was given."""
+        self._located = _writable(data)
+        self._on_host = self._located.gpu is None
+        self.data: Array = self._located.array
+        """The weight, as an array over the memory that was given: numpy's, or on a GPU CuPy's."""
         self.grad_req = grad_req
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
         self.fresh = False
@@ -54,6 +58,16 @@ class Parameter:
         self.used = False
         """Whether an update has used the gradient, with ``grad_req="add"``: :meth:`zero_grad` comes before the next."""
         self._grad: Array | None = None
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU on which the weight lies, and its gradient; None for the host."""
+        return self._located.gpu
+
+    @property
+    def outline(self) -> Array:
+        """An array of numpy's that lies where the weight does, to compare places by; nothing may be read from it."""
+        return self._located.outline
 
     @property
     def grad_req(self) -> str:
@@ -75,7 +89,7 @@ class Parameter:
         rank, even if it is the array that holds a sum over ranks: change a sum by ``parameter.grad[...] *= 2``.
 
         Raises:
-            ValueMismatch: the shape is not the weight's.
+            ValueMismatch: the shape is not the weight's, or it lies elsewhere.
             ConfigError: it is to be added to a sum over ranks, or to one that was used up; ``zero_grad()`` comes before
                 the next gradient.
         """
@@ -87,7 +101,7 @@ class Parameter:
             self.zero_grad()
             return
         if value is not self._grad:
-            self._take(source(value))
+            self._take(source(value) if self._on_host and type(value) is np.ndarray else self.brought(value))
         else:  # as after  parameter.grad *= 2, or after it was filled with another gradient
             self._check_addable()
             self.summed = False
@@ -97,16 +111,39 @@ class Parameter:
         """Discard the gradient: the next one is the first."""
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
+    def brought(self, gradient: Any) -> Array:
+        """Return a gradient as an array where the weight lies, without a copy.
+
+        Raises:
+            ValueMismatch: it lies elsewhere.
+            TypeError: it is no array.
+        """
+        found = readable(gradient)
+        if found.where != self._located.where:
+            raise ValueMismatch(
+                f"a gradient on {found.where} for a parameter on {self._located.where}; copy it there first"
+            )
+        return found.array
+
     def _take(self, array: Array) -> None:
         if array.shape != self.data.shape:
             raise ValueMismatch(f"a gradient of shape {array.shape} for a parameter of shape {self.data.shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:
-            self._grad = array.copy()
+            self._grad = array.copy() if self.gpu is None else added_up(self.gpu, (array,), array.dtype)
         else:
             self._check_addable()
-            np.add(self._grad, array, out=self._grad, casting="same_kind")
+            self._add(self._grad, array)
+
+    def _add(self, grad: Array, array: Array) -> None:
+        if self.gpu is None:
+            np.add(grad, array, out=grad, casting="same_kind")
+            return
+        if not castable(array.dtype, grad.dtype):
+            raise ValueMismatch(f"a gradient of {array.dtype} was to be added to one of {grad.dtype}")
+        widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
+        self.gpu.copy((grad,), (added_up(self.gpu, (grad, array), widest),))
 
     def _check_addable(self) -> None:
         if self._grad_req == "add" and (self.summed or self.used):
@@ -118,12 +155,14 @@ class Parameter:
         return f"<mpikv.Parameter {self.data.shape} {self.data.dtype.name} grad_req={self._grad_req} gradient {grad}>"
 
 
-def _writable(data: Any) -> Array:
+def _writable(data: Any) -> Located:
     if isinstance(data, np.generic) or not is_array(data):
         raise TypeError(f"a parameter is an array, not a {type(data).__name__}; numpy.array(value) makes one")
+    if not lies_on_host(data):
+        return writable(data)
     if isinstance(data, np.ndarray) and not data.dtype.isnative:
         raise TypeError("a parameter in foreign byte order cannot be updated in place; pass value.astype(float)")
     array = source(data)
     if not array.flags.writeable:
         raise TypeError(f"a parameter is updated in place, and this {type(data).__name__} is read-only; pass a copy")
-    return array
+    return Located(array, None)

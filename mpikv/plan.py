@@ -20,6 +20,7 @@ from .keys import Entry
 from .optimizers.optimizer import BLOCK
 from .rowsparse import Presence
 from .typing import Array, Kernels, Key, Placement, Share, Transport, Updater
+from .updaters import check_state
 
 __all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label", "merged"]
 
@@ -330,6 +331,8 @@ class _Cutter:
         """Return the bucket of (item, first element of the key, start, stop) in a block."""
         start, stop = ranges[0][2], ranges[-1][3]
         dtype = block.values.dtype
+        if not self._updater.assigns:
+            check_state(self._updater, dtype, block.state)
         pieces = tuple(Piece(item, begin, begin + high - low, low - start) for item, begin, low, high in ranges)
         share = self._placement.share(start, stop, block.grid(start), block.owner)
         dense = sum(piece.end - piece.begin for piece in pieces) == stop - start

@@ -108,6 +108,10 @@ class KVStoreBase:
         """Return the keys that have a stored value. Local."""
         return ()
 
+    def __bool__(self) -> bool:
+        """True, also of a store without keys, whose length is 0."""
+        return True
+
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says, as :attr:`OPTIMIZER`. Local."""
         return False

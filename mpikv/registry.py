@@ -25,8 +25,9 @@ from .errors import (
     Unsupported,
     known_names,
 )
-from .gpu import find_gpu, find_nccl
+from .gpu import find_gpu, find_nccl, gpu_of
 from .kernels import find_kernels
+from .memory import HostMemory
 from .plugins import KVStoreBase, plugin
 from .store import LOST, OPEN, KVStore
 from .storeless import AllReduce
@@ -34,7 +35,7 @@ from .tracing import find_tracer
 from .transports import open_transport
 from .transports.device import open_device_transport
 from .typing import GpuKernels, Transport
-from .world import Group, connect, end_job, forget_leftovers, free_leftovers, last_seen
+from .world import Group, connect, disown, end_job, free_leftovers, last_seen
 
 __all__ = ["check_name", "create"]
 
@@ -252,7 +253,7 @@ def _mover(
 ) -> tuple[Transport, GpuKernels | None]:
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:
-        return open_transport(group, settings, board.warn), None
+        return open_transport(group, settings, board.warn, HostMemory(gpu_of)), None
     from .cuda.kernels import CudaKernels
 
     nccl = find_nccl() if group.size > 1 else None
@@ -329,17 +330,20 @@ def _close_all() -> None:
     farewells = [store.farewell() for store in LOST]
     absent = last_seen([heard for heard, _ in farewells], max((seconds for _, seconds in farewells), default=0))
     if absent:
-        logging.getLogger("mpikv").error("ending the job: ranks %s do not come to their end", absent)
-        end_job()
+        why = f"ranks {absent} do not come to their end"
+        logging.getLogger("mpikv").error("ending the job: %s", why)
+        end_job(why)
     free_leftovers()
 
 
 def _end_in_child() -> None:
     """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
     for store in OPEN.copy():
-        store.abandon("the store was made before a fork, which MPI does not survive")
+        store.abandon(
+            "the store was made before a fork, which MPI does not survive; use it in the parent (see docs/mpi.md)"
+        )
     LOST.clear()  # the parent's affair
-    forget_leftovers()
+    disown()
 
 
 def _end_before_cuda() -> None:

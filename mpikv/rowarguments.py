@@ -11,7 +11,7 @@ import numpy as np
 
 from .arguments import writable
 from .arrays import accumulator, castable, is_array, run_quietly
-from .errors import ValueMismatch
+from .errors import Unsupported, ValueMismatch
 from .keys import Entry, parse
 from .rowsparse import RowSparse, cast_rows, merged_rows, row_ids
 from .typing import Array, Key, Memory
@@ -243,8 +243,14 @@ def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], s
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; the shape of a "
             "RowSparse is that of the whole"
         )
+    memory = entry.place.block.memory
     if what == "out" and not rows.on_host:
-        entry.place.block.memory.source(rows.values)  # which raises if they lie on another device
+        if memory.on_host:
+            raise Unsupported(
+                f"out of key {entry.key!r} has its rows on a GPU and the store its values on the host; pull to a "
+                "RowSparse of the host"
+            )
+        memory.source(rows.values)  # which raises if they lie on another device
     casts = castable(stored, given) if what == "out" else castable(given, stored)
     if not casts:
         raise ValueMismatch(

@@ -51,6 +51,9 @@ class Scope(Wrapped):
         """Return a scope inside this one. Local."""
         return Scope(self._store, f"{self._prefix}{Scope(self._store, name)._prefix}"[:-1])
 
+    def _where(self, name: str) -> str:
+        return f"the store that this is a scope of has {name!r}"
+
     def __repr__(self) -> str:
         return f"<mpikv.Scope {self._prefix[:-1]!r} of {self._store!r}>"
 

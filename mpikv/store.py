@@ -173,8 +173,7 @@ class KVStore(KVStoreBase):
     @property
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
-        compression = self._exchange.compression
-        return self._calls.packed or (compression and compression.codec)
+        return self._calls.codec
 
     @property
     def _assigns(self) -> bool:
@@ -225,6 +224,7 @@ class KVStore(KVStoreBase):
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
+        self._check_open("keys")
         return tuple(self._exchange.table)
 
     def num_dead_node(self, timeout: float = 60) -> int:
@@ -241,6 +241,7 @@ class KVStore(KVStoreBase):
         Raises:
             KeyNotInitialized: the key is unknown.
         """
+        self._check_open("version")
         self._pending.drain()
         return self._exchange.table.version(key)
 
@@ -248,6 +249,7 @@ class KVStore(KVStoreBase):
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
+        self._check_open("keys")
         return key in self._exchange.table
 
     def __len__(self) -> int:
@@ -630,6 +632,8 @@ class KVStore(KVStoreBase):
 
     def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
         """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
+        if controller is not None and not callable(controller):
+            raise TypeError(f"a controller is a function of the command's body, not a {type(controller).__name__}")
         self._controllers[_head(head)] = controller
 
     def command(self, head: int, body: Any = None) -> None:
@@ -639,7 +643,7 @@ class KVStore(KVStoreBase):
         store. When it raises, so does the command on every rank.
 
         Args:
-            head: the number, from 0. A command that has no controller does nothing.
+            head: the number, from 0. A command that has no controller does nothing, and is logged.
             body: a string, a number, a truth value, None, or lists and dicts of them.
 
         Raises:
@@ -768,6 +772,7 @@ class KVStore(KVStoreBase):
         Raises:
             ConfigError: no optimizer is set, or its rate is given by a schedule.
         """
+        self._check_open("set_learning_rate")
         if self.optimizer is None:
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
@@ -984,7 +989,7 @@ class KVStore(KVStoreBase):
             except Exception as error:
                 error.__cause__ = unseen
                 raise
-            self._leave("the store was closed")
+            self._leave("the store was closed; create a new store")
         if unseen is not None:
             raise unseen
 
@@ -1037,7 +1042,7 @@ class KVStore(KVStoreBase):
             self.close()
         else:
             # The other ranks may be anywhere; closing together could wait for ever and hide the error.
-            self.abandon(f"the store ended with {failure[1]!r}")
+            self.abandon(f"the store ended with {failure[1]!r}; create a new store")
 
     # --- The door of every collective call
 
@@ -1058,6 +1063,7 @@ class KVStore(KVStoreBase):
             return self._quietly(*work)
         except BaseException as error:
             self._exchange.staged = None
+            self._transport.memory.forget()
             self._end_unless_settled(verb, error)
             raise
         finally:
@@ -1127,15 +1133,17 @@ class KVStore(KVStoreBase):
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
         quietly = run_quietly if self._exchange.updater.fallible else self._quiet
         memory = self._transport.memory
-        return quietly(run, *arguments) if memory.on_host else memory.in_order(quietly, run, *arguments)
+        return memory.in_order(quietly, run, *arguments) if memory.orders else quietly(run, *arguments)
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:
-            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}; create a new store"))
+            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}"))
 
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
         if getattr(error, "settled", False):
+            if isinstance(error, TransportError):  # whoever has been told of it
+                self.abandon(f"the store ended in an earlier call ({error!r})")
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
@@ -1144,7 +1152,7 @@ class KVStore(KVStoreBase):
             error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self._agreement.at_rank(verb, error)
-        self.abandon(f"the store ended in an earlier call ({error!r})")
+        self.abandon(f"the store ended in an earlier call ({error!r}); create a new store")
 
     def _shadow(self) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them."""
@@ -1185,8 +1193,9 @@ class KVStore(KVStoreBase):
     def _control(self, call: Call, head: int, text: str) -> None:
         """Run a controller at the root, and learn on every rank how it went."""
         failure = None
-        if self.is_root and (controller := self._controllers.get(head)) is not None:
+        if self.is_root:
             try:
+                controller = self._controllers.get(head) or partial(_log_lost, head)
                 controller(json.loads(text))
             except Exception as error:
                 failure = error
@@ -1233,6 +1242,10 @@ def _shown(arguments: Sequence[Any]) -> str:
         return ""
     text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _log_lost(head: int, body: Any) -> None:
+    logging.getLogger("mpikv").warning("command %d has no controller at the root, and does nothing", head)
 
 
 def _head(head: Any) -> int:

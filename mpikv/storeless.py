@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from .arrays import source, target
-from .errors import Unsupported, ValueMismatch
-from .keys import Form, parse
+from .errors import RankMismatch, Unsupported, ValueMismatch, brief
+from .keys import parse
 from .plugins import KVStoreBase
 from .store import KVStore
 from .typing import Array, Key
@@ -55,13 +55,11 @@ class AllReduce(Wrapped):
                 fit; there is no value.
             RankMismatch, PeerFailed: as in :meth:`mpikv.KVStore.push`.
         """
-        self._enter("pushpull", key, value)
-        return self._store.pushpull(key, value, out, priority)
+        return self._called("pushpull", key, value, out, priority)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Fill ``out``, or new arrays, with the root's ``value``. Collective, and repeatable."""
-        self._enter("broadcast", key, value)
-        return self._store.broadcast(key, value, out, priority)
+        return self._called("broadcast", key, value, out, priority)
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
         """Not in this store. Collective; raises Unsupported."""
@@ -95,26 +93,39 @@ class AllReduce(Wrapped):
     def _cannot(self, verb: str) -> NoReturn:
         self.refuse(Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has"), verb)
 
+    def _called(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
+        try:
+            self._enter(verb, key, value)
+            return getattr(self._store, verb)(key, value, out, priority)
+        except RankMismatch as error:
+            kinds = ", ".join(
+                f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in self._kinds(key, value).items()
+            )
+            error.args = (
+                f"{error}; the store {self.type!r} calls init for arrays of other shapes or dtypes than at the last "
+                f"call, and here they are {brief(kinds)}",
+            )
+            raise
+
     def _enter(self, verb: str, key: Any, value: Any) -> None:
         """Make room for the sums of keys that are new, or whose arrays have changed."""
         try:
-            form = parse(key, value)
-            changed = dict(self._changed(form))
+            changed = {name: kind for name, kind in self._kinds(key, value).items() if self._known.get(name) != kind}
         except Exception as error:
             self.refuse(error, verb)
         if changed:
-            self._store.init(list(changed), [np.zeros(*each) for each in changed.values()], overwrite=True)
+            self._store.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
             self._known.update(changed)
 
-    def _changed(self, form: Form) -> list[tuple[Key, tuple[tuple[int, ...], np.dtype[Any]]]]:
-        changed = []
+    def _kinds(self, key: Any, value: Any) -> dict[Key, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return the shape and dtype that a call brings for each name."""
+        kinds = {}
+        form = parse(key, value)
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-            first = source(group[0])
-            if self._known.get(name) != (first.shape, first.dtype):
-                changed.append((name, (first.shape, first.dtype)))
-        return changed
+            kinds[name] = self._store._transport.memory.facts(group[0])
+        return kinds
 
 
 @KVStoreBase.register

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from .arguments import optimizer_of
-from .arrays import accumulator, castable, local_sum, source, target, zeros
+from .arrays import accumulator, castable, local_sum
 from .checkpoint import KeptState, is_dumpable, load_states, save_states
 from .config import updates_on_kvstore
 from .errors import (
@@ -24,11 +24,13 @@ from .errors import (
     known_names,
 )
 from .keys import flatten
+from .located import added_up, writable
 from .optimizers import Optimizer
 from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import check_name, create
 from .typing import Array, Key
+from .updating import Updates, fetched, new_state, prepare, restart_master, sent
 
 __all__ = ["Trainer"]
 
@@ -74,6 +76,9 @@ class Trainer:
     :meth:`allreduce_grads` and :meth:`update`. Making one is local: the store is made, and every rank given the root's
     weights, by :meth:`start`, or else in the first step. After each step the weights are the same on all ranks, in the
     arrays that were given.
+
+    Weights lie on the host or on a GPU, and the gradient of each where it does; so may the values of the store, which
+    copies what lies elsewhere. What is done to arrays of a GPU is queued on the present stream.
 
     Args:
         params: a dict of names and arrays, nested if you like (its keys are joined with ``/``), or of
@@ -145,7 +150,7 @@ class Trainer:
         # The rest is for updates on this rank.
         self._held: dict[Key, KeptState] = {}
         self._agreed = ""
-        self._scratch = np.empty(0, np.uint8)
+        self._updating = Updates()
 
     # --- Facts
 
@@ -377,7 +382,7 @@ class Trainer:
         self._kvstore.broadcast(list(given), list(given.values()), out=weights)
         for name in given:
             if name in self._held:
-                _restart_master(self._held[name], self._own[name].data)
+                restart_master(self._held[name], self._own[name])
 
     def save_states(self, fname: Any) -> None:
         """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
@@ -481,12 +486,26 @@ class Trainer:
         if not self._resumed:
             mine = present is not None and present is self._optimizer and present._user in (None, self._token)
             if not store._assigns and not mine:
-                raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
+                raise ConfigError(self._why_not(store, wanted and capable))
             if known:
                 raise KeyAlreadyInitialized(
                     f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
                 )
         return wanted and capable
+
+    def _why_not(self, store: Any, on_store: bool) -> str:
+        """Say why this Trainer cannot use a store that has an updater."""
+        if store.optimizer is None or store.optimizer._user is not None or not store.keys():
+            return "the store has an updater already; give each Trainer a store, or a scope, of its own"
+        if not on_store:
+            return (
+                f"the store has the optimizer {store.optimizer!r}, as after load, and this Trainer updates the weights "
+                "itself; leave update_on_kvstore to the default"
+            )
+        return (
+            f"the store has an optimizer and values such as {store.keys()[0]!r}, and none of the parameters, as "
+            f"{next(iter(self._own), None)!r}; give the parameters the names they had, or the Trainer another store"
+        )
 
     def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
         """Return whether the store was loaded: it has all that a Trainer's store has, and no Trainer."""
@@ -589,8 +608,8 @@ class Trainer:
         gradients = taken.gradients()
         if self._scaler is not None and self._voted(verb, taken):
             # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
-            for gradient in gradients:
-                gradient.fill(np.nan)
+            for parameter in taken.parameters:
+                _spoil(parameter)
         else:
             self._kvstore.pushpull(taken.names, gradients, out=gradients)
         for parameter in taken.parameters:
@@ -607,7 +626,7 @@ class Trainer:
             return
         try:
             for name, parameter, step in zip(taken.names, taken.parameters, steps, strict=True):
-                self._update_one(self._held[name], parameter, step)
+                self._updating.update(self.optimizer, step, self._held[name], parameter)
         except (
             BaseException
         ) as error:  # of which the other ranks, which do not wait for this one, learn in their next call
@@ -630,18 +649,17 @@ class Trainer:
 
     def _steps(self, taken: _Taken) -> list[Any]:
         """Return the optimizer's step for each parameter; make or check its state."""
+        prepare(self.optimizer, taken.parameters)
         for name in taken.names:
             self._held[name] = self._state(name)
         return [self.optimizer.step(name, self._held[name].count + 1) for name in taken.names]
 
     def _state(self, name: str) -> KeptState:
         """Return the state of one parameter, or what its first update would begin with."""
-        data = self._own[name].data
-        slots = self.optimizer.slots(data.dtype)
+        slots = self.optimizer.slots(self._own[name].data.dtype)
         held = self._held.get(name)
         if held is None:
-            held = KeptState({slot: np.zeros(data.shape, dtype) for slot, dtype in slots.items()})
-            _restart_master(held, data)
+            held = new_state(self.optimizer, self._own[name])
         elif slots.keys() != held.state.keys():
             raise ConfigError(
                 f"the optimizer was changed to keep {sorted(slots)} per element and there is "
@@ -658,21 +676,6 @@ class Trainer:
             self._kvstore.agree(f"{text} after {self._updates} updates")
             self._agreed = text
 
-    def _update_one(self, held: KeptState, parameter: Parameter, step: Any) -> None:
-        """Update one weight; the gradient, which a rule overwrites, is kept for the caller."""
-        gradient, weight = parameter.grad, parameter.data
-        assert gradient is not None
-        dtype = accumulator(weight.dtype)
-        if self._scratch.size < weight.size * dtype.itemsize:
-            self._scratch = zeros(weight.size * dtype.itemsize)
-        total = self._scratch[: weight.size * dtype.itemsize].view(dtype).reshape(weight.shape)
-        np.copyto(total, gradient, casting="same_kind")
-        value = np.ascontiguousarray(weight).reshape(weight.shape)
-        self.optimizer.update(step, total, value, held.state)
-        if not weight.flags.c_contiguous:
-            weight[...] = value
-        held.count += 1
-
     # --- State that is saved here
 
     def _together(self, verb: str, parts: Generator[str]) -> None:
@@ -685,7 +688,9 @@ class Trainer:
         self._check_usable()
         trainable = self._trainable()
         # What has no state yet is given none here: its weight may be set until its first update.
-        kept: dict[Key, KeptState] = {name: self._state(name) for name in self._own if name in trainable}
+        kept: dict[Key, KeptState] = {
+            name: fetched(self._state(name), one) for name, one in self._own.items() if name in trainable
+        }
         yield from save_states(fname, self.optimizer, trainable, kept, writes=self._kvstore.rank == 0)
 
     def _loading(self, fname: Any) -> Generator[str]:
@@ -695,18 +700,13 @@ class Trainer:
     def _adopt(self, optimizer: Optimizer, held: dict[Key, KeptState]) -> None:
         """Go on with an optimizer and its state."""
         optimizer._user, self._agreed = self._token, ""
-        self._optimizer, self._held = optimizer, held
+        self._optimizer = optimizer
+        self._held = {name: sent(state, self._own[str(name)]) for name, state in held.items()}
         self._updates = max((one.count for one in held.values()), default=0)
 
     def _trainable(self) -> dict[Key, Array]:
         """Return the weights of which an optimizer can keep state."""
         return {name: one.data for name, one in self._own.items() if _updatable(self.optimizer, one)}
-
-
-def _restart_master(held: KeptState, weight: Array) -> None:
-    """Copy a weight into the float32 master that the optimizer keeps of it here, if it does."""
-    if "master" in held.state:
-        np.copyto(held.state["master"], weight, casting="unsafe")
 
 
 def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -724,7 +724,7 @@ def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
         if id(value) not in known:
             parameter = value if isinstance(value, Parameter) else Parameter(value)
             if parameter is not value and parameter.data.size:
-                parameter = arrays.setdefault(_memory(parameter.data), parameter)
+                parameter = arrays.setdefault((*_memory(parameter.outline), parameter.data.dtype), parameter)
             known[id(value)] = parameter
     named = {str(name): known[id(value)] for name, value in sorted(zip(names, values, strict=True), key=_name_of)}
     _check_memory(_once(named))
@@ -733,17 +733,17 @@ def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
 
 def _memory(array: Array) -> tuple[Any, ...]:
     """Return what arrays over exactly the same memory have in common."""
-    return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype
+    return array.__array_interface__["data"][0], array.shape, array.strides
 
 
 def _check_memory(parameters: Mapping[str, Parameter]) -> None:
     """Raise if two parameters have elements in common, which each of them would update."""
-    ranges = [(*_bounds(parameter.data), name) for name, parameter in parameters.items() if parameter.data.size]
+    ranges = [(*_bounds(parameter.outline), name) for name, parameter in parameters.items() if parameter.data.size]
     reaching: list[tuple[int, str]] = []
     for low, high, name in sorted(ranges):
         reaching = [(end, other) for end, other in reaching if end > low]
         for _, other in reaching:
-            if _share(parameters[other].data, parameters[name].data):
+            if _share(parameters[other].outline, parameters[name].outline):
                 raise ValueMismatch(
                     f"parameters {other!r} and {name!r} lie over the same memory, in part or as two objects; "
                     "give one array, or one Parameter, several names, or copies"
@@ -777,14 +777,25 @@ def _updatable(optimizer: Optimizer, parameter: Parameter) -> bool:
 
 def _total(parameter: Parameter, gradients: Sequence[Any]) -> Array:
     """Return the sum of the gradients of several names of a parameter."""
-    arrays = [source(gradient) for gradient in gradients]
+    arrays = [parameter.brought(gradient) for gradient in gradients]
     shape, dtype = parameter.data.shape, parameter.data.dtype
     for array in arrays:
         if array.shape != shape or not castable(array.dtype, dtype):
             raise ValueMismatch(
                 f"a gradient of shape {array.shape} and {array.dtype} for a parameter of shape {shape} and {dtype}"
             )
+    if parameter.gpu is not None:
+        return added_up(parameter.gpu, arrays, accumulator(dtype))
     return local_sum(arrays, dtype)
+
+
+def _spoil(parameter: Parameter) -> None:
+    """Let all of a gradient be NaN."""
+    assert parameter.grad is not None
+    if parameter.gpu is None:
+        parameter.grad.fill(np.nan)
+    else:
+        parameter.gpu.scale((parameter.grad,), math.nan)
 
 
 def _name_of(pair: tuple[Any, Any]) -> str:
@@ -828,6 +839,6 @@ def _check_apart(taken: _Taken) -> None:
             raise ValueMismatch(
                 f"the gradient of {name!r} is {parameter.grad.dtype}, its weight {parameter.data.dtype}"
             )
-        target(parameter.grad)
+        writable(parameter.grad)
         if (other := first.setdefault(id(parameter.grad), name)) != name:
             raise ValueMismatch(f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them")

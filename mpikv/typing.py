@@ -7,7 +7,7 @@ held to its contract by a class in :mod:`mpikv.testing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ __all__ = [
     "Transport",
     "Updater",
     "ValueCodec",
+    "Whole",
+    "WholeKernels",
 ]
 
 Array: TypeAlias = "npt.NDArray[Any]"
@@ -104,6 +106,8 @@ class Memory(Protocol):
     """
 
     on_host: bool
+    orders: bool
+    """Whether what a call does has to be run by :meth:`in_order`."""
 
     @property
     def tables(self) -> Tables:
@@ -125,6 +129,10 @@ class Memory(Protocol):
             TypeError: not an array.
             Unsupported: it cannot be brought here.
         """
+        ...
+
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Return the shape and the dtype of what :meth:`source` would return, and raise what it would."""
         ...
 
     def target(self, out: Any) -> Array:
@@ -161,6 +169,10 @@ class Memory(Protocol):
         """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
         caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
         """
+        ...
+
+    def forget(self) -> None:
+        """Take note that the call is not made for which arrays were prepared."""
         ...
 
     def close(self) -> None:
@@ -208,8 +220,9 @@ class Gpu(Tables, Protocol):
     """One GPU as far as a store needs it: CuPy's (``mpikv/gpu.py``), or one that stands for it where there is none.
 
     Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
-    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``reshape``, ``view(dtype)``, ``copy``, ``fill``,
-    slices and ``array[...] = other``, and take part in numpy's functions; they have no ``flags.writeable``.
+    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``,
+    ``copy``, ``fill``, slices and ``array[...] = other``, and take part in numpy's functions; they have no
+    ``flags.writeable``.
     """
 
     name: str
@@ -249,12 +262,31 @@ class Gpu(Tables, Protocol):
         """
         ...
 
-    def upload(self, array: Array) -> Array:
-        """Return a copy of a numpy array, which may be changed when this returns."""
+    def upload(self, array: Array, out: Array | None = None) -> Array:
+        """Return a copy of a numpy array, in ``out`` if that is given, of the same shape and dtype. What is copied may
+        be changed when this returns.
+        """
         ...
 
     def download(self, array: Array, out: Array) -> None:
         """Fill a numpy array of the same shape and dtype, and wait until it is filled."""
+        ...
+
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        """Return of each array, as it is when rounded to a dtype, the sum of its squares, which has the bits of the
+        host's optimizers, and whether all its numbers are finite. Waits for it.
+
+        Raises:
+            Unsupported: an array, or one of ``dtypes``, is of no float.
+        """
+        ...
+
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        """Multiply arrays of floats in place, in float64, and round once."""
+        ...
+
+    def kernels(self) -> Kernels:
+        """Return what runs the rules of optimizers on arrays of the library."""
         ...
 
     def address(self, array: Array) -> int:
@@ -512,6 +544,14 @@ class Updater(Protocol):
         ...
 
 
+class Whole(NamedTuple):
+    """A whole value that is to be updated: flat arrays, or in its shape."""
+
+    total: Array
+    value: Array
+    state: Mapping[str, Array]
+
+
 class Kernels(Protocol):
     """Runs the rules of element-wise updaters: in numpy, or as compiled code of the same bits."""
 
@@ -537,6 +577,17 @@ class Kernels(Protocol):
         does not write to them; or None where it gains nothing that the sum is not written to memory.
 
         The arrays are flat and contiguous, of the size and the dtype of the value.
+        """
+        ...
+
+
+@runtime_checkable
+class WholeKernels(Kernels, Protocol):
+    """Kernels that update many whole values at once, for optimizers that are not element-wise."""
+
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+        """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
+        does. It heeds the options that the updater has when it is called.
         """
         ...
 

@@ -7,12 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ValueMismatch
+from .errors import ConfigError, ValueMismatch
 from .halves import narrow
 from .rowsparse import RowSparse
-from .typing import Array, Key, Slots
+from .typing import Array, Key, Slots, Updater
 
-__all__ = ["Assign", "CallableUpdater"]
+__all__ = ["Assign", "CallableUpdater", "check_state"]
+
+
+def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Array]) -> None:
+    """Raise ConfigError unless there is the state that an updater asks for, of which a changed option may ask more."""
+    wanted = updater.slots(dtype)
+    if wanted.keys() != state.keys():
+        raise ConfigError(
+            f"the optimizer was changed to keep {sorted(wanted)} per element and the store has {sorted(state)}; call "
+            "set_optimizer again, which starts its state anew"
+        )
 
 
 class Assign:

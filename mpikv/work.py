@@ -19,10 +19,19 @@ from typing import Any
 
 from .errors import Closed, Unsupported, noted
 
-__all__ = ["Pending", "Work", "urgency"]
+__all__ = ["Pending", "Work", "makes_calls", "urgency"]
 
 # How many calls may be on the stack of the thread, each passed by the next: Python's has an end.
 _MOST_BEGUN = 16
+
+
+class _Maker(threading.Thread):
+    """The thread that makes the calls of a store."""
+
+
+def makes_calls() -> bool:
+    """Return whether this thread makes calls with ``wait=False`` for those that have issued them."""
+    return isinstance(threading.current_thread(), _Maker)
 
 
 class Work:
@@ -152,7 +161,7 @@ class Pending:
     def _start(self) -> None:
         if self._thread is None:
             # Known before it starts: an interrupt comes while this waits for it, and the next call would start another.
-            self._thread = threading.Thread(target=self._serve, name="mpikv", daemon=True)
+            self._thread = _Maker(target=self._serve, name="mpikv", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # the system has no thread left

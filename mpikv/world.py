@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import zeros
-from .config import FILES, Config, Launch, launch_of, run_directory, tasks_set_aside
-from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, settled
+from .config import FILES, GIVEN_UP, Config, Launch, launch_of, run_directory, tasks_set_aside
+from .errors import ConfigError, Stalled, TransportError, TransportUnavailable, Unsupported, settled
 from .typing import Array
 from .waiting import Waiting, until_read
 
-__all__ = ["Group", "connect", "end_job", "forget_leftovers", "free_leftovers", "last_seen"]
+__all__ = ["Group", "connect", "disown", "end_job", "free_leftovers", "last_seen"]
 
 _SHARED = "/dev/shm"
 # The tag of the message of a rank that has waited too long for others to come, and seconds to wait for such messages.
@@ -61,6 +61,8 @@ _kept: list[_Window] = []
 _live: list[_Window] = []
 # What all windows of this process, those of stores that were abandoned too, have been promised.
 _promised = 0
+# Whether this process was forked from one that had a store.
+_forked = False
 
 
 class Group:
@@ -256,9 +258,11 @@ def free_leftovers() -> None:
         _free(_live[0])
 
 
-def forget_leftovers() -> None:
-    """Leave shared memory to the process that this one was forked from."""
+def disown() -> None:
+    """Leave shared memory, and MPI, to the process that this one was forked from."""
+    global _forked
     _live.clear()
+    _forked = True
 
 
 def _promise(nbytes: int) -> None:
@@ -273,6 +277,7 @@ def connect(comm: Any, config: Config) -> Group:
         TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded.
         ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is
         alone.
+        Unsupported: the process was forked from a rank that had a store.
     """
     launch = launch_of()
     if comm is None and (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
@@ -283,6 +288,11 @@ def connect(comm: Any, config: Config) -> Group:
     if launch is not None and (launch.size > 1 or launch.rank > 0) and alone:
         raise ConfigError(_wrong_launcher(launch, mpi))
     world = mpi.COMM_WORLD if comm is None else comm
+    if _forked and world.size > 1:
+        raise Unsupported(
+            "create: this process was forked from a rank, which has MPI to itself: it would take messages that are for "
+            "the rank; start processes by the 'spawn' method, or before the first store is made"
+        )
     if world.size > 1 and config.abort:
         _abort_on_exception(mpi)
     if world.size > 1:
@@ -300,10 +310,12 @@ def _note_files(path: Path) -> None:
         path.write_text("\n".join(sorted(set(re.findall(rf"{_SHARED}/\S+", maps.read_text())))))
 
 
-def end_job() -> None:
+def end_job(why: str) -> None:
     """End all ranks, from one that cannot leave in peace: MPI ends only when every rank has come to its end."""
     mpi = _mpi()
     if not mpi.Is_finalized():
+        if directory := run_directory():
+            (directory / GIVEN_UP).write_text(f"rank {mpi.COMM_WORLD.rank} ended the job: {why}")
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(1)
@@ -327,7 +339,7 @@ def _assemble(world: Any, timeout: float) -> None:
         who = f"ranks {missing}, which have not called it" if missing else "ranks that came late"
         problem = f"waited {timeout:.1f} s for {who}"
     if problem:
-        atexit.register(end_job)
+        atexit.register(end_job, problem)
         raise Stalled(f"create: {problem} [rank {world.rank}/{world.size}]", missing)
 
 

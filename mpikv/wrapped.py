@@ -15,6 +15,15 @@ class Wrapped(KVStoreBase):
     def __init__(self, store: Any) -> None:
         self._store = store
 
+    def __getattr__(self, name: str) -> NoReturn:
+        known = not name.startswith("_") and hasattr(type(self._store), name)
+        where = f"; {self._where(name)}" if known else ""
+        raise AttributeError(f"a {type(self).__name__} has no {name!r}{where}", name=name, obj=self)
+
+    def _where(self, name: str) -> str:
+        """Say where something is that this store has not, and the one that it is made of has."""
+        return f"the store that mpikv.create('dist_sync') makes has {name!r}"
+
     @property
     def type(self) -> str:
         """The name that was given to :func:`mpikv.create`, in lower case."""

@@ -289,6 +289,32 @@ def kernels() -> Numbers:
     return found
 
 
+def codes() -> Numbers:
+    """Say at what bandwidth gradients are looked at, packed and unpacked, and how long compressed pushes take."""
+    import cupy
+
+    from mpikv import codecs
+    from mpikv.cuda.codes import CudaRanges
+    from mpikv.cuda.copies import exceeding
+
+    size = 64 * MB
+    gradient, residual, total = cupy.full(size, 1e-3, "f4"), cupy.zeros(size, "f4"), cupy.zeros(size, "f4")
+    flags = cupy.zeros(1, "u1")
+    found: Numbers = {"look_GB_s": 4 * size / gpu_seconds(lambda: exceeding([gradient], flags, 2.0**100)) / 1e9}
+    with store() as kv:
+        kv.init("w", gradient)
+        for name in ("2bit", "1bit", "fp16", "bf16"):
+            codec = CudaRanges(codecs.create(name))
+            payload = cupy.empty(codec.nbytes(size), "u1")
+            pack = gpu_seconds(lambda: codec.encode(gradient, payload, residual))  # noqa: B023
+            found[f"{name}_pack_GB_s"] = (12 * size + payload.size) / pack / 1e9
+            unpack = gpu_seconds(lambda: codec.decode_add(payload, total))  # noqa: B023
+            found[f"{name}_unpack_GB_s"] = (8 * size + payload.size) / unpack / 1e9
+            kv.set_gradient_compression(name)
+            found[f"{name}_push_ms"] = gpu_seconds(lambda: kv.push("w", gradient)) * 1e3
+    return found
+
+
 def torch_updates() -> Numbers:
     """Say the same of torch's fused optimizers."""
     try:
@@ -349,6 +375,7 @@ STEPS = {
     "one_communicator": Step(one_communicator, 60),
     "tests_1": Step(tests(1), 120),
     "kernels": Step(kernels, 60),
+    "codes": Step(codes, 60),
     "torch_updates": Step(torch_updates, 60),
     "large": Step(large, 40),
     "host_cost": Step(host_cost, 60),

@@ -44,11 +44,13 @@ def expressions(name):
     for parameters, kernel in re.findall(r"^(?:template <(.*)> )?__global__ void (\w+)\(", text, re.MULTILINE):
         if not parameters:
             found.append(kernel)
+        elif kernel == "measure":
+            found += [f"{kernel}<{a}_kind, {b}_kind>" for a in FLOATS for b in FLOATS]
         elif parameters == "class Kind":
             found += [f"{kernel}<{dtype}_kind>" for dtype in FLOATS]
         elif parameters == "class Code":
             found += [f"{kernel}<{code}>" for code in CODES]
-        elif parameters == "class From, class To":
+        elif kernel == "cast":
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
         elif parameters == "class From, class Sum":
             sums = {(a, "float32" if a.endswith("float16") else a) for a in DTYPES} | {(a, a) for a in DTYPES}
@@ -139,4 +141,4 @@ def cupy_on_host(kernels, launches):
 
             return start
 
-    return SimpleNamespace(RawModule=RawModule)
+    return SimpleNamespace(RawModule=RawModule, empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice))

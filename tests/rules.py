@@ -12,7 +12,7 @@ from mpikv.kernels import NumpyKernels
 from mpikv.optimizers import BLOCK
 from mpikv.testing.updater import wide
 
-__all__ = ["RULES", "bits", "in_numpy", "numbers", "plain", "run", "sum_of", "training"]
+__all__ = ["LAYERWISE", "RULES", "bits", "in_numpy", "numbers", "plain", "run", "sum_of", "training"]
 
 # Around the widths of SIMD registers, and around a block.
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 1000, BLOCK - 1, BLOCK, BLOCK + 1]))
@@ -47,6 +47,20 @@ RULES = {
     "nadam": ("nadam", {"schedule_decay": NOT_NEGATIVE, **BETAS}),
     "adamax": ("adamax", BETAS),
     "ftrl": ("ftrl", {"lamda1": NOT_NEGATIVE, "beta": POSITIVE}),
+}
+# Those of whole values, whose rate depends on their norms.
+LAYERWISE = {
+    "lars": ("lars", {"eta": POSITIVE, "epsilon": POSITIVE}),
+    "lars-momentum": ("lars", {"eta": POSITIVE, "epsilon": POSITIVE, "momentum": SOME_SHARE}),
+    "lamb": (
+        "lamb",
+        {
+            "lower_bound": st.one_of(st.none(), POSITIVE),
+            "upper_bound": st.one_of(st.none(), POSITIVE),
+            "bias_correction": st.booleans(),
+            **BETAS,
+        },
+    ),
 }
 # What only ever grows from zero by squares and magnitudes.
 MAGNITUDES = {"variance", "history", "largest", "n", "gradient", "delta"}
@@ -88,7 +102,7 @@ def training(draw, rule, dtype):
     """Return an optimizer of a rule, a weight and the terms of the sums of three updates, its state, and the numbers of
     these updates.
     """
-    name, options = RULES[rule]
+    name, options = (RULES | LAYERWISE)[rule]
     optimizer = optimizers.create(name, **draw(st.fixed_dictionaries({**COMMON, **options})))
     optimizer.multi_precision = dtype.itemsize == 2 and draw(st.booleans())
     size, wild = draw(SIZES), draw(st.sampled_from([0.0, 0.1, 0.9]))

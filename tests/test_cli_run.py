@@ -353,6 +353,20 @@ def test_a_forked_child_is_no_rank(tmp_path: Path, library: Library) -> None:
     assert mpikv("run", "-n", "2", script(tmp_path, text)).returncode == 0
 
 
+def test_ranks_that_give_up_waiting_name_whom_they_wait_for(tmp_path: Path, library: Library) -> None:
+    text = f"""{RANK}
+import numpy as np, mpikv, time
+kv = mpikv.create(timeout=1)
+if rank == 0: time.sleep(60)
+try: kv.init("w", np.ones(1))
+except mpikv.Stalled: print("stalled")
+"""
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert (done.returncode, done.stdout) == (1, "stalled\n")
+    assert "mpikv run: rank 1 ended the job: ranks [0] do not come to their end" in done.stderr
+    assert "memory" not in done.stderr
+
+
 def test_a_rank_that_leaves_silently_is_no_success(tmp_path: Path, library: Library) -> None:
     text = f"{RANK}\nfrom mpi4py import MPI\nif rank == 1: os._exit(0)\nMPI.COMM_WORLD.Barrier()"
     done = mpikv("run", "-n", "2", script(tmp_path, text))

@@ -17,13 +17,13 @@ from emulation import DTYPES, OnDevice, compiler, cupy_on_host, emulated, expres
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from published import BITS
-from rules import RULES, bits, in_numpy, numbers, plain, run, sum_of, training
+from rules import LAYERWISE, RULES, bits, in_numpy, numbers, plain, run, sum_of, training
 
 import mpikv
 from mpikv import codecs, optimizers
 from mpikv.arrays import accumulator
 from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
-from mpikv.cuda import codes, copies, kernels, loading, rows
+from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, rows
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract, RangeCodecContract
@@ -31,6 +31,7 @@ from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
 FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu")
+ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
@@ -121,7 +122,7 @@ class TestRules:
 
 
 def test_every_rule_is_tested():
-    assert {name for name, _ in RULES.values()} == set(CudaKernels.rules)
+    assert {name for name, _ in (RULES | LAYERWISE).values()} == set(CudaKernels.rules)
     reached = set()
     for rule in RULES:
         name, options = plain(rule)
@@ -244,17 +245,11 @@ class TestPreparation:
         Emulated().bind(Assign(), value, value, {})(None)
         assert unrun == []
 
-    @pytest.mark.parametrize("kind", [optimizers.LARS, optimizers.LAMB])
-    def test_optimizers_without_a_kernel(self, unrun, kind):
-        with pytest.raises(mpikv.Unsupported, match=rf"^{kind.__name__} has no CUDA kernel \(known: AdaDelta, .*SGD"):
-            CudaKernels().prepare(kind(), np.dtype(np.float32), False)
-        assert unrun == []
-
     def test_a_subclass_has_a_rule_of_its_own(self):
         class Upwards(optimizers.SGD):
             pass
 
-        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
+        with pytest.raises(mpikv.Unsupported, match=r"^Upwards has no CUDA kernel \(known: AdaDelta, .*LAMB, .*SGD"):
             CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
         with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
             Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
@@ -630,18 +625,21 @@ class TestCodes:
     @given(
         st.one_of(st.integers(0, 130), st.sampled_from([65535, 65536, 65537])),
         st.sampled_from([0.5, 0.1, 3.0, 1e-30, 1e30]),
+        st.tuples(*[st.integers(0, 4)] * 3),
         st.integers(0, 2**32),
     )
-    def test_same_bits_as_numpy(self, name, feedback, size, threshold, seed):
+    def test_same_bits_as_numpy(self, name, feedback, size, threshold, offsets, seed):
         random, codec = np.random.default_rng(seed), CODECS[name](threshold)
         codec = ErrorFeedback(codec) if feedback else codec
         there = OnEmulatedGpu(codec)
         assert (there.settings(), there.feedback) == (codec.settings(), feedback)
-        residuals = [np.zeros(size, np.float32) if feedback else None for _ in range(2)]
-        total = gradients(random, size, threshold)
-        totals = [total, total.copy()]
+        # Of any alignment.
+        gradient, residual, added = (placed(size, offset) for offset in offsets)
+        residuals = [np.zeros(size, np.float32), residual] if feedback else [None, None]
+        added[:] = gradients(random, size, threshold)
+        totals = [added.copy(), added]
         for _ in range(3):
-            gradient = gradients(random, size, threshold)
+            gradient[:] = gradients(random, size, threshold)
             payloads = [random.integers(0, 256, codec.nbytes(size), np.uint8) for _ in range(2)]
             for each, payload, residual, added in zip((codec, there), payloads, residuals, totals, strict=True):
                 with np.errstate(all="ignore"):
@@ -651,6 +649,13 @@ class TestCodes:
             assert totals[0].tobytes() == totals[1].tobytes()
             if feedback:
                 assert residuals[0].tobytes() == residuals[1].tobytes()
+
+
+def placed(size, offset):
+    """Return zeros that begin as many elements behind a multiple of 16 bytes."""
+    memory = np.zeros(size + 8, np.float32)
+    begin = -(memory.ctypes.data // 4) % 4 + offset
+    return memory[begin : begin + size]
 
 
 def gradients(random, size, threshold):
@@ -766,6 +771,8 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
         ("rows.cu", "Rows", rows.ROWS),
+        ("norms.cu", "Arrays", norms.ARRAYS),
+        ("layerwise.cu", "Layers", layerwise.LAYERS),
         ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
@@ -781,6 +788,11 @@ def test_constants(tmp_path):
     assert list(map(int, printed)) == [kernels.STATES, kernels.NUMBERS]
     printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
+    printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
+    assert list(map(int, printed)) == [norms.MOST, norms.CELL, norms.SCALED_PART, norms.THREADS]
+    printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
+    assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
+    assert norms.CELL == optimizers.BLOCK
 
 
 def test_the_numbers_of_every_form_fit():
@@ -835,7 +847,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, rows.ROWS):
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -844,14 +856,14 @@ def test_cupy_passes_the_arguments_by_value():
 
 @pytest.mark.deadline(300)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_machine_code(nvrtc, name, architecture):
     binary = compiled(nvrtc, name, expressions(name), architecture, nvrtc.getCUBIN)
     assert bytes(binary[:4]) == b"\x7fELF"
 
 
 @pytest.mark.deadline(300)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ALL_FILES)
 def test_no_operation_is_fused_or_approximate(nvrtc, name):
     text = compiled(nvrtc, name, expressions(name), "compute_80", nvrtc.getPTX)
     text = text.decode() if isinstance(text, bytes) else text
@@ -863,8 +875,13 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
     elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
+    elif name == "codes.cu":
+        assert {"ld.global.v4.f32", "st.global.v4.f32"} <= operations
     elif name == "rows.cu":
         assert {"add.rn.f32", "add.rn.f64"} <= floats
         assert not {each for each in operations if re.match(r"div|rem|atom|red", each)}
+    else:
+        assert {"add.rn.f64", "mul.rn.f64"} <= floats
+        assert "bar.sync" in operations
     # Local memory would be a copy of the arguments for each thread.
     assert ".local" not in text

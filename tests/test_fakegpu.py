@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv import optimizers
+from mpikv import codecs, optimizers
 from mpikv.device import DeviceMemory
 from mpikv.errors import Unsupported
 from mpikv.testing.fakegpu import FakeEvent, FakeGpu, FakeKernels, FakeStream, RaceError
@@ -187,6 +187,35 @@ def test_kernels_are_work_of_the_present_stream(gpu):
     update(sgd.step("w", 2))
     with gpu.stream(), pytest.raises(RaceError, match="update on stream 1 writes what update on stream 0 writes"):
         update(sgd.step("w", 3))
+
+
+@pytest.mark.parametrize("spoils", ["gradient", "payload", "residual", "total"])
+def test_codecs_are_work_of_the_present_stream(gpu, spoils):
+    codec = FakeKernels(gpu).codec(codecs.create("2bit"))
+    arrays = {name: gpu.upload(np.ones(16, np.float32)) for name in ("gradient", "residual", "total")}
+    arrays["payload"] = gpu.upload(np.zeros(4, np.uint8))
+
+    def use():
+        codec.encode(arrays["gradient"], arrays["payload"], arrays["residual"])
+        codec.decode_add(arrays["payload"], arrays["total"])
+
+    use()
+    assert arrays["total"].get().tolist() == [1.5] * 16
+    with gpu.stream():
+        arrays[spoils].fill(0)
+    work = "decode_add" if spoils == "total" else "encode"
+    with pytest.raises(RaceError, match=f"{work} on stream 0 (reads|writes) what fill on stream 1 writes"):
+        use()
+
+
+def test_looking_at_arrays_is_work_that_is_waited_for(gpu):
+    array, memory = gpu.upload(np.array([1, -8, 2], np.float16)), DeviceMemory(gpu)
+    assert memory.exceeding((array, array[:1]), 5.0) == [True, False]
+    assert memory.exceeding((array, array[:0]), 8.0) == [False, False]
+    with gpu.stream():
+        array.fill(np.nan)  # the host has waited for what has read it
+    with pytest.raises(RaceError, match="exceeding on stream 0 reads what fill on stream 2 writes"):
+        memory.exceeding((array,), 5.0)
 
 
 steps = st.lists(

@@ -8,6 +8,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 
 from mpikv.config import visible_gpus
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
-from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, survey
+from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
 
 ROOT = Path(__file__).parents[1]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
@@ -305,6 +306,7 @@ class StandinArray:
     def __init__(self, host: np.ndarray[Any, Any], ordinal: int) -> None:
         self.host, self.ordinal, self.shape, self.dtype = host, ordinal, host.shape, host.dtype
         self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=ordinal)
+        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.ordinal
@@ -392,6 +394,76 @@ def test_hosts_arrays_come_and_go(gpu, monkeypatch):
         out = np.zeros((*array.shape, 2), array.dtype)[..., 0]  # not contiguous
         gpu.download(here, out)
         assert (out == array).all()
+
+
+def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "_copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host))
+    for filled in (np.zeros((3, 4)), np.zeros((3, 8))[:, ::2], np.zeros((0, 2))):
+        array, out = np.random.default_rng(1).random(filled.shape), StandinArray(filled, 1)
+        assert gpu.upload(array, out) is out
+        assert (filled == array).all()
+
+
+def test_norms_of_arrays(gpu, monkeypatch):
+    """What the kernels leave for each cell is put together: of three arrays that have two, none and one."""
+    sums = StandinArray(np.array([1.5, 0, 2.5, 1, 4, 0]), 1)
+    given = []
+
+    def measure(arrays, dtypes):
+        given.extend(zip(arrays, dtypes, strict=True))
+        return sums, [2, 0, 1]
+
+    monkeypatch.setattr("mpikv.gpu.norms.measure", measure)
+    arrays = [StandinArray(np.zeros(size), 1) for size in (70000, 0, 3)]
+    assert gpu.measure(arrays, ["f2", "f4", "f8"]) == [(4.0, False), (0.0, True), (4.0, True)]
+    assert given == list(zip(arrays, ["f2", "f4", "f8"], strict=True))
+
+
+def test_arrays_of_any_layout_are_scaled(gpu, cupy, monkeypatch):
+    contiguous, strided = np.arange(3.0), np.arange(6.0)[::2]
+    cupy.ascontiguousarray = lambda array: (
+        array if array.flags.c_contiguous else StandinArray(np.ascontiguousarray(array.host), 1)
+    )
+
+    def scale(arrays, factor):
+        assert all(array.flags.c_contiguous for array in arrays)
+        for array in arrays:
+            array.host[...] *= factor
+
+    def copy(targets, sources):
+        for target, source in zip(targets, sources, strict=True):
+            target.host[...] = source.host
+
+    monkeypatch.setattr("mpikv.gpu.norms.scale", scale)
+    monkeypatch.setattr(gpu, "_copy", copy)
+    gpu.scale([StandinArray(contiguous, 1), StandinArray(strided, 1)], 2.0)
+    assert contiguous.tolist() == [0, 2, 4]
+    assert strided.tolist() == [0, 4, 8]
+
+
+def test_the_gpu_of_an_array(monkeypatch):
+    standin = Standin()
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr("mpikv.gpu._known", SimpleNamespace(gpus={}))
+    array = StandinArray(np.arange(3.0), 1)
+    gpu = gpu_of(array)
+    assert (gpu.name, standin.present) == ("cuda:1", 0)
+    assert gpu_of(SimpleNamespace(__dlpack_device__=lambda: (13, 1))) is gpu  # memory that moves
+    gpu.download(array, out := np.empty(3))
+    assert (out == array.host).all()
+    with pytest.raises(Unsupported, match=r"DLPack's device \(10, 0\), of which nothing is known here"):
+        gpu_of(SimpleNamespace(__dlpack_device__=lambda: (10, 0)))
+
+
+def test_each_thread_copies_by_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", Standin())
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(gpu_of(StandinArray(np.zeros(1), 0)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is not found[1]
 
 
 def test_arrays_are_looked_at_on_their_gpu(gpu, cupy):

@@ -51,8 +51,11 @@ class Quiet:
 
     fallible = assigns = by_key = False
 
-    def __init__(self, whole):
-        self.elementwise = not whole
+    def __init__(self, whole, state):
+        self.elementwise, self._state = not whole, state
+
+    def slots(self, dtype):
+        return {name: array.dtype for name, array in self._state.items()}
 
     def bind(self, total, value, state):
         return lambda step: None
@@ -60,7 +63,8 @@ class Quiet:
 
 def plan_of(chosen, seat=None, placement=Replicated, whole=False):
     seat = seat or Seat(0, 1)
-    return build(chosen, placement(seat), seat, Quiet(whole), NumpyKernels(), zeros(2 * LIMIT))
+    updater = Quiet(whole, chosen[0].place.block.state if chosen else {})
+    return build(chosen, placement(seat), seat, updater, NumpyKernels(), zeros(2 * LIMIT))
 
 
 REQUESTS = [

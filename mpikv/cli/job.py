@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from ..config import aborts
+from ..config import GIVEN_UP, aborts
 from .watch import Death, Watch
 
 __all__ = ["Job", "run_job"]
@@ -65,7 +65,10 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
 
 def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int, one_host: bool) -> tuple[int, str]:
     recorded = _recorded(directory)
-    if failures := _failures(recorded, deaths):
+    failures = _failures(recorded, deaths)
+    if why := _given_up(directory, failures):
+        return 1, why
+    if failures:
         return _blame(_first(failures), status, size)
     if status:
         code = 128 - status if status < 0 else status
@@ -82,6 +85,14 @@ def _recorded(directory: Path) -> dict[int, Death]:
     files = [path for path in directory.iterdir() if path.name.isdigit()]
     ends = [Death(int(path.name), path.stat().st_mtime_ns, int(path.read_text() or "1")) for path in files]
     return {end.rank: end for end in ends}
+
+
+def _given_up(directory: Path, failures: Sequence[Death]) -> str:
+    """Return why a rank has ended the job before any rank failed, as one that others had waited for in vain."""
+    file = directory / GIVEN_UP
+    if not file.exists() or any(failure.time_ns < file.stat().st_mtime_ns for failure in failures):
+        return ""
+    return file.read_text()
 
 
 def _failures(recorded: Mapping[int, Death], seen: Sequence[Death]) -> list[Death]:

@@ -48,6 +48,38 @@ struct bfloat16_code {
     static INNER float decoded(int code, float) { return widened_bfloat16((unsigned short)code); }
 };
 
+// Numbers that lie side by side, as a GPU reads and writes them at once. One by one, each would take a transaction.
+struct alignas(16) Four {
+    float number[4];
+};
+
+INNER bool is_aligned(const float* numbers) { return (word64)numbers % sizeof(Four) == 0; }
+
+// Copy `count` numbers, where `inside` of them are in the array and the others are none: `count` of them, if `whole`.
+template <int count> INNER void read(const float* source, float* numbers, long long inside, bool whole) {
+    if (count % 4 == 0 && whole && is_aligned(source)) {
+        for (int i = 0; i < count / 4; i++) {
+            const Four four = ((const Four*)source)[i];
+            for (int k = 0; k < 4; k++) numbers[4 * i + k] = four.number[k];
+        }
+    } else {
+        for (int i = 0; i < count; i++) numbers[i] = i < inside ? source[i] : 0;
+    }
+}
+
+template <int count> INNER void write(const float* numbers, float* target, long long inside, bool whole) {
+    if (count % 4 == 0 && whole && is_aligned(target)) {
+        for (int i = 0; i < count / 4; i++) {
+            Four four;
+            for (int k = 0; k < 4; k++) four.number[k] = numbers[4 * i + k];
+            ((Four*)target)[i] = four;
+        }
+    } else {
+        for (int i = 0; i < count; i++)
+            if (i < inside) target[i] = numbers[i];
+    }
+}
+
 // A thread has a unit at a time, and the elements in it, which lie side by side.
 template <class Code> __global__ void encode(const GRID_CONSTANT Codes given) {
     typedef typename Code::unit unit;
@@ -58,20 +90,22 @@ template <class Code> __global__ void encode(const GRID_CONSTANT Codes given) {
     const long long stride = (long long)gridDim.x * blockDim.x;
 #pragma unroll 1
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < units; i += stride) {
+        const long long first = i * each, inside = given.size - first;
+        const bool whole = inside >= each;
+        float kept[each], left[each];
+        read<each>(given.gradient + first, kept, inside, whole);
+        if (given.numbers) {
+            read<each>(given.numbers + first, left, inside, whole);
+            for (int k = 0; k < each; k++) kept[k] = left[k] + kept[k];
+        }
         int codes = 0;
-        for (int place = 0; place < each; place++) {
-            const long long at = i * each + place;
-            int code = 0;
-            if (at < given.size && given.numbers) {
-                const float kept = given.numbers[at] + given.gradient[at];
-                code = Code::code(kept, threshold);
-                // What the others read begins at zero, which makes a negative zero positive.
-                given.numbers[at] = kept - (0.0f + Code::decoded(code, threshold));
-            } else if (at < given.size) {
-                code = Code::code(given.gradient[at], threshold);
-            }
+        for (int k = 0; k < each; k++) {
+            const int code = k < inside ? Code::code(kept[k], threshold) : 0;
+            // What the others read begins at zero, which makes a negative zero positive.
+            left[k] = kept[k] - (0.0f + Code::decoded(code, threshold));
             codes = codes << Code::bits | code;
         }
+        if (given.numbers) write<each>(left, given.numbers + first, inside, whole);
         payload[i] = (unit)codes;
     }
 }

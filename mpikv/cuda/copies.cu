@@ -15,19 +15,6 @@ struct Pairs {
     double bound;  // of what is looked at
 };
 
-// Return the pair of which this block has a part: the first that ends behind it.
-INNER int pair_of_block(const Pairs& pairs) {
-    int low = 0, high = (int)pairs.count - 1;
-    while (low < high) {
-        const int middle = (low + high) / 2;
-        if (pairs.end[middle] > blockIdx.x)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 struct Part {
     const char* source;  // where the pair begins
     char* target;
@@ -35,7 +22,7 @@ struct Part {
 };
 
 INNER Part part_of_block(const Pairs& pairs, long long length) {
-    const int pair = pair_of_block(pairs);
+    const int pair = range_of(pairs.end, pairs.count, blockIdx.x);
     const long long low = (blockIdx.x - (pair ? pairs.end[pair - 1] : 0)) * length;
     const long long high = low + length < pairs.size[pair] ? low + length : pairs.size[pair];
     const Part part = {pairs.source[pair], pairs.target[pair], low, high};

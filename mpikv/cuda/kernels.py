@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Unsupported, ValueMismatch
+from ..errors import Unsupported
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer, Step
-from ..typing import Array, Codec, Updater
+from ..typing import Array, Codec, Updater, Whole
+from . import layerwise
 from .codes import CudaRanges
 from .copies import copy, prepare
-from .loading import Kernel, kernel
+from .loading import Kernel, address_of, kernel
 
 __all__ = ["UPDATE", "CudaKernels"]
 
@@ -42,13 +43,13 @@ MOST_BLOCKS = 2048
 
 
 class CudaKernels:
-    """The optimizers of :data:`mpikv.optimizers.forms.FORMS` as CUDA kernels, for float32, float64, float16 and
-    bfloat16, the latter two computed in float32, with a master or without.
+    """The optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB, as CUDA kernels, for float32, float64,
+    float16 and bfloat16, the latter two computed in float32, with a master or without.
 
     Arrays are CuPy's, contiguous. Updaters that are no optimizers are left to themselves: they get CuPy's arrays.
     """
 
-    rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in FORMS))
+    rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         """Compile what the updater's present options need for values of this dtype, or load it.
@@ -63,6 +64,9 @@ class CudaKernels:
         elif isinstance(updater, Optimizer):
             _refuse_unknown(updater)
             updater.slots(dtype)
+            if type(updater) in layerwise.KINDS:
+                layerwise.prepare(updater, dtype)
+                return
             form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
             _kernel_of(form, dtype.name)
 
@@ -78,7 +82,25 @@ class CudaKernels:
         if not isinstance(updater, Optimizer):
             return updater.bind(total, value, state)
         _refuse_unknown(updater)
+        if type(updater) in layerwise.KINDS:
+            update = layerwise.bind(updater, [Whole(total, value, state)])
+            return lambda step: update([step])
         return _Update(updater, total, value, state)
+
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+        """Return what makes one update of each of some whole values, by a step each; it lives as long as they do.
+
+        Raises: as :meth:`bind`.
+        """
+        if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
+            return layerwise.bind(updater, wholes)
+        updates = [self.bind(updater, *whole) for whole in wholes]
+
+        def run(steps: Sequence[Any]) -> None:
+            for update, step in zip(updates, steps, strict=True):
+                update(step)
+
+        return run
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # where a library adds, there is one term
@@ -95,8 +117,8 @@ class CudaKernels:
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
     kind = type(optimizer)
-    if kind not in FORMS:
-        known = ", ".join(sorted(each.__name__ for each in FORMS))
+    if kind not in FORMS and kind not in layerwise.KINDS:
+        known = ", ".join(sorted(each.__name__ for each in (*FORMS, *layerwise.KINDS)))
         raise Unsupported(
             f"{kind.__name__} has no CUDA kernel (known: {known}); use one of these, an updater function, which is "
             "given arrays on the GPU, or a store on the host"
@@ -126,12 +148,12 @@ class _Update:
         wide = np.dtype(np.float32) if _is_half(value.dtype) else value.dtype
         given = self._arguments[0]
         given["size"] = value.size
-        given["total"] = _address("the sum", total, wide, value.size)
-        given["value"] = _address("the value", value, value.dtype, value.size)
+        given["total"] = address_of("the sum", total, wide, value.size)
+        given["value"] = address_of("the value", value, value.dtype, value.size)
         if "master" in slots:
-            given["master"] = _address("master", state["master"], slots["master"], value.size)
+            given["master"] = address_of("master", state["master"], slots["master"], value.size)
         for place, name in enumerate(optimizer.states):
-            given["state"][place] = _address(name, state[name], slots[name], value.size)
+            given["state"][place] = address_of(name, state[name], slots[name], value.size)
 
     def __call__(self, step: Step) -> None:
         # Options may have changed since the last call.
@@ -139,16 +161,6 @@ class _Update:
         self._numbers[: len(numbers)] = numbers
         if self._blocks:
             _kernel_of(form, self._dtype)((self._blocks,), (THREADS,), (self._arguments,))
-
-
-def _address(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
-    """Return where an array lies. A kernel that was given another one would write to what is not its own."""
-    if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
-        raise ValueMismatch(
-            f"{name} of an update is {array.size} elements of {array.dtype.name}, strides {array.strides}; it must be "
-            f"contiguous, {size} elements of {dtype.name}"
-        )
-    return int(array.data.ptr)  # type: ignore[attr-defined]
 
 
 def _kernel_of(form: str, dtype: str) -> Kernel:

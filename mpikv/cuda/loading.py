@@ -7,9 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..errors import TransportUnavailable
+import numpy as np
 
-__all__ = ["OPTIONS", "Kernel", "kernel", "source"]
+from ..errors import TransportUnavailable, ValueMismatch
+from ..typing import Array
+
+__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "room", "source"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
@@ -19,10 +22,14 @@ OPTIONS = ("-std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--pr
 """Every operation is rounded by itself, as IEEE 754 says: what gives the bits of numpy."""
 
 
+HEADERS = {"norms.cu": ("pairwise.h",), "layerwise.cu": ("pairwise.h",)}
+"""What comes before a file, besides ``numbers.h``."""
+
+
 def source(name: str) -> str:
     """Return the text to compile for a file of this package."""
     folder = Path(__file__).parent
-    return "".join((folder / part).read_text() for part in ("numbers.h", name))
+    return "".join((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
 
 
 @cache
@@ -44,3 +51,27 @@ def kernel(name: str, expression: str) -> Kernel:
             "it needs a GPU, CuPy and NVRTC: pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x with an older driver)"
         ) from error
     return found
+
+
+def room(count: int) -> Array:
+    """Return memory of the present GPU for so many float64, of any content. It is the present stream's, when it is
+    given back.
+    """
+    import cupy
+
+    return cupy.empty(count, "float64")  # type: ignore[no-any-return]
+
+
+def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
+    """Return where an array lies. A kernel that was given another one would write to what is not its own.
+
+    Raises:
+        ValueMismatch: it is not contiguous, or not of this dtype and size.
+    """
+    if array.dtype != dtype or array.size != size or not array.flags.c_contiguous:
+        raise ValueMismatch(
+            f"{name} of an update is {array.size} elements of {array.dtype.name}, strides {array.strides}; it must be "
+            f"contiguous, {size} elements of {dtype.name}"
+        )
+    # Types are numpy's, and data.ptr is CuPy's.
+    return int(array.data.ptr)  # type: ignore[attr-defined]

@@ -151,3 +151,31 @@ template <class Part> struct ComplexKind {
 
 typedef ComplexKind<float> complex64_kind;
 typedef ComplexKind<double> complex128_kind;
+
+// --- Parts of launches
+
+// Return which of several ranges this number lies in: the first that ends behind it.
+INNER int range_of(const long long* ends, long long count, long long number) {
+    int low = 0, high = (int)count - 1;
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (ends[middle] > number)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+// --- Parts of rules
+
+template <class T> INNER T clipped(T number, T bound) {  // which keeps NaN and the sign of zero
+    return number < -bound ? -bound : number > bound ? bound : number;
+}
+
+template <class T> INNER T decayed(T gradient, T weight, T wd, bool decays) {
+    // Adding zero would make NaN of a weight that is inf.
+    return decays ? gradient + weight * wd : gradient;
+}
+
+template <class T> INNER T averaged(T mean, T sample, T kept, T taken) { return mean * kept + sample * taken; }

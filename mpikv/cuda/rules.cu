@@ -17,17 +17,6 @@ template <class Kind> struct Update {
 
 // --- Parts
 
-template <class T> INNER T clipped(T number, T bound) {  // which keeps NaN and the sign of zero
-    return number < -bound ? -bound : number > bound ? bound : number;
-}
-
-template <class T> INNER T decayed(T gradient, T weight, T wd, bool decays) {
-    // Adding zero would make NaN of a weight that is inf.
-    return decays ? gradient + weight * wd : gradient;
-}
-
-template <class T> INNER T averaged(T mean, T sample, T kept, T taken) { return mean * kept + sample * taken; }
-
 template <class T> INNER T larger(T left, T right) {  // which keeps NaN; of two zeros it is the right one
     return left <= right || right != right ? right : left;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -100,6 +101,7 @@ class Optimizer:
     """Another number after every change of an option, so that what was derived from them can be kept until then."""
     _changes: int = field(init=False, default=0)
     _user: object = field(init=False, default=None)
+    _warned: bool = field(init=False, default=False)
     _had: tuple[int, Mapping[str, Any], Mapping[str, Any], int] | None = field(init=False, default=None)
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
     _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
@@ -235,6 +237,13 @@ class Optimizer:
         slots = dict.fromkeys(self.states, precision)
         if self._has_master(dtype, precision):
             slots["master"] = precision
+        elif dtype != precision and not self._warned:
+            self._warned = True
+            logging.getLogger("mpikv").warning(
+                "%s updates %s values, in which updates below their rounding are lost; multi_precision=True keeps "
+                "float32 copies, as does a float32 value",
+                *(type(self).__name__, dtype.name),
+            )
         return slots
 
     @property

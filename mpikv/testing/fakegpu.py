@@ -26,6 +26,7 @@ import numpy as np
 from ..arrays import accumulator
 from ..cuda.codes import code_of
 from ..errors import Unsupported
+from ..optimizers import BLOCK
 from ..typing import Array, RangeCodec, Updater
 
 __all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "MisuseError", "RaceError"]
@@ -248,6 +249,10 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._beneath.itemsize
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        return self._beneath.strides
+
+    @property
     def ndim(self) -> int:
         return self._beneath.ndim
 
@@ -460,8 +465,11 @@ class FakeGpu:
             return value
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
 
-    def upload(self, array: Array) -> FakeArray:
-        out = self.empty(array.shape, array.dtype)
+    def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:
+        if out is None:
+            out = self.empty(array.shape, array.dtype)
+        if (array.shape, array.dtype) != (out.shape, out.dtype):
+            raise TypeError(f"{out!r} does not fit {array.dtype}{list(array.shape)}")
         self.launch("upload", [], [out])
         out._beneath[...] = array
         return out
@@ -472,6 +480,30 @@ class FakeGpu:
         self.launch("download", [array], [])
         self.current().synchronize()
         out[...] = array._beneath
+
+    def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        self.launch("measure", arrays, [])
+        self.current().synchronize()
+        found = []
+        for array, dtype in zip(arrays, dtypes, strict=True):
+            if "float" not in array.dtype.name or "float" not in dtype.name:
+                raise Unsupported(f"{array!r} cannot be measured")
+            with np.errstate(all="ignore"):
+                kept = array._beneath.reshape(-1).astype(dtype).astype(np.float64)
+                cells = [kept[low : low + BLOCK] for low in range(0, kept.size, BLOCK)]
+                found.append(
+                    (float(sum(float(np.square(cell).sum()) for cell in cells)), bool(np.isfinite(kept).all()))
+                )
+        return found
+
+    def scale(self, arrays: Sequence[FakeArray], factor: float) -> None:
+        self.launch("scale", arrays, arrays)
+        for array in arrays:
+            with np.errstate(all="ignore"):
+                array._beneath[...] = array._beneath.astype(np.float64) * factor
+
+    def kernels(self) -> FakeKernels:
+        return FakeKernels(self)
 
     def address(self, array: FakeArray) -> int:
         return array._block.base + _bytes(array)[0]
@@ -591,6 +623,21 @@ class FakeKernels:
             # An updater may overwrite the sum.
             self._gpu.launch("update", [], [total, value, *state.values()])
             update(step)
+
+        return launch
+
+    # The arrays of a Whole are numpy's to types, and here of this GPU.
+    def bind_whole(self, updater: Updater, wholes: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        arrays = [array for whole in wholes for array in (whole.total, whole.value, *whole.state.values())]
+        beneath = [
+            (whole.total._beneath, whole.value._beneath, {name: array._beneath for name, array in whole.state.items()})
+            for whole in wholes
+        ]
+
+        def launch(steps: Sequence[Any]) -> None:
+            self._gpu.launch("update of whole values", [], arrays)
+            for step, (total, value, state) in zip(steps, beneath, strict=True):
+                updater.update(step, total, value, state)
 
         return launch
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..config import Config
 from ..errors import Unsupported
-from ..typing import Transport
+from ..memory import HOST
+from ..typing import Memory, Transport
 from ..waiting import Waiting, Warn
 from ..world import Group
 from .local import LocalTransport
@@ -42,20 +43,23 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     return ("mpi" if hosts == group.size else "hosts"), f"ranks on {hosts} hosts"
 
 
-def open_transport(group: Group, config: Config, warn: Warn | None = None) -> Transport:
-    """Return the transport for these ranks; ``warn`` is told of long waits. Collective over the group."""
+def open_transport(group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST) -> Transport:
+    """Return the transport for these ranks; ``warn`` is told of long waits. Collective over the group.
+
+    ``memory`` is the host's, as the transport's store sees it.
+    """
     name, _ = choose(group, config)
     waiting = Waiting(config.timeout, config.warn_after, warn)
     if name == "local":
-        return LocalTransport(config.bucket_bytes)
+        return LocalTransport(config.bucket_bytes, memory)
     if name == "shm":
         from .shm import ShmTransport
 
-        return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy)
+        return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy, memory=memory)
     if name == "hosts":
         from .hosts import HostsTransport
 
-        return HostsTransport(group, config.bucket_bytes, waiting)
+        return HostsTransport(group, config.bucket_bytes, waiting, memory=memory)
     from .mpi import MpiTransport
 
-    return MpiTransport(group, config.bucket_bytes, waiting, gathers=config.deterministic)
+    return MpiTransport(group, config.bucket_bytes, waiting, gathers=config.deterministic, memory=memory)

@@ -54,11 +54,11 @@ class HostsTransport:
     """The transport of several ranks on each of several hosts."""
 
     name = "hosts"
-    memory: Memory = HOST
     lends = False
 
-    def __init__(self, group: Group, limit: int, waiting: Waits) -> None:
+    def __init__(self, group: Group, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
         """Collective. ``limit`` is in bytes."""
+        self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self.shared = group.one_host
         self.neighbours, self.place = max(map(len, group.ranks_of_hosts)), group.local_rank

@@ -35,13 +35,14 @@ class MpiTransport:
     """The transport for ranks on several hosts."""
 
     name = "mpi"
-    memory: Memory = HOST
     shared = False
     neighbours = 1
     place = 0
     lends = False
 
-    def __init__(self, group: Group, limit: int, waiting: Waits, *, gathers: bool = False) -> None:
+    def __init__(
+        self, group: Group, limit: int, waiting: Waits, *, gathers: bool = False, memory: Memory = HOST
+    ) -> None:
         """Collective. ``limit`` is in bytes.
 
         With ``gathers`` the library only carries: sums return every rank's elements, for the caller to add in an order
@@ -49,6 +50,7 @@ class MpiTransport:
         """
         from mpi4py import MPI
 
+        self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._mpi, self._group, self._comm = MPI, group, group.comm
         self._requests = Requests(group, waiting)

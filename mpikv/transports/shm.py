@@ -58,15 +58,24 @@ class ShmTransport:
     """
 
     name = "shm"
-    memory: Memory = HOST
     shared = True
 
-    def __init__(self, group: Group, limit: int, waiting: Waits, single_copy: bool = True, large: int = LARGE) -> None:
+    def __init__(
+        self,
+        group: Group,
+        limit: int,
+        waiting: Waits,
+        single_copy: bool = True,
+        large: int = LARGE,
+        *,
+        memory: Memory = HOST,
+    ) -> None:
         """Collective. ``limit`` is in bytes.
 
         From ``large`` bytes on, sums leave what is not in the outbox where it lies, as far as its own rank reads it;
         with ``single_copy`` other ranks may read it there, too.
         """
+        self.memory = memory
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
         self.neighbours, self.place = self.size, self.rank
         self._group, self._waiting = group, waiting

@@ -11,6 +11,7 @@ from mpikv import optimizers
 from mpikv.cuda import kernels
 from mpikv.cuda.copies import copy
 from mpikv.testing.updater import available, wide, zeros
+from mpikv.typing import Whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 
@@ -20,8 +21,11 @@ UPDATERS = {
     "clipped": lambda: optimizers.SGD(momentum=0.9, clip_gradient=0.75, multi_precision=True),
     "adam": lambda: optimizers.Adam(),
     "adam, of masters": lambda: optimizers.Adam(wd=0.01, multi_precision=True),
+    "lars": lambda: optimizers.LARS(learning_rate=0.5, wd=0.01),
+    "lars, of masters": lambda: optimizers.LARS(learning_rate=0.5, momentum=0.9, multi_precision=True),
+    "lamb": lambda: optimizers.LAMB(wd=0.01, clip_gradient=0.75),
 }
-EXACT = ("sgd", "momentum", "clipped")
+EXACT = ("sgd", "momentum", "clipped", "lars", "lars, of masters", "lamb")
 
 
 @pytest.mark.parametrize("name", UPDATERS)
@@ -50,6 +54,28 @@ def compare(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], ulps: i
     integer = np.dtype(f"i{expected.itemsize}")
     apart = np.abs(found.view(integer).astype(np.float64) - expected.view(integer).astype(np.float64))
     assert apart.max() <= ulps, f"{apart.max()} units in the last place"
+
+
+@pytest.mark.parametrize("kind", [optimizers.LARS, optimizers.LAMB])
+def test_many_layers_have_the_bits_of_numpy(cupy, kind):
+    random, optimizer = np.random.default_rng(1), kind(learning_rate=0.5, wd=0.01)
+    sizes = [*random.integers(1, 5000, 100), 65535, 65536, 65537, 1_000_003]
+    values = [random.standard_normal(size).astype(np.float32) for size in sizes]
+    states = [zeros(optimizer, value) for value in values]
+    wholes = [
+        Whole(cupy.empty(value.size, np.float32), cupy.asarray(value), {k: cupy.asarray(v) for k, v in state.items()})
+        for value, state in zip(values, states, strict=True)
+    ]
+    update = kernels.CudaKernels().bind_whole(optimizer, wholes)
+    for count in range(1, 4):
+        steps = [optimizer.step("layer_bias" if number % 3 == 0 else "layer", count) for number in range(len(sizes))]
+        for whole, value, state, step in zip(wholes, values, states, steps, strict=True):
+            gradient = random.standard_normal(value.size).astype(np.float32)
+            whole.total.set(gradient)
+            optimizer.update(step, gradient, value, state)
+        update(steps)
+        for whole, value in zip(wholes, values, strict=True):
+            assert whole.value.get().tobytes() == value.tobytes()
 
 
 def test_many_copies_with_casts(cupy):

@@ -21,18 +21,22 @@ def kv(comm):
 
 
 @pytest.mark.feature("commands", "commands-unknown")
-def test_a_command_reaches_the_root(kv):
+def test_a_command_reaches_the_root(kv, caplog):
     heard = []
     kv.set_controller(7, heard.append)
     body = {"rate": 0.5, "names": ["w", None, True], "count": 3}
     kv._send_command_to_servers(7, body)
     kv.command(np.int64(7), "again")
     kv.command(8, "nobody listens")
+    lost = ["command 8 has no controller at the root, and does nothing"] if kv.is_root else []
+    assert [record.getMessage() for record in caplog.records] == lost
     kv.command(7)
     assert heard == ([body, "again", None] if kv.is_root else [])
     kv.set_controller(7, None)
     kv.command(7, "nobody any more")
     assert len(heard) == (3 if kv.is_root else 0)
+    with pytest.raises(TypeError, match="a controller is a function"):
+        kv.set_controller(7, 3)
 
 
 def test_a_controller_that_raises(kv):

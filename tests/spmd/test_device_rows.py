@@ -264,20 +264,32 @@ def test_rows_of_a_gpu_without_a_store() -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_rows_of_a_gpu_and_a_store_on_the_host(filled: KVStore, gpu: FakeGpu, comm: Any) -> None:
+def test_rows_of_a_gpu_and_a_store_on_the_host(
+    filled: KVStore, gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied to it, and none are filled; an array of the GPU is."""
+    monkeypatch.setattr("mpikv.registry.gpu_of", lambda value: gpu)
     rows = RowSparse([1], gpu.upload(np.ones((1, 2))), (6, 2))
     with mpikv.create(comm=comm) as kv:
-        kv.init("w", VALUE)
+        kv.init("w", rows)
+        kv.push("w", [rows, RowSparse([1, 3], np.ones((2, 2)), (6, 2))])
+        expected = np.zeros((6, 2))
+        expected[[1, 3]] = np.array([[2], [1]]) * kv.size
+        np.testing.assert_array_equal(kv.pull("w"), expected)
+        dense = gpu.upload(np.ones((6, 2)))
+        kv.row_sparse_pull("w", out=dense, row_ids=[1, 2])
+        np.testing.assert_array_equal(on_host(dense), np.where(np.arange(6)[:, None] == 1, expected, 0))
         calls: list[Callable[[], Any]] = [
-            lambda: kv.push("w", rows),
-            lambda: kv.init("v", rows),
             lambda: kv.row_sparse_pull("w", out=rows, row_ids=[1]),
             lambda: kv.pull("w", out=rows, ignore_sparse=False),
+            lambda: kv.pushpull("w", rows),
         ]
         for call in calls:
-            with pytest.raises(Unsupported, match="is on a GPU"):
+            with pytest.raises(
+                Unsupported, match="rows on a GPU and the store its values on the host; pull to a RowSp"
+            ):
                 call()
-        kv.push("w", rows.to_dense().get())
+        assert (rows.indices.tolist(), on_host(rows.values).tolist()) == ([1], [[1, 1]])
 
 
 @pytest.mark.ranks(1)

@@ -729,6 +729,9 @@ def test_closed(transport):
         "barrier": kv.barrier,
         "set_updater": lambda: kv.set_updater(None),
         "set_optimizer": lambda: kv.set_optimizer("sgd"),
+        "set_learning_rate": lambda: kv.set_learning_rate(0.5),
+        "version": lambda: kv.version("w"),
+        "keys": kv.keys,
     }
     for verb, call in calls.items():
         with pytest.raises(Closed, match=f"^{verb}: the store was closed; create a new store"):
@@ -773,8 +776,74 @@ def test_a_forked_child():
                 os._exit(0)
         os.waitpid(child, 0)
         text = os.read(reader, 1000).decode()
-        assert re.match(r"push: .*fork.*create a new store", text), text
+        assert re.match(r"push: the store was made before a fork, .* use it in the parent", text), text
         kv.push("w", np.ones(2))
+
+
+@SEVERAL
+def test_a_forked_child_makes_no_store_of_all_ranks(transport, comm):
+    """It would take messages that are for the rank that it was forked from."""
+    with mpikv.create(timeout=10) as kv:
+        kv.init("w", np.ones(2))
+        if kv.rank == 1:
+            reader, writer = os.pipe()
+            child = os.fork()
+            if child == 0:
+                text = "nothing was raised"
+                try:
+                    mpikv.create(timeout=2)
+                except mpikv.Unsupported as error:
+                    text = str(error)
+                finally:
+                    os.write(writer, text.encode())
+                    os._exit(0)
+            os.waitpid(child, 0)
+            assert "forked from a rank" in os.read(reader, 1000).decode()
+        kv.push("w", np.ones(2))
+    mpikv.create(timeout=10).close()
+
+
+def test_a_store_without_keys_is_true():
+    with mpikv.create() as kv:
+        assert (len(kv), bool(kv), bool(kv.scope("part"))) == (0, True, True)
+
+
+@pytest.mark.ranks(1, 2)
+def test_state_that_is_asked_for_before_the_first_push(comm):
+    with mpikv.create() as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer("sgd")
+        kv.optimizer.momentum = 0.9
+        for call in (kv.pull, kv.pushpull, kv.push):
+            with pytest.raises(mpikv.ConfigError, match=r"the optimizer was changed to keep \['momentum'\]"):
+                call("w", np.ones(2))
+        kv.set_optimizer(kv.optimizer)
+        kv.push("w", np.ones(2))
+
+
+@ALL
+def test_state_that_is_asked_for_after_a_push(transport, comm):
+    """A new optimizer mends it, for values, too, that ranks do not have yet."""
+    with mpikv.create(transport=transport, placement="sharded") as kv:
+        kv.init(["v", "w"], [np.zeros(4), np.zeros(4)])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.push("w", np.ones(4))
+        kv.push("v", np.ones(4))
+        kv.optimizer.momentum = 0.9
+        with pytest.raises(mpikv.ConfigError, match="call set_optimizer again"):
+            kv.push(["v", "w"], [np.ones(4)] * 2)
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.9)
+        np.testing.assert_array_equal(kv.pull(["v", "w"]), np.full((2, 4), -float(kv.size)))
+
+
+def test_halves_without_masters_are_mentioned(caplog):
+    with mpikv.create() as kv:
+        kv.init({"w": np.ones(2, np.float16), "v": np.ones(2, np.float16)})
+        kv.set_optimizer("sgd", multi_precision=True)
+        assert not caplog.records
+        kv.set_optimizer("sgd")
+        kv.push("w", np.ones(2, np.float16))
+        assert [record.getMessage().partition(",")[0] for record in caplog.records] == ["SGD updates float16 values"]
 
 
 def alone(code, **environment):

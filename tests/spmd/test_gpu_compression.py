@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv import codecs
-from mpikv.errors import NotFinite, PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.device import DeviceMemory
+from mpikv.errors import Closed, NotFinite, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
 from mpikv.exchange import Exchange
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeGpu, FakeRanges
+from mpikv.testing.fakegpu import FakeGpu, FakeKernels, FakeRanges
+from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
+from mpikv.transports.device import open_device_transport
+from mpikv.world import connect
 
 from .test_compression import QUANTISERS, Simulated, gradients
 from .test_device import store_on
@@ -306,6 +312,57 @@ def test_an_updater_that_raises_leaves_residuals_as_they_were(gpu, comm, name):
     close(*stores)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["2bit", {"type": "bf16", "both_directions": True}], ids=str)
+def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
+    """Also where a gradient is looked at, which waits for what was queued before it."""
+    gpu, config = FakeGpu(comm.rank), Config(timeout=0.8, placement="sharded")
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv.set_gradient_compression(name)
+    kv.init("w", np.zeros(500, F32))
+    if kv.rank == 0:
+        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 50)}
+    out = gpu.empty((500,), np.dtype(F32))
+
+    def train():
+        for _ in range(3):
+            kv.push("w", out)
+            kv.pull("w", out=out)
+
+    out.fill(1)
+    with pytest.raises(TransportError):
+        train()
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(500, F32))
+    assert nccl.communicators[0].state == "aborted"
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_call_of_nccl_that_fails_ends_the_store_everywhere(comm):
+    gpu, config = FakeGpu(comm.rank), Config(timeout=0.8)
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv.set_gradient_compression("1bit")
+    kv.init("w", np.zeros(500, F32))
+    if kv.rank == 0:
+        nccl.fail_at[len(nccl.calls) + 1] = 5
+
+    def train():
+        for _ in range(3):
+            kv.push("w", np.ones(500, F32))
+            on_host(kv.pull("w"))
+
+    with pytest.raises(TransportError):
+        train()
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(500, F32))
+
+
 # --- With the rest of the store
 
 
@@ -381,11 +438,16 @@ def test_what_is_said_of_it(gpu, comm):
     with store_on(gpu, comm) as kv:
         assert kv.is_capable("compression")
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.25})
-        assert isinstance(kv.compression, FakeRanges)
-        assert kv.compression.settings() == "2bit(threshold=0.25) with error feedback"
-        assert kv.statistics()["compression"]["chosen"] == kv.compression.settings()
-        kv.set_gradient_compression(kv.compression)  # as a group of ranks is given it
-        assert kv.compression.settings() == "2bit(threshold=0.25) with error feedback"
+        assert isinstance(kv._exchange.compression.codec, FakeRanges)
+        assert repr(kv.compression) == "ErrorFeedback(TwoBit(threshold=0.25))"
+        assert kv.statistics()["compression"]["chosen"] == "2bit(threshold=0.25) with error feedback"
+        with mpikv.create(comm=comm, compression=kv.compression) as host:
+            kv.set_gradient_compression(host.compression)
+            assert kv.compression is host.compression
+            for store in (kv, host):
+                store.init("w", np.ones(7, F32))
+                store.push("w", np.full(7, 0.3, F32))
+            assert_alike([kv, host], ["w"])
 
 
 @pytest.mark.parametrize("saved", [-1e9, 1.0])
@@ -522,6 +584,19 @@ def test_what_is_no_number_leaves_with_the_exact_value(gpu, comm, bad):
         w, v = kv.pull(["w", "v"])
         np.testing.assert_array_equal(on_host(w), value - F32(0.5 * kv.size))
         np.testing.assert_array_equal(on_host(v), np.full(300, 1 - 0.5 * kv.size, F32))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_without_work_takes_part(gpu, comm):
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.set_gradient_compression(both("bf16"))
+        kv.init("w", np.zeros(500, F32))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        with kv.join():
+            for _ in range(1 + kv.rank):
+                kv.pushpull("w", np.ones(500, F32), np.zeros(500, F32))
+        pushes = sum(1 + rank for rank in range(kv.size))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(500, -0.5 * pushes, F32))
 
 
 @pytest.mark.ranks(2, 3)

@@ -810,8 +810,22 @@ def test_a_loaded_store_of_others(comm):
             mpikv.Trainer({"w": np.zeros(3), "b": np.zeros(1)}, "sgd", kvstore=kv).start()
         with pytest.raises(ConfigError, match="cannot go on"):
             mpikv.Trainer({"w": np.zeros(3)}, "adam", kvstore=kv).start()
-        with pytest.raises(ConfigError, match="updater already"):
+        with pytest.raises(ConfigError, match="values such as 'w', and none of the parameters, as 'v'"):
             mpikv.Trainer({"v": np.zeros(3)}, "sgd", kvstore=kv).start()
+        with pytest.raises(ConfigError, match="leave update_on_kvstore to the default"):
+            mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, update_on_kvstore=False).start()
+
+
+def test_batches_of_other_sizes(comm):
+    """Of two long descriptions only what differs is shown."""
+    kv, trainer, _ = start(comm, True, {"w": np.zeros(1)})
+    if kv.size == 1:
+        return
+    with kv:
+        trainer.start()
+        trainer.set_grads({"w": np.ones(1)})
+        with pytest.raises(mpikv.RankMismatch, match=r"\(item 0: updater SGD: rescale_grad=0\.5, rescale_grad=0\.25\)"):
+            trainer.step(4 if kv.rank else 2)
 
 
 def test_settings_wait_for_calls_that_run(comm):

@@ -1,0 +1,277 @@
+"""A Trainer, clip_global_norm and LossScaler over arrays of a GPU, which is none here: as they are over the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, ValueMismatch, clip_global_norm
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.device import DeviceMemory
+from mpikv.store import KVStore
+from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.updater import available
+from mpikv.transports.device import open_device_transport
+from mpikv.world import connect
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+SHAPES = {"b": ((5,), np.float32), "h": ((7, 3), np.float16), "w": ((30, 40), np.float32), "x": ((2, 3), np.float64)}
+WHERE = pytest.mark.parametrize("on_gpus", [True, False], ids=["gpu store", "host store"])
+BOTH = pytest.mark.parametrize("on_store", [True, False])
+
+
+@pytest.fixture
+def gpu(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = FakeGpu(comm.rank if comm else 0)
+    for module in ("registry", "located"):
+        monkeypatch.setattr(f"mpikv.{module}.gpu_of", lambda value: made)
+    yield made
+    made.checker.assert_clean()
+
+
+@pytest.fixture
+def store(comm: Any, gpu: FakeGpu) -> Callable[[bool], Any]:
+    """Return what makes a store, on GPUs or on the host."""
+
+    def make(on_gpus: bool) -> Any:
+        if not on_gpus:
+            return mpikv.create(comm=comm, timeout=5)
+        config = Config.read(bucket_bytes=1 << 14, timeout=5)
+        group = connect(comm, config)
+        mover = open_device_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
+        return KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+
+    return make
+
+
+def of_rank(rank: int, step: int, name: str) -> np.ndarray[Any, Any]:
+    """Return the gradient that a rank brings, in quarters, whose sums are exact."""
+    shape, dtype = SHAPES[name]
+    return (np.random.default_rng([rank, step, len(name), *shape]).integers(-8, 9, shape) / 4).astype(dtype)
+
+
+def weights(upload: Callable[[Any], Any] = np.copy) -> dict[str, Any]:
+    return {name: upload(of_rank(99, 0, name)) for name in SHAPES}
+
+
+def steps(trainer: Trainer, rank: int, upload: Callable[[Any], Any], count: int, clips: bool, first: int = 0) -> None:
+    for step in range(first, first + count):
+        trainer.set_grads({name: upload(of_rank(rank, step, name)) for name in SHAPES})
+        if clips:
+            trainer.allreduce_grads()
+            clip_global_norm([one.grad for one in trainer.params.values()], 20.0)
+            trainer.update(batch_size=2)
+        else:
+            trainer.step(batch_size=2)
+
+
+@WHERE
+@BOTH
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01, "multi_precision": True}),
+        ("adam", {"learning_rate": 0.01}),
+    ],
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_training_has_the_bits_of_the_hosts(
+    comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_store: bool, optimizer: str, options: Any, scaled: bool
+) -> None:
+    rank, results = comm.rank if comm else 0, []
+    for kv, upload in ((store(on_gpus), gpu.upload), (mpikv.create(comm=comm, timeout=5), np.copy)):
+        params, scaler = weights(upload), LossScaler(4.0, window=2) if scaled else None
+        with kv:
+            trainer = Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, loss_scaler=scaler)
+            trainer.start()
+            steps(trainer, rank, upload, 3, clips=not on_store)
+            assert all(trainer.params[name].data is params[name] for name in params)
+            results.append({name: on_host(array) for name, array in params.items()})
+    for name in SHAPES:
+        np.testing.assert_array_equal(*(result[name] for result in results), err_msg=name)
+
+
+def on_host(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array.copy()
+
+
+@WHERE
+@BOTH
+def test_an_overflow_on_one_rank_skips_the_update_on_all(
+    comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_store: bool
+) -> None:
+    params, scaler = weights(gpu.upload), LossScaler(8.0)
+    before = {name: on_host(array) for name, array in params.items()}
+    with store(on_gpus) as kv:
+        trainer = Trainer(params, "sgd", kvstore=kv, update_on_kvstore=on_store, loss_scaler=scaler)
+        trainer.start()
+        for step, bad in enumerate((np.inf, np.nan, 70000.0)):
+            gradients = {name: of_rank(kv.rank, step, name) for name in SHAPES}
+            if kv.rank == kv.size - 1:
+                # The last one is an inf in the dtype of its weight only.
+                gradients["h"] = gradients["h"].astype(np.float32)
+                gradients["h"][3, 1] = bad
+            trainer.set_grads({name: gpu.upload(array) for name, array in gradients.items()})
+            trainer.step(1)
+            assert scaler.loss_scale == 8.0 / 2 ** (step + 1)
+    for name, array in params.items():
+        np.testing.assert_array_equal(on_host(array), before[name])
+
+
+@WHERE
+def test_the_divisor_of_gradients_on_a_gpu(comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool) -> None:
+    with store(on_gpus) as kv:
+        scaler = LossScaler(8.0)
+        fine = {"a": gpu.upload(np.ones(3)), "b": [np.ones(2), gpu.upload(np.ones(2, np.int32))]}
+        assert scaler.divisor(kv, fine) == 8.0
+        bad = gpu.upload(np.array([1.0, np.nan if kv.rank == kv.size - 1 else 1.0], np.float16))
+        assert scaler.divisor(kv, [fine, bad]) is None
+        if kv.rank == 0:
+            with pytest.raises(TypeError, match="expected an array"):
+                scaler.divisor(kv, [fine, "no array"])
+        else:
+            with pytest.raises(PeerFailed):
+                scaler.divisor(kv, fine)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0, 1e9])
+def test_clipping(gpu: FakeGpu, dtype: Any, max_norm: float) -> None:
+    random = np.random.default_rng(3)
+    arrays = [random.standard_normal(shape).astype(dtype) for shape in ((3,), (300, 301), (0, 2), (4, 6))]
+    there = [gpu.upload(array) for array in arrays]
+    mixed = [there[0], arrays[1].copy(), None, there[2], there[3][:, ::2], there[3][:, 1::2], there[0]]
+    with gpu.stream() as side:
+        side.wait(gpu._streams[0].record())
+        found = clip_global_norm(mixed, max_norm)
+        gpu._streams[0].wait(side.record())
+    assert found == clip_global_norm([*arrays[:3], arrays[3][:, ::2], arrays[3][:, 1::2]], max_norm)
+    for mine, expected in zip([there[0], mixed[1], there[3]], [arrays[0], arrays[1], arrays[3]], strict=True):
+        np.testing.assert_array_equal(on_host(mine), expected)
+
+
+@pytest.mark.ranks(1)
+def test_what_cannot_be_clipped(gpu: FakeGpu) -> None:
+    for bad in (np.inf, np.nan):
+        array = gpu.upload(np.array([1.0, bad]))
+        assert not np.isfinite(clip_global_norm([array], 1.0))
+        assert array.get()[0] == 1
+    with pytest.raises(Unsupported, match="cannot be measured"):
+        clip_global_norm([gpu.upload(np.ones(3, np.int32))], 1.0)
+
+
+@WHERE
+@BOTH
+def test_states_go_on(comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_store: bool, folder: Path) -> None:
+    """From a Trainer over a GPU to one over the host, and to another over a GPU."""
+    options = {"learning_rate": 0.1, "momentum": 0.5, "multi_precision": True}
+    rank, results = comm.rank if comm else 0, []
+    first = weights(gpu.upload)
+    with store(on_gpus) as kv:
+        trainer = Trainer(first, "sgd", options, kvstore=kv, update_on_kvstore=on_store)
+        steps(trainer, rank, gpu.upload, 2, clips=False)
+        trainer.save_states(folder / "states")
+        saved = {name: on_host(array) for name, array in first.items()}
+        steps(trainer, rank, gpu.upload, 2, clips=False, first=2)
+        results.append(first)
+    for make, upload in ((lambda: store(on_gpus), gpu.upload), (lambda: store(False), np.copy)):
+        params = {name: upload(array) for name, array in saved.items()}
+        with make() as kv:
+            trainer = Trainer(params, "sgd", options, kvstore=kv, update_on_kvstore=on_store)
+            trainer.load_states(folder / "states")
+            steps(trainer, rank, upload, 2, clips=False, first=2)
+            results.append(params)
+    for name in SHAPES:
+        for result in results[1:]:
+            np.testing.assert_array_equal(on_host(result[name]), on_host(first[name]), err_msg=name)
+
+
+@WHERE
+@BOTH
+def test_weights_and_gradients_of_all_kinds(comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_store: bool) -> None:
+    """Shared, strided, added up, set by hand, and on the host beside those on a GPU."""
+    wide = gpu.upload(np.ones((4, 6), np.float32))
+    tied = gpu.upload(np.ones(3))
+    params = {"even": wide[:, ::2], "odd": wide[:, 1::2], "one": tied, "other": tied, "host": np.ones(2)}
+    added = Parameter(gpu.upload(np.zeros(2)), grad_req="add")
+    with store(on_gpus) as kv:
+        trainer = Trainer(
+            {**params, "added": added}, "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=on_store
+        )
+        trainer.start()
+        trainer.set_data({"odd": np.full((4, 3), 5, np.float32)})
+        gradients = {name: np.ones_like(on_host(array)) for name, array in params.items()}
+        trainer.set_grads({name: array if name == "host" else gpu.upload(array) for name, array in gradients.items()})
+        for _ in range(2):
+            added.grad = gpu.upload(np.ones(2))
+        trainer.step(kv.size)
+    np.testing.assert_array_equal(wide.get(), np.tile([0.0, 4.0], (4, 3)))
+    np.testing.assert_array_equal(tied.get(), np.full(3, -1.0))
+    np.testing.assert_array_equal(params["host"], np.zeros(2))
+    np.testing.assert_array_equal(added.data.get(), np.full(2, -2.0))
+
+
+def test_a_store_without_values(comm: Any, gpu: FakeGpu) -> None:
+    params = {"w": gpu.upload(np.ones(3)), "b": np.zeros(2)}
+    with mpikv.create("horovod", comm=comm) as kv:
+        trainer = Trainer(params, "lamb", {"learning_rate": 0.5}, kvstore=kv)
+        other = {"w": np.ones(3), "b": np.zeros(2)}
+        beside = Trainer(other, "lamb", {"learning_rate": 0.5}, kvstore=mpikv.create("horovod", comm=comm))
+        for _ in range(3):
+            for each in (trainer, beside):
+                there = gpu.upload if each is trainer else np.copy
+                each.set_grads({"w": there(np.arange(3.0)), "b": np.ones(2)})
+                each.step(2)
+        np.testing.assert_array_equal(params["w"].get(), other["w"])
+        np.testing.assert_array_equal(params["b"], other["b"])
+        beside.kvstore.close()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", available(), ids=str)
+@pytest.mark.parametrize("given", available(), ids=str)
+def test_gradients_are_added_up_as_on_the_host(gpu: FakeGpu, dtype: Any, given: Any) -> None:
+    random = np.random.default_rng(1)
+    first, *more = (random.standard_normal(100).astype(kind) for kind in (dtype, given, given))
+    if dtype.itemsize == 2:
+        more = [array.astype(dtype) for array in more]  # numpy adds no others in place
+    found, expected = Parameter(gpu.upload(first), grad_req="add"), Parameter(first.copy(), grad_req="add")
+    for gradient in (first, *more):
+        found.grad, expected.grad = gpu.upload(gradient), gradient
+    assert found.grad is not None
+    np.testing.assert_array_equal(found.grad.get(), expected.grad)
+    shared = gpu.upload(first)
+    trainer = Trainer({"a": shared, "b": shared}, "sgd")
+    trainer.set_grads({"a": gpu.upload(first), "b": gpu.upload(more[0])})
+    other = Trainer({"a": first, "b": first}, "sgd")
+    other.set_grads({"a": first, "b": more[0]})
+    np.testing.assert_array_equal(trainer.params["a"].grad.get(), other.params["a"].grad)
+
+
+@pytest.mark.ranks(1)
+def test_mistakes(gpu: FakeGpu) -> None:
+    weight = Parameter(gpu.upload(np.ones(3)))
+    with pytest.raises(ValueMismatch, match="a gradient on the host for a parameter on fake:0; copy it there first"):
+        weight.grad = np.ones(3)
+    with pytest.raises(ValueMismatch, match=r"a gradient of shape \(2,\)"):
+        weight.grad = gpu.upload(np.ones(2))
+    with pytest.raises(ValueMismatch, match="a gradient on fake:0 for a parameter on the host"):
+        Parameter(np.ones(3)).grad = gpu.upload(np.ones(3))
+    whole = gpu.upload(np.ones(6))
+    with pytest.raises(ValueMismatch, match="'a' and 'b' lie over the same memory"):
+        Trainer({"a": whole[:4], "b": whole[3:]}, "sgd")
+    added = Parameter(gpu.upload(np.ones(3, np.float32)), grad_req="add")
+    added.grad = gpu.upload(np.ones(3, np.float32))
+    with pytest.raises(ValueMismatch, match="a gradient of int32 was to be added to one of float32"):
+        added.grad = gpu.upload(np.ones(3, np.int32))
+    assert weight.gpu is gpu
+    assert Parameter(np.ones(3)).gpu is None
