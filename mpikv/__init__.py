@@ -31,6 +31,7 @@ from .gradients import LossScaler, clip_global_norm
 from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import create
+from .replay import Compiled
 from .rowsparse import RowSparse
 from .scope import Scope
 from .store import KVStore
@@ -45,6 +46,7 @@ __all__ = [
     "AsyncKVStore",
     "CheckpointError",
     "Closed",
+    "Compiled",
     "ConfigError",
     "KVStore",
     "KVStoreBase",

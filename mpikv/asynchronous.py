@@ -231,6 +231,10 @@ class AsyncKVStore(KVStore):
         """Not in this store. Raises Unsupported."""
         self._lacks("row_sparse_pull")
 
+    def compile(self, key: Any, value: Any = None, out: Any = None) -> NoReturn:
+        """Not in this store, whose calls are not those of all ranks. Raises Unsupported."""
+        self._lacks("compile")
+
     def join(self) -> Any:
         """Not in this store, whose ranks have unequal work anyway. Raises Unsupported."""
         self._lacks("join")

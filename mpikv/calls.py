@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from . import codecs
 from .agreement import Agreement, Call, Said
@@ -50,11 +50,22 @@ from .rowsparse import RowSparse
 from .trial import asked_for, choose
 from .typing import Array, Codec, Key, Updater
 
-__all__ = ["Calls", "Prepared"]
+__all__ = ["Calls", "Fixed", "Prepared"]
 
 Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 """What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
 arguments."""
+
+
+class Fixed(NamedTuple):
+    """The arguments of a pushpull that is made again and again, with lists of its own in place of dicts."""
+
+    key: Any
+    value: Any
+    out: Any
+    result: Any
+    """What the caller of the pushpull expects."""
+
 
 _log = logging.getLogger("mpikv")
 _COMPRESS = "set_gradient_compression"
@@ -192,6 +203,32 @@ class Calls:
         filled = () if out is None else self._targets(plan, key, out)
         result = in_form(key, plan, plan.views) if out is None else out
         return call, (_run_for, result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
+
+    def compile(self, key: Any, value: Any, out: Any) -> Prepared:
+        """Prepare nothing but to know that a pushpull could be made; what is run returns its arguments, to be kept."""
+        given = fixed(key, value, out)
+        self.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+        self._exchange.staged = None
+        return self._planned("compile", self.known(given.key)), (_run_for, given, _nothing)
+
+    def bound(self, given: Fixed) -> tuple[Plan, Arrays | None, Arrays, Any]:
+        """Return the plan of a pushpull, what it pushes, None for the buffers, what it fills, and what it returns. It
+        brings no rows.
+        """
+        key, value, out, result = given
+        plan, arrays = self._pushed(key, value)
+        assert not isinstance(arrays, Brought)
+        if arrays is not None:
+            return plan, arrays, self.filled(plan, key, value, out)[0], result
+        filled = () if out is None else self._targets(plan, key, out)
+        return plan, None, filled, in_form(key, plan, plan.views) if out is None else result
+
+    def again(self, plan: Plan) -> tuple[Call, Steps]:
+        """Return what to compare before a pushpull of a plan is made once more, and the updater's steps. It does not
+        compress, and has no updater function.
+        """
+        call, steps, _ = self._update_of("pushpull", plan, 0)
+        return call, steps
 
     def buffer(self, key: Any) -> Prepared:
         plan = self.known(key)
@@ -487,6 +524,26 @@ def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
         return call
     wish = f"priority {wishes}"
     return Call(call.verb, call.token ^ digest(wish), call.label, call.keys, lambda: [*call.describe(), wish])
+
+
+def fixed(key: Any, value: Any, out: Any) -> Fixed:
+    """Return the arguments of a pushpull as they are now, whatever becomes of lists and dicts."""
+    if not isinstance(key, Mapping):
+        return Fixed(_kept(key), _kept(value), _kept(out), value if out is None else out)
+    names, arrays = flatten(key, value)
+    if out is None:
+        return Fixed(names, _kept(arrays), None, key)
+    groups = outs_of(key, out, parse(names, arrays).keys).groups
+    # One array by itself is what is looked at fastest.
+    return Fixed(names, _kept(arrays), [group[0] if len(group) == 1 else list(group) for group in groups], out)
+
+
+def _kept(given: Any) -> Any:
+    return list(map(_kept, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _nothing() -> None:
+    pass
 
 
 def _run_for(result: Any, run: Callable[..., None], *arguments: Any) -> Any:

@@ -11,17 +11,20 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
 
 from .arrays import check_mutable, is_array, lies_on_host, source, target
-from .errors import Unsupported
-from .typing import Array, Event, Gpu, Stream, Tables
+from .errors import TransportError, Unsupported
+from .typing import Array, Event, Gpu, Graph, Stream, Tables
 
 __all__ = ["DeviceMemory", "found", "read"]
+
+Door: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
+"""Returns the context in which something is queued that is known by this text."""
 
 _GPUS: WeakSet[Gpu] = WeakSet()
 """Those that stores of this process use, or used."""
@@ -73,12 +76,16 @@ class DeviceMemory:
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
         self._check, self._abort = _nothing, _nothing
+        self._queued: Door = nullcontext
+        self.recording = False
+        """Whether work that is given to the stream is recorded, and not run."""
+        self._graphs: WeakSet[Graph] = WeakSet()
 
-    def watch(self, check: Callable[[], None], abort: Callable[[], None]) -> None:
+    def watch(self, check: Callable[[], None], abort: Callable[[], None], queued: Door) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
-        known to have failed, ``abort`` ends it.
+        known to have failed, ``abort`` ends it, and what is not queued by a transport is queued in ``queued``.
         """
-        self._check, self._abort = check, abort
+        self._check, self._abort, self._queued = check, abort, queued
 
     def zeros(self, nbytes: int) -> Array:
         with self.stream:
@@ -171,9 +178,42 @@ class DeviceMemory:
     def forget(self) -> None:
         pass
 
+    def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
+        """Return what ``run(*arguments)`` gives to the store's stream, which is not run. In :meth:`in_order`.
+
+        Raises:
+            TransportError: it cannot be recorded.
+        """
+        self.recording = True
+        try:
+            self.stream.begin_capture()
+            try:
+                run(*arguments)
+            except BaseException:
+                with suppress(TransportError):  # which says the same once more
+                    self.stream.end_capture()
+                raise
+            graph = self.stream.end_capture()
+        finally:
+            self.recording = False
+        self._graphs.add(graph)
+        return graph
+
+    def replay(self, graph: Graph, call: str) -> None:
+        """Queue what was recorded. In :meth:`in_order`, whose arguments are to keep what it uses."""
+        with self._queued(call):
+            graph.launch()
+
+    def drop_graphs(self) -> None:
+        """Give up all that was recorded, before what it uses ends."""
+        for graph in list(self._graphs):
+            graph.close()
+        self._graphs.clear()
+
     def close(self) -> None:
         """Wait until the stream is done, and let go of what it used."""
         self.stream.synchronize()
+        self.drop_graphs()
         self._in_use.clear()
 
     def abandon(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 
@@ -24,10 +25,22 @@ from .placement import place
 from .plan import Bucket, Part, Plan, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
-from .typing import Array, Codec, Kernels, Key, Placement, Transport, Updater, Whole, WholeKernels
+from .typing import (
+    Array,
+    Codec,
+    GpuKernels,
+    Kernels,
+    Key,
+    Placement,
+    StepTable,
+    Transport,
+    Updater,
+    Whole,
+    WholeKernels,
+)
 from .updaters import Assign, check_state
 
-__all__ = ["Arrays", "Confirm", "Exchange", "Steps", "are_plain"]
+__all__ = ["Arrays", "Confirm", "Exchange", "Forgetful", "Steps", "are_plain"]
 
 _MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
@@ -41,6 +54,14 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
 or each is a tuple of any number of arrays; flat ones where they are pushed."""
+
+
+class Forgetful(Protocol):
+    """What keeps something that stands on where values lie, or on how they are updated."""
+
+    def forget(self) -> None:
+        """Let go of it, as that changes now, on all ranks alike. Local."""
+        ...
 
 
 class Steps(NamedTuple):
@@ -78,6 +99,8 @@ class Exchange:
         self._memory = transport.memory
         self._scratch = private(transport)(2 * transport.limit)
         self._plans: dict[Any, Plan] = {}
+        self.forgetful: WeakSet[Forgetful] = WeakSet()
+        """Who keeps plans, or what was made of them."""
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
@@ -143,6 +166,8 @@ class Exchange:
         return plan
 
     def _forget_plans(self) -> None:
+        for each in list(self.forgetful):
+            each.forget()
         for plan in self._plans.values():
             plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
         self._plans.clear()
@@ -174,6 +199,45 @@ class Exchange:
         self._whole = self.updater.fallible or not self.updater.elementwise
         # Whether a push leaves every rank with the newest values.
         self._current = self.transport.shared or self.placement.everywhere or self.transport.size == 1
+
+    # --- Calls that are made again and again
+
+    def lack(self) -> str:
+        """Return why no pushpull can be recorded on a GPU, to be run again; "" if one can. Local."""
+        if self.updater.fallible:
+            return "an updater function is Python, which runs on the host"
+        if self._whole:
+            return f"{type(self.updater).__name__} updates whole values"
+        if self.compression is not None:
+            return "pushes are compressed"
+        if self._in_pairs and self.transport.size > 1:
+            return "sums in a fixed order take memory each time"
+        return ""
+
+    def table_of_steps(self, plan: Plan) -> StepTable | None:
+        """Return memory for the steps of a plan's keys, or None if updates have none. There is no :meth:`lack`. Local.
+
+        Raises:
+            MemoryError: there is too little.
+        """
+        if self.updater.assigns:
+            return None
+        assert isinstance(self._kernels, GpuKernels)
+        return self._kernels.table(self.updater, self._memory, len(plan.keys), set(plan.dtypes))
+
+    def pushed_again(self, plan: Plan) -> None:
+        """Take note of a pushpull that was recorded, and run again. Local."""
+        self._count(plan)
+        self.table.stale[plan.rows] = False
+
+    @contextmanager
+    def uncounted(self, plan: Plan) -> Iterator[None]:
+        """Take no note of what is pushed and pulled meanwhile. Local."""
+        counts, stale = self.table.counts[plan.rows].copy(), self.table.stale[plan.rows].copy()
+        try:
+            yield
+        finally:
+            self.table.counts[plan.rows], self.table.stale[plan.rows] = counts, stale
 
     # --- Push and pull
 

@@ -22,7 +22,7 @@ import numpy as np
 from .arrays import accumulator
 from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
-from .typing import Array, Event, Kernels, Stream
+from .typing import Array, Event, Graph, Kernels, Stream
 
 __all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
 
@@ -409,6 +409,22 @@ class CupyStream:
             except self.gpu.cuda.runtime.CUDARuntimeError as error:
                 raise TransportError(f"what was queued on {self.gpu.name} failed: {error}") from error
 
+    def begin_capture(self) -> None:
+        # Relaxed: other threads, as the watchdog's, may ask for their events meanwhile.
+        mode = self.gpu.cuda.runtime.streamCaptureModeRelaxed
+        with self.gpu.present():
+            try:
+                self._stream.begin_capture(mode)
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"work of {self.gpu.name} cannot be recorded: {error}") from error
+
+    def end_capture(self) -> Graph:
+        with self.gpu.present():
+            try:
+                return CupyGraph(self.gpu, self._stream.end_capture())
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"work of {self.gpu.name} could not be recorded: {error}") from error
+
     def __enter__(self) -> CupyStream:
         present = self.gpu.present()
         present.__enter__()
@@ -419,6 +435,27 @@ class CupyStream:
     def __exit__(self, *failure: object) -> None:
         self._stream.__exit__(*failure)
         self._entered.pop().__exit__(*failure)
+
+
+class CupyGraph:
+    """The :class:`~mpikv.typing.Graph` of CuPy, which destroys CUDA's when nothing refers to its own any more."""
+
+    def __init__(self, gpu: CupyGpu, graph: Any) -> None:
+        self._gpu = gpu
+        self._graph = graph
+
+    def launch(self) -> None:
+        graph = self._graph
+        if graph is None:
+            raise TransportError(f"what was recorded on {self._gpu.name} was given up")
+        with self._gpu.present():
+            try:
+                graph.launch()
+            except self._gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"CUDA failed on {self._gpu.name}, in a graph: {error}") from error
+
+    def close(self) -> None:
+        self._graph = None
 
 
 class CupyEvent:

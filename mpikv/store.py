@@ -25,6 +25,7 @@ from .kernels import find_codec, find_kernels
 from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
+from .replay import Compiled
 from .rows import Rows
 from .scope import Scope
 from .typing import Array, GpuKernels, Key, Transport, Updater
@@ -106,6 +107,7 @@ class KVStore(KVStoreBase):
         OPEN.append(self)
         self._running = ""
         self._in_join = False
+        self._compiled = 0
         # Calls that are made within others cannot share a context.
         self._quiet = run_quietly if passable else quiet()
         if passable:
@@ -403,6 +405,49 @@ class KVStore(KVStoreBase):
         """
         call = self._collective if wait is True else self._door("pushpull", wait)
         return call("pushpull", self._calls.pushpull, key, value, out, priority)
+
+    def compile(self, key: Any, value: Any = None, out: Any = None) -> Compiled:
+        """Return a function without arguments that makes the same :meth:`pushpull` at each call.
+
+        Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
+        a CUDA graph, which that call and those after it launch, at a cost to the host that does not grow with the
+        number of keys. A learning rate, a schedule, and update counts go on as in any push. Where that cannot be, the
+        function makes plain calls, and its ``captured`` is False and its ``reason`` says why: on the host, for updater
+        functions and optimizers of whole values, compression, ``deterministic``, several arrays for a key, and arrays
+        of the host or that are not contiguous. After anything that changes where values lie, or how they are updated,
+        the work is recorded anew.
+
+        Args:
+            key: as in :meth:`push`. What lists and dicts hold now counts.
+            value: as in :meth:`pushpull`: the memory that is read at each call. The function keeps the arrays.
+            out: as in :meth:`pushpull`: the memory that is written.
+
+        Returns:
+            A :class:`Compiled`, which returns what ``pushpull`` would.
+
+        Raises:
+            KeyNotInitialized, ValueMismatch, RankMismatch, PeerFailed: as in :meth:`pushpull`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> weight, gradient = np.zeros(2), np.ones(2)
+            >>> kv.init("w", weight)
+            >>> kv.set_optimizer("sgd", learning_rate=1.0)
+            >>> step = kv.compile("w", gradient, out=weight)
+            >>> step()
+            array([-1., -1.])
+            >>> gradient[0] = 3
+            >>> step()
+            array([-4., -2.])
+            >>> step.captured, step.reason
+            (False, 'the store is on the host')
+        """
+        given = self._collective("compile", self._calls.compile, key, value, out)
+        parts = self._calls, self._exchange, self._agreement
+        number, self._compiled = self._compiled, self._compiled + 1
+        # The door is looked up at each call: tracing puts a clock around it.
+        return Compiled(given, number, lambda *call: self._collective(*call), parts, self.rank, lambda: self._in_join)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.

@@ -6,7 +6,7 @@ held to its contract by a class in :mod:`mpikv.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -19,6 +19,7 @@ __all__ = [
     "Gather",
     "Gpu",
     "GpuKernels",
+    "Graph",
     "Kernels",
     "Key",
     "Memory",
@@ -28,6 +29,7 @@ __all__ = [
     "Share",
     "Slots",
     "Span",
+    "StepTable",
     "Stream",
     "Sum",
     "Tables",
@@ -211,9 +213,39 @@ class Stream(Protocol):
         """Wait until all that was queued is done."""
         ...
 
+    def begin_capture(self) -> None:
+        """Have work that this thread gives to the stream recorded from now on, and not run.
+
+        Until :meth:`end_capture` nobody may wait for the stream, ask for a point that is recorded meanwhile, or let it
+        wait for another stream; and what is recorded must not take memory, or move pageable memory of the host.
+        """
+        ...
+
+    def end_capture(self) -> Graph:
+        """Return what was recorded; the stream runs again what it is given.
+
+        Raises:
+            TransportError: something was done meanwhile that cannot be recorded.
+        """
+        ...
+
     def __enter__(self) -> object: ...
 
     def __exit__(self, *failure: object) -> None: ...
+
+
+class Graph(Protocol):
+    """Recorded work, with the addresses and arguments that it was given. It keeps no memory."""
+
+    def launch(self) -> None:
+        """Queue all of it on this thread's present stream, as one."""
+        ...
+
+    def close(self) -> None:
+        """Give it up, which NCCL's communicator must find done when it ends. What is queued is done all the same.
+        Idempotent.
+        """
+        ...
 
 
 class Gpu(Tables, Protocol):
@@ -592,6 +624,22 @@ class WholeKernels(Kernels, Protocol):
         ...
 
 
+class StepTable(Protocol):
+    """Memory of a GPU for the steps of updates, which then are read when an update runs, not when it is queued."""
+
+    rows: Sequence[Any]
+    """What a function of :meth:`Kernels.bind` takes in place of a step."""
+
+    def fits(self, step: Any) -> bool:
+        """Return whether what was queued with a row is the update that this step asks for, but for its numbers."""
+        ...
+
+    def write(self, steps: Sequence[Any]) -> None:
+        """Queue that the first rows be these steps, from the updates on that are queued next."""
+        ...
+
+
+@runtime_checkable
 class GpuKernels(Kernels, Protocol):
     """What runs on a GPU."""
 
@@ -601,6 +649,15 @@ class GpuKernels(Kernels, Protocol):
 
         Raises:
             Unsupported: there is no kernel for this codec.
+        """
+        ...
+
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
+        """Return memory for ``count`` steps of an optimizer with its present options, and compile its updates of values
+        of these dtypes, which :meth:`prepare` was called for. Local.
+
+        Raises:
+            MemoryError: there is too little.
         """
         ...
 

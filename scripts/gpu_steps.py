@@ -261,6 +261,35 @@ def host_cost() -> Numbers:
     return found
 
 
+def compiled_cost() -> Numbers:
+    """Say how long a step of a thousand keys takes to be queued: compiled, as a list, and key by key."""
+    import cupy
+
+    keys = [str(number) for number in range(1000)]
+    with store() as kv:
+        sent, outs = [cupy.ones(1024, "f4") for _ in keys], [cupy.ones(1024, "f4") for _ in keys]
+        kv.init(keys, outs)
+        kv.set_optimizer("adam")
+        step = kv.compile(keys, sent, outs)
+
+        def key_by_key() -> None:
+            for key, gradient, out in zip(keys, sent, outs, strict=True):
+                kv.pushpull(key, gradient, out=out)
+
+        for _ in range(3):
+            step()
+        assert step.captured, step.reason
+        kv.pushpull(keys, sent, out=outs)
+        key_by_key()
+        return {
+            "compiled_us": host_seconds(step, 100) * 1e6,
+            "list_us": host_seconds(lambda: kv.pushpull(keys, sent, out=outs), 100) * 1e6,
+            "key_by_key_us": host_seconds(key_by_key, 5) * 1e6,
+            "compiled_gpu_us": gpu_seconds(step) * 1e6,
+            "list_gpu_us": gpu_seconds(lambda: kv.pushpull(keys, sent, out=outs)) * 1e6,
+        }
+
+
 def kernels() -> Numbers:
     """Say at what bandwidth updates run beside a copy on the device: bytes that must move, by the time."""
     import cupy
@@ -379,6 +408,7 @@ STEPS = {
     "torch_updates": Step(torch_updates, 60),
     "large": Step(large, 40),
     "host_cost": Step(host_cost, 60),
+    "compiled_cost": Step(compiled_cost, 60),
     "staging": Step(staging, 40),
     "sums_2": Step(sums, 60, ranks=2),
     "sums_4": Step(sums, 60, ranks=4),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,14 +24,14 @@ import mpikv
 from mpikv import codecs, optimizers
 from mpikv.arrays import accumulator
 from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
-from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, rows
+from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract, RangeCodecContract
 from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
-FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu")
+FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu", "steps.cu")
 ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
@@ -213,6 +214,101 @@ class TestLaunchesOfUpdates:
         }[wrong]
         with pytest.raises(mpikv.ValueMismatch, match=r"must be contiguous, \d elements of float"):
             Emulated().bind(optimizers.SGD(momentum=0.9), arrays.pop("total"), arrays.pop("value"), arrays)
+
+
+def device_memory(arrays):
+    """Return what has memory as a GPU's, and notes it."""
+
+    def take(nbytes):
+        arrays.append(device(np.full(nbytes, 0xFF, np.uint8)))
+        return arrays[-1]
+
+    return SimpleNamespace(zeros=take)
+
+
+@pytest.mark.usefixtures("launching")
+class TestRulesOfATable:
+    """Updates whose numbers are read when they run."""
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("rule", RULES)
+    @settings(max_examples=10)
+    @given(st.data())
+    def test_same_bits_as_numpy(self, rule, dtype, data):
+        optimizer, arrays, state, updates = data.draw(training(rule, dtype))
+        table = Emulated().table(optimizer, device_memory([]), 3, [dtype])
+
+        def late(optimizer, left, right, weight, state, step):
+            update = Emulated().bind(optimizer, sum_of(left, right), weight, state)
+            other = optimizers.optimizer.Step(0.0, 0.0, (1.0,) * len(step.correction))
+            assert table.fits(step)
+            table.write([other, step])
+            update(table.rows[1])
+
+        found = run(late, optimizer, arrays, state, updates)
+        assert found == run(in_numpy, optimizer, arrays, state, updates)
+
+
+class TestTables:
+    @pytest.fixture
+    def adam(self):
+        return optimizers.Adam(learning_rate=0.5, lr_mult={"b": 0.25})
+
+    @pytest.mark.parametrize("count", [1, 2, 42, 43, 200])
+    def test_rows_lie_where_they_say(self, launches, adam, count):
+        memory = []
+        table = CudaKernels().table(adam, device_memory(memory), count, [np.dtype(np.float32)])
+        given = [adam.step("b" if row % 3 else "a", 1 + row % 5) for row in range(count)]
+        table.write(given)
+        assert len(launches) == -(-count * steps.NUMBERS // steps.WORDS)
+        (array,) = memory
+        for row, step in zip(table.rows, given, strict=True):
+            _, numbers = call_of(adam, step)
+            at = row.address - array.ctypes.data
+            assert array[at : at + len(numbers) * 8].view(np.float64).tolist() == list(numbers)
+
+    def test_what_is_there_is_not_written_again(self, launches, adam):
+        table = CudaKernels().table(adam, device_memory([]), 3, [np.dtype(np.float32)])
+        for counts, written in (
+            ([1], 1),
+            ([1], 1),
+            ([2], 2),
+            ([2, 2, 3], 3),
+            ([2], 3),
+            ([2, 2, 3], 3),
+            ([2, 2, 4], 4),
+            ([2], 4),
+        ):
+            table.write([adam.step("a", count) for count in counts])
+            assert len(launches) == written
+        adam.rescale_grad = 0.5
+        table.write([adam.step("a", 2)])
+        assert len(launches) == 5
+
+    def test_another_form_does_not_fit(self, unrun):
+        sgd = optimizers.SGD(momentum=0.5)
+        table = CudaKernels().table(sgd, device_memory([]), 1, [np.dtype(np.float32)])
+        assert table.fits(sgd.step("a", 1))
+        sgd.learning_rate = 0.125
+        assert table.fits(sgd.step("a", 2))
+        sgd.nesterov = True
+        assert not table.fits(sgd.step("a", 2))
+
+    def test_all_is_compiled_with_the_table(self, unrun, adam):
+        kinds = [np.dtype(np.float32), np.dtype(np.float16)]
+        table = CudaKernels().table(adam, device_memory([]), 1, kinds)
+        loaded = loading.kernel.cache_info().misses
+        table.write([adam.step("a", 1)])
+        for dtype in kinds:
+            value = np.zeros(3, dtype)
+            Emulated().bind(adam, np.zeros(3, np.float32), value, zeros(adam, value))(table.rows[0])
+        assert loading.kernel.cache_info().misses == loaded
+        assert [launch.expression for launch in unrun] == [
+            "write_numbers",
+            "update_late<adam_rule, float32_kind>",
+            "update_late<adam_rule, float16_kind>",
+        ]
+        assert unrun[1].arguments[0]["table"] == table.rows[0].address
 
 
 class TestPreparation:
@@ -773,6 +869,7 @@ def test_layouts(tmp_path):
         ("rows.cu", "Rows", rows.ROWS),
         ("norms.cu", "Arrays", norms.ARRAYS),
         ("layerwise.cu", "Layers", layerwise.LAYERS),
+        ("steps.cu", "Numbers", steps.WRITTEN),
         ("codes.cu", "Codes", codes.CODES),
     ]:
         lines = [f'typedef {kind} Given; printf("%zu\\n", sizeof(Given));']
@@ -785,7 +882,7 @@ def test_layouts(tmp_path):
 
 def test_constants(tmp_path):
     printed = run_program("rules.cu", ['printf("%d %d\\n", STATES, NUMBERS);'], tmp_path)
-    assert list(map(int, printed)) == [kernels.STATES, kernels.NUMBERS]
+    assert list(map(int, printed)) == [kernels.STATES, steps.NUMBERS]
     printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
     printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
@@ -793,6 +890,7 @@ def test_constants(tmp_path):
     printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
     assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
     assert norms.CELL == optimizers.BLOCK
+    assert list(map(int, run_program("steps.cu", ['printf("%d\\n", WORDS);'], tmp_path))) == [steps.WORDS]
 
 
 def test_the_numbers_of_every_form_fit():
@@ -802,7 +900,7 @@ def test_the_numbers_of_every_form_fit():
             if name in kind.options():
                 setattr(optimizer, name, 0.5 if name == "momentum" else True)
         _, numbers = call_of(optimizer, optimizer.step("key", 1))
-        assert len(numbers) <= kernels.NUMBERS
+        assert len(numbers) <= steps.NUMBERS
         assert len(optimizer.states) <= kernels.STATES
 
 
@@ -847,7 +945,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS):
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -871,7 +969,9 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
     assert not {each for each in operations if re.match(r"fma|mad\.r|.*\.(ftz|approx|full)", each)}
     floats = {each for each in operations if re.match(r"(add|sub|mul|div|sqrt)\..*f(32|64)$", each)}
     assert floats == {each for each in floats if ".rn." in each}
-    if name == "rules.cu":
+    if name == "steps.cu":
+        assert not floats
+    elif name == "rules.cu":
         assert {"sqrt.rn.f32", "sqrt.rn.f64", "div.rn.f32", "div.rn.f64"} <= floats
     elif name == "copies.cu":
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations

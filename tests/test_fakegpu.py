@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mpikv import codecs, optimizers
 from mpikv.device import DeviceMemory
-from mpikv.errors import Unsupported
-from mpikv.testing.fakegpu import FakeEvent, FakeGpu, FakeKernels, FakeStream, RaceError
+from mpikv.errors import TransportError, Unsupported
+from mpikv.testing.fakegpu import FakeEvent, FakeGpu, FakeGraph, FakeKernels, FakeStream, MisuseError, RaceError
 
 STREAMS, SIZE = 3, 4
 
@@ -216,6 +216,138 @@ def test_looking_at_arrays_is_work_that_is_waited_for(gpu):
         array.fill(np.nan)  # the host has waited for what has read it
     with pytest.raises(RaceError, match="exceeding on stream 0 reads what fill on stream 2 writes"):
         memory.exceeding((array,), 5.0)
+
+
+# --- Graphs
+
+
+def captured(stream: FakeStream, *arrays: Any) -> FakeGraph:
+    """Return a graph that adds one to arrays."""
+    stream.begin_capture()
+    for array in arrays:
+        on(stream, array)
+    return stream.end_capture()
+
+
+def test_a_graph_runs_when_it_is_launched(gpu):
+    array, stream = gpu.upload(np.zeros(4)), gpu.stream()
+    stream.wait(gpu.current().record())
+    graph = captured(stream, array, array)
+    found = np.empty(4)
+    for expected in (0, 2, 4):
+        with stream:
+            gpu.download(array, found)
+        assert (found == expected).all()
+        with stream:
+            graph.launch()
+    gpu.checker.assert_clean()
+    graph.close()
+    with stream, pytest.raises(TransportError, match="was given up"):
+        graph.launch()
+
+
+def test_what_a_graph_does_is_in_the_order_of_the_stream_it_is_launched_on(gpu):
+    array, (first, second) = gpu.upload(np.zeros(4)), (gpu.stream(), gpu.stream())
+    gpu.current().synchronize()
+    graph = captured(first, array)
+    with second:
+        graph.launch()
+    with pytest.raises(RaceError, match="add on stream 1 reads what add on stream 2 writes"):
+        on(first, array)
+    with first, pytest.raises(RaceError, match="add on stream 1"):
+        graph.launch()
+
+
+def test_a_graph_keeps_no_memory(gpu):
+    array, stream = gpu.upload(np.zeros(4)), gpu.stream()
+    gpu.current().synchronize()
+    graph = captured(stream, array)
+    del array
+    with stream, pytest.raises(MisuseError, match="add of a graph uses memory that was freed"):
+        graph.launch()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda gpu, stream, before: stream.synchronize(), "a stream is waited for in a capture"),
+        (lambda gpu, stream, before: before.done, "an event is asked for in a capture"),
+        (lambda gpu, stream, before: stream.wait(before), "waits for an event, and one of both is in a capture"),
+        (lambda gpu, stream, before: gpu.empty((3,), np.dtype("f4")), "memory is taken, which no graph keeps"),
+        (lambda gpu, stream, before: gpu.upload(np.zeros(3)), "memory of the host is copied in a capture"),
+        (lambda gpu, stream, before: gpu.zeros(3), "memory is taken"),
+        (lambda gpu, stream, before: stream.begin_capture(), "a capture begins on <FakeStream 1>"),
+        (lambda gpu, stream, before: captured(gpu.stream()).launch(), "a graph is launched in a capture"),
+    ],
+)
+def test_what_a_capture_forbids(gpu, wrong, said):
+    stream = gpu.stream()
+    before = stream.record()
+    stream.begin_capture()
+    with stream, pytest.raises(MisuseError, match=said):
+        wrong(gpu, stream, before)
+
+
+def test_a_download_and_events_of_a_capture(gpu):
+    array, stream = gpu.upload(np.zeros(4)), gpu.stream()
+    stream.begin_capture()
+    with stream, pytest.raises(MisuseError, match="memory of the host is copied"):
+        gpu.download(array, np.empty(4))
+    event = stream.record()
+    with pytest.raises(MisuseError, match="waits for an event"):
+        gpu.current().wait(event)
+    stream.end_capture()
+    with pytest.raises(MisuseError, match="was recorded in a capture"):
+        assert event.done
+    with pytest.raises(MisuseError, match="a capture ends on"):
+        stream.end_capture()
+    with pytest.raises(MisuseError, match="a capture begins on <FakeStream 0>"):
+        gpu.current().begin_capture()
+
+
+def test_a_table_is_read_when_an_update_runs(gpu):
+    memory, sgd = DeviceMemory(gpu), optimizers.SGD(learning_rate=0.5, momentum=0.5)
+    kernels, stream = FakeKernels(gpu), memory.stream
+    total, value, state = (gpu.upload(np.ones(3)) for _ in range(3))
+    table = kernels.table(sgd, memory, 1, [np.dtype(np.float64)])
+    update = kernels.bind(sgd, total, value, {"momentum": state})
+    stream.wait(gpu.current().record())
+    graph = memory.record(in_stream, stream, update, table.rows[0])
+    with stream, pytest.raises(MisuseError, match="was queued as momentum and is run for None"):
+        graph.launch()
+    for rate in (0.5, 0.25):
+        sgd.learning_rate = rate
+        with stream:
+            total.fill(1)
+            table.write([sgd.step("w", 1)])
+            graph.launch()
+    # The momentum of 1 becomes 0.5 - 0.5, and that -0.25.
+    assert (memory.to_host(value) == 0.75).all()
+    with stream:
+        graph.launch()
+    with gpu.stream(), pytest.raises(RaceError, match="write steps on stream 2 writes what update on stream 1 reads"):
+        table.write([sgd.step("w", 3)])
+    sgd.nesterov = True
+    with stream:
+        table.write([sgd.step("w", 2)])
+        with pytest.raises(MisuseError, match="was queued as momentum and is run for Step"):
+            graph.launch()
+
+
+def in_stream(stream: FakeStream, run: Any, *arguments: Any) -> None:
+    with stream:
+        run(*arguments)
+
+
+def test_a_capture_that_fails_is_over(gpu):
+    memory = DeviceMemory(gpu)
+    with pytest.raises(ZeroDivisionError):
+        memory.record(lambda: 1 / 0)
+    assert memory.stream.capture is None
+    gpu.capture_fails = "why not"
+    with pytest.raises(TransportError, match="could not be recorded: why not"):
+        memory.record(lambda: None)
+    assert not memory.recording
 
 
 steps = st.lists(

@@ -6,7 +6,7 @@ those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,16 @@ import numpy as np
 from ..errors import Unsupported
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer, Step
-from ..typing import Array, Codec, Updater, Whole
+from ..typing import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaRanges
 from .copies import copy, prepare
 from .loading import Kernel, address_of, kernel
+from .steps import NUMBERS, Row, Table
 
 __all__ = ["UPDATE", "CudaKernels"]
 
-STATES, NUMBERS = 3, 12
+STATES = 3
 UPDATE = np.dtype(
     [
         ("total", np.uintp),
@@ -31,6 +32,7 @@ UPDATE = np.dtype(
         ("state", np.uintp, STATES),
         ("size", np.int64),
         ("numbers", np.float64, NUMBERS),
+        ("table", np.uintp),
     ],
     align=True,
 )
@@ -105,6 +107,14 @@ class CudaKernels:
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # where a library adds, there is one term
 
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
+        assert isinstance(updater, Optimizer)
+        _refuse_unknown(updater)
+        table = Table(updater, memory.zeros(Table.nbytes(count)), count)
+        for dtype in dtypes:
+            _kernel_of(table.form, dtype.name, "update_late")
+        return table
+
     def codec(self, codec: Codec) -> Codec:
         """Return a codec of the same payloads for CuPy's arrays; compile it, or load it.
 
@@ -155,16 +165,22 @@ class _Update:
         for place, name in enumerate(optimizer.states):
             given["state"][place] = address_of(name, state[name], slots[name], value.size)
 
-    def __call__(self, step: Step) -> None:
-        # Options may have changed since the last call.
-        form, numbers = call_of(self._optimizer, step)
-        self._numbers[: len(numbers)] = numbers
-        if self._blocks:
-            _kernel_of(form, self._dtype)((self._blocks,), (THREADS,), (self._arguments,))
+    def __call__(self, step: Step | Row) -> None:
+        if not self._blocks:
+            return
+        if isinstance(step, Row):
+            self._arguments["table"] = step.address
+            run = _kernel_of(step.form, self._dtype, "update_late")
+        else:
+            # Options may have changed since the last call.
+            form, numbers = call_of(self._optimizer, step)
+            self._numbers[: len(numbers)] = numbers
+            run = _kernel_of(form, self._dtype)
+        run((self._blocks,), (THREADS,), (self._arguments,))
 
 
-def _kernel_of(form: str, dtype: str) -> Kernel:
-    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind>")
+def _kernel_of(form: str, dtype: str, name: str = "update") -> Kernel:
+    return kernel("rules.cu", f"{name}<{form}_rule, {dtype}_kind>")
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:

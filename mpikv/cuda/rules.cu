@@ -13,6 +13,7 @@ template <class Kind> struct Update {
     typename Kind::computed* state[STATES];
     long long size;
     double numbers[NUMBERS];  // scale, bound, wd, and those of the form
+    const double* table;      // the same, in memory
 };
 
 // --- Parts
@@ -205,11 +206,11 @@ template <class T> struct ftrl_rule : Decoupled<T> {
 
 // --- The walk
 
-template <template <class> class Rule, class Kind> __global__ void update(const GRID_CONSTANT Update<Kind> given) {
+template <template <class> class Rule, class Kind> INNER void walk(const Update<Kind>& given, const double* numbers) {
     typedef typename Kind::computed T;
-    const Rule<T> rule(given.numbers);
-    const T scale = (T)given.numbers[0], bound = (T)given.numbers[1], wd = (T)given.numbers[2];
-    const bool decays = Rule<T>::coupled && given.numbers[2] != 0;
+    const Rule<T> rule(numbers);
+    const T scale = (T)numbers[0], bound = (T)numbers[1], wd = (T)numbers[2];
+    const bool decays = Rule<T>::coupled && numbers[2] != 0;
     const long long stride = (long long)gridDim.x * blockDim.x;
 #pragma unroll 1  // a thread has few elements: to count them in advance would take a division
     for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < given.size; i += stride) {
@@ -222,4 +223,13 @@ template <template <class> class Rule, class Kind> __global__ void update(const 
         if (given.master) given.master[i] = changed;
         given.value[i] = Kind::narrow(changed);
     }
+}
+
+template <template <class> class Rule, class Kind> __global__ void update(const GRID_CONSTANT Update<Kind> given) {
+    walk<Rule>(given, given.numbers);
+}
+
+// The numbers are read when it runs: what is recorded in a graph has the same arguments each time.
+template <template <class> class Rule, class Kind> __global__ void update_late(const GRID_CONSTANT Update<Kind> given) {
+    walk<Rule>(given, given.table);
 }

@@ -6,6 +6,9 @@ joins them. An access that is not ordered after the last conflicting one is a :c
 it; so is memory that goes back to its allocator while a use of it is not ordered before the stream of its allocation,
 whose next work may be given it.
 
+Work on a stream that is captured is recorded, and checked and done at each launch of its graph; what CUDA forbids
+meanwhile is a :class:`MisuseError`.
+
 Source: happens-before by vector clocks, as in Flanagan and Freund, "FastTrack: Efficient and Precise Dynamic Race
 Detection", PLDI 2009.
 """
@@ -17,7 +20,8 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,11 +29,24 @@ import numpy as np
 
 from ..arrays import accumulator
 from ..cuda.codes import code_of
-from ..errors import Unsupported
+from ..errors import TransportError, Unsupported
 from ..optimizers import BLOCK
-from ..typing import Array, RangeCodec, Updater
+from ..optimizers.forms import call_of
+from ..optimizers.optimizer import Optimizer
+from ..typing import Array, Memory, RangeCodec, Updater
 
-__all__ = ["Checker", "FakeArray", "FakeEvent", "FakeGpu", "FakeKernels", "FakeStream", "MisuseError", "RaceError"]
+__all__ = [
+    "Checker",
+    "FakeArray",
+    "FakeEvent",
+    "FakeGpu",
+    "FakeGraph",
+    "FakeKernels",
+    "FakeStream",
+    "FakeTable",
+    "MisuseError",
+    "RaceError",
+]
 
 _ALIGNMENT = 256
 _FIRST_ADDRESS = 0x7F00_0000_0000
@@ -154,6 +171,41 @@ class Block:
         self._gpu.released(self)
 
 
+class Recorded(NamedTuple):
+    """Work that was recorded."""
+
+    work: str
+    uses: Sequence[tuple[weakref.ref[Block], int, int, bool]]
+    """As :meth:`Checker.work` is given them, but that a graph keeps no memory."""
+    run: Callable[[], object]
+    """Does it, with numpy's arrays."""
+
+
+class FakeGraph:
+    """Recorded work."""
+
+    def __init__(self, gpu: FakeGpu, stream: FakeStream) -> None:
+        self._gpu, self.stream = gpu, stream
+        self.works: list[Recorded] = []
+        self.closed = False
+
+    def launch(self) -> None:
+        if self.closed:
+            raise TransportError(f"what was recorded on {self._gpu.name} was given up")
+        stream = self._gpu.current()
+        if stream.capture is not None:
+            raise MisuseError("a graph is launched in a capture")
+        for work, uses, run in self.works:
+            found = [(block(), *use) for block, *use in uses]
+            if lost := [block for block, *_ in found if block is None]:
+                raise MisuseError(f"{work} of a graph uses memory that was freed ({len(lost)} allocations)")
+            self._gpu.checker.work(stream, work, found)  # type: ignore[arg-type]  # none is None
+            run()
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class Blocker:
     """Work that does not come to its end as long as ``blocked``."""
 
@@ -164,13 +216,18 @@ class Blocker:
 class FakeEvent:
     """A point in the work of a stream."""
 
-    def __init__(self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker]) -> None:
-        self.clock, self.blockers = clock, tuple(blockers)
+    def __init__(
+        self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker], capture: FakeGraph | None = None
+    ) -> None:
+        self.clock, self.blockers, self.capture = clock, tuple(blockers), capture
         self._gpu, self._lag = gpu, gpu.lag
 
     @property
     def done(self) -> bool:
         self._gpu.check_used("an event is asked for")
+        self._gpu.check_running("an event is asked for")
+        if self.capture is not None:
+            raise MisuseError("an event is asked for that was recorded in a capture")
         if any(blocker.blocked for blocker in self.blockers):
             return False
         if self._lag:
@@ -190,21 +247,41 @@ class FakeStream:
         self.handle = number << 12
         self.clock = Clock()
         self.blockers: list[Blocker] = []
+        self.capture: FakeGraph | None = None
+        """What work is recorded in, as long as it is."""
         self._gpu = gpu
+
+    def begin_capture(self) -> None:
+        if not self.handle or self.capture is not None:
+            raise MisuseError(f"a capture begins on {self!r}, the default stream or one that is captured")
+        self.capture = FakeGraph(self._gpu, self)
+
+    def end_capture(self) -> FakeGraph:
+        graph, self.capture = self.capture, None
+        if graph is None:
+            raise MisuseError(f"a capture ends on {self!r} that did not begin")
+        if self._gpu.capture_fails:
+            raise TransportError(f"work of {self._gpu.name} could not be recorded: {self._gpu.capture_fails}")
+        return graph
 
     def record(self) -> FakeEvent:
         checker = self._gpu.checker
+        if self.capture is not None:
+            return FakeEvent(self._gpu, Clock(), (), self.capture)
         with checker.lock:
             checker.work(self, "record", ())
             return FakeEvent(self._gpu, Clock(self.clock), self.blockers)
 
     def wait(self, event: FakeEvent) -> None:
+        if self.capture is not event.capture:
+            raise MisuseError(f"{self!r} waits for an event, and one of both is in a capture")
         with self._gpu.checker.lock:
             self.clock.join(event.clock)
             self.blockers += [blocker for blocker in event.blockers if blocker.blocked]
 
     def synchronize(self) -> None:
         self._gpu.check_used("a stream is waited for")
+        self._gpu.check_running("a stream is waited for")
         while any(blocker.blocked for blocker in self.blockers):
             time.sleep(1e-3)
         self.blockers.clear()
@@ -290,8 +367,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out
 
     def fill(self, value: Any) -> None:
-        self._gpu.launch("fill", [], [self])
-        self._beneath.fill(value)
+        self._gpu.launch("fill", [], [self], partial(self._beneath.fill, value))
 
     def __getitem__(self, index: Any) -> FakeArray:
         beneath = self._beneath[index]
@@ -305,8 +381,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         out = self[index]
         value = _beneath(value)
-        self._gpu.launch("setitem", value.arrays, [out])
-        out._beneath[...] = value.content
+        self._gpu.launch("setitem", value.arrays, [out], partial(out._beneath.__setitem__, ..., value.content))
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
@@ -327,22 +402,21 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             # Made where it is known how large it is: by numpy, on the side.
             result = np.asarray(getattr(ufunc, method)(*(value.content for value in given), **options))
             out = self._gpu.empty(result.shape, result.dtype)
-            self._gpu.launch(ufunc.__name__, reads, [out])
-            out._beneath[...] = result
+            self._gpu.launch(ufunc.__name__, reads, [out], partial(out._beneath.__setitem__, ..., result))
             return out
         (out,) = outs
         if not isinstance(out, FakeArray):
             raise TypeError(f"out is a {type(out).__name__}")
-        self._gpu.launch(ufunc.__name__, reads, [out])
-        getattr(ufunc, method)(*(value.content for value in given), out=out._beneath, **options)
+        compute = partial(getattr(ufunc, method), *(value.content for value in given), out=out._beneath, **options)
+        self._gpu.launch(ufunc.__name__, reads, [out], compute)
         return out
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
         if function is np.copyto:
             target, source = arguments
             value = _beneath(source)
-            self._gpu.launch("copyto", value.arrays, [target])
-            np.copyto(target._beneath, value.content, **options)
+            copy = partial(np.copyto, target._beneath, value.content, **options)
+            self._gpu.launch("copyto", value.arrays, [target], copy)
             return None
         if function is np.may_share_memory:
             return np.may_share_memory(*(_beneath(value).content for value in arguments))
@@ -386,6 +460,8 @@ class FakeGpu:
         self.checker = Checker()
         self.allocations = 0
         """How many allocations there were."""
+        self.capture_fails = ""
+        """Why captures cannot be ended, where a test wants that."""
         self._numbers = itertools.count(1)
         self._next = _FIRST_ADDRESS
         self._blocks: dict[int, weakref.ref[Block]] = {}
@@ -401,6 +477,11 @@ class FakeGpu:
         """Raise if it is not the GPU of the present thread."""
         if not getattr(self._threads, "used", False):
             raise MisuseError(f"{what} in a thread that has not chosen its GPU")
+
+    def check_running(self, what: str) -> None:
+        """Raise if the work of this thread's present stream is recorded."""
+        if self.current().capture is not None:
+            raise MisuseError(f"{what} in a capture")
 
     @property
     def entered(self) -> list[FakeStream]:
@@ -423,6 +504,7 @@ class FakeGpu:
         return self._streams.get(handle)
 
     def _block(self, nbytes: int) -> Block:
+        self.check_running("memory is taken, which no graph keeps,")
         with self.checker.lock:
             block = Block(self, nbytes, self._next)
             self._blocks[block.base] = weakref.ref(block)
@@ -466,17 +548,18 @@ class FakeGpu:
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
 
     def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:
+        self.check_running("memory of the host is copied")
         if out is None:
             out = self.empty(array.shape, array.dtype)
         if (array.shape, array.dtype) != (out.shape, out.dtype):
             raise TypeError(f"{out!r} does not fit {array.dtype}{list(array.shape)}")
-        self.launch("upload", [], [out])
-        out._beneath[...] = array
+        self.launch("upload", [], [out], partial(out._beneath.__setitem__, ..., array))
         return out
 
     def download(self, array: FakeArray, out: Array) -> None:
         if (array.shape, array.dtype) != (out.shape, out.dtype):
             raise TypeError(f"{array!r} does not fit {out.dtype}{list(out.shape)}")
+        self.check_running("memory of the host is copied")
         self.launch("download", [array], [])
         self.current().synchronize()
         out[...] = array._beneath
@@ -509,13 +592,11 @@ class FakeGpu:
         return array._block.base + _bytes(array)[0]
 
     def copy(self, targets: Sequence[FakeArray], sources: Sequence[FakeArray]) -> None:
-        self.launch("copy", sources, targets)
         for target, source in zip(targets, sources, strict=True):
             if target.shape != source.shape:
                 raise ValueError(f"copy of {source!r} to {target!r}")
-            # A GPU casts without a word, too.
-            with np.errstate(all="ignore"):
-                np.copyto(target._beneath, source._beneath, casting="unsafe")
+        pairs = [(target._beneath, source._beneath) for target, source in zip(targets, sources, strict=True)]
+        self.launch("copy", sources, targets, partial(_copy, pairs))
 
     def exceeding(self, arrays: Sequence[FakeArray], bound: float) -> Sequence[bool]:
         self.launch("exceeding", arrays, [])
@@ -539,50 +620,92 @@ class FakeGpu:
             out = self.empty((ids.size, *table.shape[1:]), table.dtype)
         if (out.shape, out.dtype) != ((ids.size, *table.shape[1:]), table.dtype):
             raise TypeError(f"{ids.size} rows of {table!r} do not fit {out!r}")
-        self._launch_rows("take_rows", [table], [out], ids)
-        out._beneath[...] = table._beneath[ids._beneath]
+        into, beneath, numbers = out._beneath, table._beneath, ids._beneath
+        self._launch_rows("take_rows", [table], [out], ids, lambda: np.copyto(into, beneath[numbers]))
         return out
 
     def put_rows(self, table: FakeArray, ids: Any, rows: FakeArray | None) -> None:
         ids = _unique(self._uploaded(ids))
         if rows is not None and rows.dtype != table.dtype:
             rows = rows.astype(table.dtype)
-        self._launch_rows("put_rows", [] if rows is None else [rows], [table], ids)
-        table._beneath[ids._beneath] = 0 if rows is None else rows._beneath
+        into, values, numbers = table._beneath, 0 if rows is None else rows._beneath, ids._beneath
+        reads = [] if rows is None else [rows]
+        self._launch_rows("put_rows", reads, [table], ids, lambda: into.__setitem__(numbers, values))
 
     def add_rows(self, table: FakeArray, ids: Any, rows: FakeArray) -> None:
         ids = _unique(self._uploaded(ids))
         if table.dtype not in (rows.dtype, accumulator(rows.dtype)):
             raise TypeError(f"{rows!r} is not added to {table!r}")
-        self._launch_rows("add_rows", [table, rows], [table], ids)
-        table._beneath[ids._beneath] += rows._beneath
+        into, values, numbers = table._beneath, rows._beneath, ids._beneath
+
+        def add() -> None:
+            with np.errstate(all="ignore"):
+                into[numbers] += values
+
+        self._launch_rows("add_rows", [table, rows], [table], ids, add)
 
     def sum_runs(self, rows: FakeArray, order: Array, starts: Array) -> FakeArray:
         total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
-        self._launch_rows("sum_runs", [rows], [total], self.upload(np.concatenate([order, starts])))
-        sums = rows._beneath[order[starts]].astype(accumulator(rows.dtype))
-        for place, run in enumerate(np.split(order, starts[1:])):
-            for number in run[1:]:
-                sums[place] += rows._beneath[number]
-        total._beneath[...] = sums
+        into, values = total._beneath, rows._beneath
+
+        def add() -> None:
+            with np.errstate(all="ignore"):
+                sums = values[order[starts]].astype(accumulator(values.dtype))
+                for place, run in enumerate(np.split(order, starts[1:])):
+                    for number in run[1:]:
+                        sums[place] += values[number]
+                into[...] = sums
+
+        self._launch_rows("sum_runs", [rows], [total], self.upload(np.concatenate([order, starts])), add)
         return total
 
-    def _launch_rows(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray], ids: FakeArray) -> None:
-        """Note work on rows of contiguous arrays."""
+    def _launch_rows(
+        self,
+        work: str,
+        reads: Sequence[FakeArray],
+        writes: Sequence[FakeArray],
+        ids: FakeArray,
+        run: Callable[[], object],
+    ) -> None:
+        """Give work on rows of contiguous arrays to the present stream."""
         if ids.dtype != np.int64:
             raise TypeError(f"{work} of rows whose numbers are {ids.dtype}")
         for array in (*reads, *writes, ids):
             if not array.flags.c_contiguous:
                 raise MisuseError(f"{work} of {array!r}, which is not contiguous")
-        self.launch(work, [*reads, ids], writes)
+        self.launch(work, [*reads, ids], writes, run)
 
-    def launch(self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray]) -> None:
-        """Note work on this thread's present stream."""
+    def launch(
+        self,
+        work: str,
+        reads: Sequence[FakeArray],
+        writes: Sequence[FakeArray],
+        run: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Give work to this thread's present stream, that ``run`` does, which knows no arrays of the GPU."""
         uses = [(array, writing) for arrays, writing in ((reads, False), (writes, True)) for array in arrays]
         for array, _ in uses:
             if not self.owns(array):
                 raise TypeError(f"{work}: {type(array).__name__} is no array of {self.name}")
-        self.checker.work(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses])
+        self.queue(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses], run)
+
+    def queue(
+        self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]], run: Callable[[], object]
+    ) -> None:
+        """Do work on a stream, that uses bytes of allocations, or record it."""
+        if stream.capture is None:
+            self.checker.work(stream, work, uses)
+            run()
+        else:
+            kept = [(weakref.ref(block), low, high, writes) for block, low, high, writes in uses]
+            stream.capture.works.append(Recorded(work, kept, run))
+
+
+def _copy(pairs: Sequence[tuple[Array, Array]]) -> None:
+    # A GPU casts without a word, too.
+    with np.errstate(all="ignore"):
+        for target, source in pairs:
+            np.copyto(target, source, casting="unsafe")
 
 
 def _unique(ids: FakeArray) -> FakeArray:
@@ -620,9 +743,10 @@ class FakeKernels:
         update = updater.bind(total._beneath, value._beneath, beneath)
 
         def launch(step: Any) -> None:
+            late = isinstance(step, FakeRow)
+            run = partial(step.cell.run, update) if late else partial(update, step)
             # An updater may overwrite the sum.
-            self._gpu.launch("update", [], [total, value, *state.values()])
-            update(step)
+            self._gpu.launch("update", [step.memory] if late else [], [total, value, *state.values()], run)
 
         return launch
 
@@ -635,11 +759,16 @@ class FakeKernels:
         ]
 
         def launch(steps: Sequence[Any]) -> None:
-            self._gpu.launch("update of whole values", [], arrays)
+            self._gpu.launch("update of whole values", [], arrays, partial(run, steps))
+
+        def run(steps: Sequence[Any]) -> None:
             for step, (total, value, state) in zip(steps, beneath, strict=True):
                 updater.update(step, total, value, state)
 
         return launch
+
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> FakeTable:
+        return FakeTable(self._gpu, updater, memory, count)
 
     def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
         return None
@@ -667,9 +796,66 @@ class FakeRanges:
 
     def encode(self, gradient: FakeArray, payload: FakeArray, residual: FakeArray | None = None) -> None:
         kept = [] if residual is None else [residual]
-        self._gpu.launch("encode", [gradient, *kept], [payload, *kept])
-        self.codec.encode(gradient._beneath, payload._beneath, None if residual is None else residual._beneath)
+        arrays = gradient._beneath, payload._beneath, None if residual is None else residual._beneath
+        self._gpu.launch("encode", [gradient, *kept], [payload, *kept], partial(self.codec.encode, *arrays))
 
     def decode_add(self, payload: FakeArray, total: FakeArray) -> None:
-        self._gpu.launch("decode_add", [payload, total], [total])
-        self.codec.decode_add(payload._beneath, total._beneath)
+        decode = partial(self.codec.decode_add, payload._beneath, total._beneath)
+        self._gpu.launch("decode_add", [payload, total], [total], decode)
+
+
+class Form:
+    """Which form of an optimizer's rule its present options ask for."""
+
+    def __init__(self, updater: Updater) -> None:
+        assert isinstance(updater, Optimizer)
+        self._optimizer = updater
+        self.name = call_of(updater, updater.step("", 1))[0]
+
+    def fits(self, step: Any) -> bool:
+        """Return whether the options of now ask for the same."""
+        return call_of(self._optimizer, step)[0] == self.name
+
+
+class Cell:
+    """What a row of a table holds. It keeps no memory."""
+
+    def __init__(self, form: Form) -> None:
+        self.step: Any = None
+        self._form = form
+
+    def run(self, update: Callable[[Any], None]) -> None:
+        """Update by the step."""
+        if self.step is None or not self._form.fits(self.step):
+            raise MisuseError(f"an update was queued as {self._form.name} and is run for {self.step}")
+        update(self.step)
+
+
+class FakeRow(NamedTuple):
+    """Stands for a step that an update finds when it runs."""
+
+    memory: Any
+    cell: Cell
+
+
+class FakeTable:
+    """The :class:`~mpikv.typing.StepTable` of :class:`FakeKernels`. As in a kernel's launch, which form of a rule runs
+    is settled when the update is queued.
+    """
+
+    def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:
+        self._gpu, self._form = gpu, Form(updater)
+        self._memory: Any = memory.zeros(count)
+        self.rows = [FakeRow(self._memory[row : row + 1], Cell(self._form)) for row in range(count)]
+
+    def fits(self, step: Any) -> bool:
+        return self._form.fits(step)
+
+    def write(self, steps: Sequence[Any]) -> None:
+        cells = [row.cell for row in self.rows[: len(steps)]]
+
+        def write() -> None:
+            for cell, step in zip(cells, steps, strict=True):
+                cell.step = step
+
+        self._gpu.launch("write steps", [], [self._memory[: len(steps)]], write)

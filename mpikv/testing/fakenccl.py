@@ -10,13 +10,15 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 
 from ..arrays import bfloat16
 from ..typing import Array
-from .fakegpu import Blocker, FakeGpu, FakeStream, MisuseError
+from .fakegpu import Blocker, FakeGpu, FakeGraph, FakeStream, MisuseError
 
 __all__ = ["FakeCommunicator", "FakeNccl", "MisuseError", "NcclError"]
 
@@ -64,6 +66,13 @@ class Operation(NamedTuple):
     send: Part | None
     recv: Part | None
     stream: FakeStream
+    capture: int = 0
+    """The number of the communicator's capture in which it was recorded. All ranks must launch the same one."""
+
+    def recorded(self, capture: int) -> Operation:
+        """Return what a graph keeps of it, which is no memory."""
+        send, recv = (part and part._replace(use=(None, 0, 0, False)) for part in (self.send, self.recv))
+        return self._replace(send=send, recv=recv, capture=capture)
 
     @property
     def uses(self) -> list[tuple[Any, int, int, bool]]:
@@ -194,6 +203,8 @@ class FakeCommunicator:
         self._size, self._rank, self.state = ndev, rank, "in use"
         self._stuck = Blocker()
         self._stuck.blocked = False
+        self._graphs: WeakSet[FakeGraph] = WeakSet()
+        self._captures = 0
         if (rank, ndev) != ((self._comm.rank, self._comm.size) if self._comm else (0, 1)):
             raise MisuseError(f"rank {rank} of {ndev} is not what the group of ranks has")
         others = [other for other in range(ndev) if other != rank]
@@ -224,12 +235,21 @@ class FakeCommunicator:
         self._check_in_use("destroy")
         if self._stuck.blocked:
             raise MisuseError("destroy with work that never comes to its end waits for ever")
+        self._check_graphs("destroy")
         self.state = "destroyed"
+
+    def _check_graphs(self, call: str) -> None:
+        """Note a graph that uses this communicator, whose end then waits for ever. An abort is made where nobody sees
+        what it raises.
+        """
+        if any(not graph.closed for graph in self._graphs):
+            self._gpu.checker.faults.append(f"{call} with a graph that uses the communicator waits for ever")
 
     def abort(self) -> None:
         self._gpu.check_used("a communicator is aborted")
         if not self._nccl.abort_returns:
             self._nccl.released.wait()
+        self._check_graphs("abort")
         self.state, self._stuck.blocked = "aborted", False
 
     def allReduce(  # noqa: N802
@@ -315,17 +335,24 @@ class FakeCommunicator:
         return Part(address, content, (block, start, start + nbytes, writes))
 
     def carry_out(self, operations: Sequence[Operation], sticks: bool) -> None:
-        """Do what one call, or all calls of a group, say."""
+        """Do what one call, or all calls of a group, say; or record it, where the stream is captured."""
         stream = operations[0].stream
         if any(operation.stream is not stream for operation in operations):
             raise MisuseError("a group uses several streams")
         check_apart(operations)
-        self._gpu.checker.work(
-            stream,
-            " + ".join(operation.name for operation in operations),
-            [use for op in operations for use in op.uses],
-        )
-        received = None
+        name, uses = " + ".join(op.name for op in operations), [use for op in operations for use in op.uses]
+        if (graph := stream.capture) is not None:
+            if graph not in self._graphs:
+                self._captures += 1
+                self._graphs.add(graph)
+            operations = [operation.recorded(self._captures) for operation in operations]
+        self._gpu.queue(stream, name, uses, partial(self._run, operations, sticks))
+
+    def _run(self, operations: Sequence[Operation], sticks: bool) -> None:
+        self._check_in_use(operations[0].name)
+        received, stream = None, self._gpu.current()
+        if not operations[0].capture:
+            stream = operations[0].stream
         if not sticks and not self._stuck.blocked:
             wanted = {peer for peer in range(self._size) if peer != self._rank and concerns(operations, peer)}
             received = self._exchange({peer: message(operations, peer) for peer in wanted}, wanted)
@@ -345,14 +372,16 @@ class FakeCommunicator:
                 assert operation.recv is not None
                 if operation.peer not in streams:
                     raise MisuseError("a rank receives from itself what it does not send")
-                operation.recv.content[:] = streams[operation.peer].take("send", operation.said, operation.recv)
+                said = (*operation.said, operation.capture)
+                operation.recv.content[:] = streams[operation.peer].take("send", said, operation.recv)
         for incoming in streams.values():
             incoming.check_empty()
 
     def _result(self, operation: Operation, incoming: Sequence[Incoming]) -> Array:
         """Return what a collective operation brings to this rank; every rank's part of it is taken."""
         dtype = _dtype(operation.said[1])
-        parts = [told.take(operation.name, operation.said).view(dtype) for told in incoming]
+        said = (*operation.said, operation.capture)
+        parts = [told.take(operation.name, said).view(dtype) for told in incoming]
         if operation.name == "broadcast":
             return parts[operation.said[3]]
         if operation.name == "allGather":
@@ -453,6 +482,7 @@ def message(operations: Sequence[Operation], peer: int) -> tuple[Any, bytes]:
     told += [operation for operation in operations if operation.peer == peer and operation.name == "send"]
     contents = [b"" if operation.send is None else operation.send.content.tobytes() for operation in told]
     said = [
-        [operation.name, list(operation.said), len(content)] for operation, content in zip(told, contents, strict=True)
+        [operation.name, [*operation.said, operation.capture], len(content)]
+        for operation, content in zip(told, contents, strict=True)
     ]
     return said, b"".join(contents)

@@ -129,7 +129,8 @@ class NcclTransport:
         # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
         self._watchdog = Watchdog(waiting, self._gpu.use, self._check_async, self._fail)
-        memory.watch(self._check, self.abandon)
+        self._device = memory
+        memory.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
         self.turn = 0
@@ -374,6 +375,8 @@ class NcclTransport:
         held = self._queueing.acquire(timeout=_PATIENCE)
         try:
             comm, self._comm = self._comm, None
+            # The end of a communicator waits for that of all graphs that use it.
+            self._device.drop_graphs()
             if comm is not None:
                 _abort(comm, self._gpu.use)
         finally:
@@ -384,11 +387,14 @@ class NcclTransport:
 
     @contextmanager
     def _queued(self, call: str) -> Iterator[Any]:
-        """Give a block the communicator, and look after what it queues."""
+        """Give a block the communicator, and look after what it queues, unless that is recorded to be queued later."""
         work = Work(call)
         try:
             with self._queueing:
                 self._check()
+                if self._device.recording:
+                    yield self._comm
+                    return
                 self._watchdog.look_after(work)
                 yield self._comm
                 work.event = self._stream.record()

@@ -1,0 +1,257 @@
+"""A pushpull that is made again and again, which a GPU is given as one piece of work.
+
+On a GPU the first call queues it as it will be recorded, so that all is compiled and connected; the second records it
+in a CUDA graph, and launches that, as do those that follow. Numbers that change from call to call, as an optimizer's
+rate, are read from memory, to which each call writes them first. All else is as in any call: ranks compare what they
+call, which includes that all of them record it, or launch what they have recorded together, as NCCL wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .agreement import Agreement, Call
+from .arrays import is_array, lies_on_host
+from .calls import Calls, Fixed, Prepared
+from .device import DeviceMemory
+from .exchange import Arrays, Exchange, Steps
+from .keys import parse
+from .plan import Plan, digest
+from .rowsparse import RowSparse
+from .typing import Graph, StepTable
+
+__all__ = ["Compiled"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What is known on a GPU of a call, until it is to be forgotten. It keeps what the GPU uses."""
+
+    plan: Plan
+    sources: Arrays | None
+    """None where the buffers are pushed."""
+    targets: Arrays
+    result: Any
+    lack: str
+    """Why it cannot be recorded."""
+    agreed: bool = False
+    """Whether all ranks know whether all can record it."""
+    table: StepTable | None = None
+    uniform: bool = True
+    """Whether all keys are updated by one step."""
+    ready: bool = False
+    """Whether it was queued once as it will be recorded."""
+    graph: Graph | None = None
+
+    def suits(self, steps: Steps, by_key: bool) -> bool:
+        """Return whether what was queued makes the updates that are to be made now, given other numbers. ``by_key``:
+        keys have steps of their own, which may be equal for once, as where a schedule ends at zero.
+        """
+        alike = steps.uniform is self.uniform or (by_key and not self.uniform)
+        return alike and (self.table is None or self.table.fits(steps.each[0]))
+
+
+class Compiled:
+    """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.compile`, and
+    called without arguments.
+
+    Collective: every rank calls it, in the order of its other calls. It pushes what its arrays hold then, fills what it
+    was given to fill, and returns what :meth:`mpikv.KVStore.pushpull` returned. It raises what that raises; ranks that
+    make other calls, or call another of these, all raise ``RankMismatch``.
+    """
+
+    def __init__(
+        self,
+        given: Fixed,
+        number: int,
+        door: Callable[[str, Callable[[], Prepared]], Any],
+        parts: tuple[Calls, Exchange, Agreement],
+        rank: int,
+        joining: Callable[[], bool],
+    ) -> None:
+        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks."""
+        self._given, self._number, self._joining = given, number, joining
+        self._door = door
+        self._calls, self._exchange, self._agreement = parts
+        self._rank, self._size = rank, self._exchange.transport.size
+        memory = self._exchange.transport.memory
+        self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
+        self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
+        self._known: _Known | None = None
+        # The call that was described last, how, and that description.
+        self._told: tuple[Call | None, str, Call | None] = (None, "", None)
+        self._exchange.forgetful.add(self)
+
+    def forget(self) -> None:
+        """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
+        self._known, self._told = None, (None, "", None)
+
+    def __call__(self) -> Any:
+        """Push and pull. Collective."""
+        result = self._door("pushpull", self._prepare)
+        return result if self._given.result is None else self._given.result
+
+    @property
+    def captured(self) -> bool:
+        """Whether a call is launched as one piece of work, as the last one was; but in a block of ``join`` none is.
+        Local.
+        """
+        return self._known is not None and self._known.graph is not None
+
+    @property
+    def reason(self) -> str:
+        """Why not, or nothing. Local."""
+        if self.captured:
+            return ""
+        lack = self._why or (self._known.lack if self._known else "")
+        return lack or "the second call in the same circumstances records it"
+
+    def __repr__(self) -> str:
+        state = "captured" if self.captured else f"not captured: {self.reason}"
+        return f"<mpikv.Compiled #{self._number} {state}>"
+
+    def _prepare(self) -> Prepared:
+        """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
+        if self._memory is None or self._joining():
+            return self._plainly("plain")
+        known = self._known or self._bound(self._memory)
+        if known.lack or not known.agreed:
+            call, work = self._plainly("plain" if known.agreed else "first")
+            if known.agreed:
+                return call, work
+            steps = None if known.lack else self._calls.again(known.plan)[1]
+            return call, (self._first, self._memory, known, steps, work)
+        call, steps = self._calls.again(known.plan)
+        if not known.suits(steps, self._exchange.updater.by_key):
+            known = self._with_table(replace(known, ready=False, graph=None), steps)
+        if not known.ready:
+            return self._described(call, "again"), (self._queue_first, known, steps)
+        if known.graph is None:
+            return self._described(call, "recorded"), (self._record, self._memory, known, steps)
+        return self._described(call, "launched"), (self._launch, self._memory, known, steps)
+
+    def _plainly(self, how: str) -> Prepared:
+        """Prepare it as any pushpull."""
+        key, value, out, _ = self._given
+        call, work = self._calls.pushpull(key, value, out, 0)
+        return self._described(call, how), work
+
+    def _described(self, call: Call, how: str) -> Call:
+        """Add to what is compared which of the store's it is, and how it is made."""
+        known, same, described = self._told
+        if described is None or call is not known or how != same:
+            text = f"compiled #{self._number}, {how}"
+            described = Call(
+                call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text]
+            )
+            self._told = call, how, described
+        return described
+
+    def _bound(self, memory: DeviceMemory) -> _Known:
+        plan, sources, targets, result = self._calls.bound(self._given)
+        lack = self._exchange.lack() or ("" if plan.keys else "there are no keys")
+        lack = lack or _lack_of(memory, self._given, plan, sources, targets)
+        known = _Known(plan, sources, targets, result, lack)
+        return known if lack else self._with_table(known, self._calls.again(plan)[1])
+
+    def _with_table(self, known: _Known, steps: Steps) -> _Known:
+        table = known.table
+        if table is None or not table.fits(steps.each[0]):
+            table = self._exchange.table_of_steps(known.plan)
+        return replace(known, table=table, uniform=steps.uniform)
+
+    # --- What is run once all ranks agree
+
+    def _first(
+        self, memory: DeviceMemory, known: _Known, steps: Steps | None, work: tuple[Callable[..., Any], Any]
+    ) -> Any:
+        """Learn whether all ranks can record it; make it."""
+        known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
+        if known.lack or steps is None:
+            run, *arguments = work
+            return run(*arguments)
+        return self._queue_first(known, steps)
+
+    def _lack_anywhere(self, lack: str) -> str:
+        """Return why it cannot be recorded on this rank, or on another. Collective."""
+        least = self._agreement.least(self._rank if lack else self._size)
+        return lack if lack or least == self._size else f"rank {least} cannot, which says why"
+
+    def _queue_first(self, known: _Known, steps: Steps) -> Any:
+        """Queue it as it will be recorded."""
+        self._known = replace(known, ready=True)
+        self._write(known, steps)
+        self._queue(known)
+        return known.result
+
+    def _record(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
+        """Record it, and launch that if every rank could; else queue it, now and from now on."""
+        graph, lack = None, ""
+        with self._exchange.uncounted(known.plan):
+            try:
+                graph = memory.record(self._queue, known)
+            except RuntimeError as error:  # of CUDA, in whatever words
+                lack = str(error)
+        known = self._known = replace(known, graph=graph, lack=self._lack_anywhere(lack))
+        if known.lack:
+            self._known = replace(known, graph=None)
+            self._write(known, steps)
+            self._queue(known)
+            return known.result
+        return self._launch(memory, known, steps)
+
+    def _launch(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
+        assert known.graph is not None
+        self._write(known, steps)
+        memory.replay(known.graph, f"pushpull({known.plan.label})")
+        self._exchange.pushed_again(known.plan)
+        return known.result
+
+    def _write(self, known: _Known, steps: Steps) -> None:
+        if known.table is not None:
+            known.table.write(steps.each[:1] if known.uniform else steps.each)
+
+    def _queue(self, known: _Known) -> None:
+        """Queue it with the steps of the table."""
+        plan, steps = known.plan, Steps((None,) * len(known.plan.keys), True)
+        if known.table is not None:
+            rows = known.table.rows
+            steps = Steps([rows[0]] * len(rows) if known.uniform else rows, known.uniform)
+        if known.sources is None:
+            self._exchange.pushpull_buffers(plan, steps, known.targets, None)
+        else:
+            self._exchange.pushpull(plan, known.sources, steps, known.targets, None)
+
+
+def _has_rows(given: Fixed) -> bool:
+    return any(isinstance(each, RowSparse) for arrays in (given.value, given.out) for each in _leaves(arrays))
+
+
+def _leaves(arrays: Any) -> list[Any]:
+    return [leaf for each in arrays for leaf in _leaves(each)] if isinstance(arrays, list) else [arrays]
+
+
+def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:
+    """Return why arrays are no memory of the GPU that stays the same, or nothing."""
+    for entry, group in zip(plan.entries, targets, strict=True) if targets else ():
+        if not all(map(memory.gpu.owns, group)):
+            return f"an array that is filled with key {entry.key!r} is the host's"
+    if sources is None:
+        return ""
+    for key, group, arrays in zip(plan.keys, parse(given.key, given.value).groups, sources, strict=True):
+        if lack := _lack_of_source(memory, group, arrays):
+            return f"{lack}, of key {key!r}"
+    return ""
+
+
+def _lack_of_source(memory: DeviceMemory, given: Sequence[Any], arrays: Sequence[Any]) -> str:
+    if len(given) > 1:
+        return "several arrays are added up in memory that is taken each time"
+    if not is_array(given[0]) or lies_on_host(given[0]):
+        return "an array that is pushed is the host's"
+    there = memory.source(given[0])
+    if there.size and memory.gpu.address(there) != memory.gpu.address(arrays[0]):
+        return "an array that is pushed is copied each time, as it is not contiguous, or part of a value"
+    return ""
