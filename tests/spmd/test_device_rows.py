@@ -471,3 +471,14 @@ def test_the_launches_of_a_push(comm: Any, gpu: FakeGpu, monkeypatch: pytest.Mon
             "update": 1,
             "upload": 1 + 2 * several,
         }
+
+
+def test_a_compiled_pushpull_of_rows_is_made_call_by_call(filled: KVStore, gpu: FakeGpu) -> None:
+    rows, out = RowSparse([1, 4], gpu.upload(np.ones((2, 2))), (6, 2)), gpu.empty((6, 2), np.dtype(np.float64))
+    filled.set_optimizer("sgd", learning_rate=1.0)
+    step = filled.compile("s", rows, out=out)
+    expected = VALUE.copy()
+    for _ in range(4):
+        step()
+        expected[[1, 4]] -= filled.size
+        np.testing.assert_array_equal(on_host(out), expected)
