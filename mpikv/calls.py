@@ -104,9 +104,9 @@ class Calls:
         if not overwrite:
             table.check_new(form.keys)
         if brings_rows(form.groups):
-            self._exchange.check_host("a row-sparse value")
-            rows = single_rows(form.keys, form.groups)
+            rows = single_rows(form.keys, form.groups, self._memory)
             self._exchange.check_storable([each.values for each in rows])
+            self._rows.load([each.dtype for each in rows])
             known = [name for name in form.keys if name in table]
             return self._valued("init", form, rows, f"{_ROWS}, overwrite {known}"), (self._rows.enter, form.keys, rows)
         arrays = singles(form, None, self._memory)
@@ -142,6 +142,7 @@ class Calls:
         plan = self._exchange.plan(form.keys)
         dense = [[each for each in group if type(each) is not RowSparse] for group in form.groups]
         sparse = [[each for each in group if type(each) is RowSparse] for group in form.groups]
+        self._rows.load(plan.dtypes)
         for entry, rows in zip(plan.entries, sparse, strict=True):
             check_outs(entry, rows)
             if rows and ignore_sparse:
@@ -187,8 +188,8 @@ class Calls:
         return call, (_run_for, result, self._run_rows, plan, given, steps, confirm, whole, asked)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> Prepared:
-        self._exchange.check_host("row_sparse_pull")
         plan = self.known(key)
+        self._rows.load(plan.dtypes)
         if self._exchange.packs_values:
             raise Unsupported(
                 "rows are pulled as they are, and both_directions packs what is pulled; pull the whole value, or leave "
@@ -297,6 +298,7 @@ class Calls:
             self._check_same(said, self._described(plan))
             return lambda: self._exchange.pull(plan, nothing)
         if said.verb == "row_sparse_pull":
+            self._rows.load(plan.dtypes)
             self._check_same(said, self._described(plan))
             return lambda: self._pull_rows(plan, nothing)
         steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
@@ -360,7 +362,6 @@ class Calls:
         form = parse(key, value)
         plan = self._exchange.plan(form.keys)
         if brings_rows(form.groups):
-            self._exchange.check_host("a push of rows")
             check_updater(self._exchange)
             self._rows.prepare(plan)
             return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)

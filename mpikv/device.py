@@ -8,6 +8,7 @@ whoever uses one stream finds arrays as if each call had been done at once, and 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -17,13 +18,46 @@ from weakref import WeakSet
 import numpy as np
 
 from .arrays import check_mutable, is_array, lies_on_host, source, target
-from .errors import TransportError
-from .typing import Array, Event, Gpu, Graph, Stream
+from .errors import TransportError, Unsupported
+from .typing import Array, Event, Gpu, Graph, Stream, Tables
 
-__all__ = ["DeviceMemory"]
+__all__ = ["DeviceMemory", "found", "read"]
 
 Door: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
 """Returns the context in which something is queued that is known by this text."""
+
+_GPUS: WeakSet[Gpu] = WeakSet()
+"""Those that stores of this process use, or used."""
+
+
+def found(value: Any) -> tuple[Array, Gpu | None]:
+    """Return an array to read ``value`` from where it lies, without a copy, and the GPU, None for the host. Local.
+
+    Raises:
+        TypeError: not an array.
+        Unsupported: it lies on a GPU of which this process has no store.
+    """
+    if isinstance(value, np.ndarray) or not is_array(value) or lies_on_host(value):
+        return source(value), None
+    for gpu in tuple(_GPUS):
+        if gpu.owns(value):
+            return value, gpu
+    for gpu in tuple(_GPUS):
+        with suppress(Unsupported):
+            return gpu.adopt(value), gpu
+    raise Unsupported("the array is on a GPU of which this process has no store; create the store first")
+
+
+def read(value: Any) -> Array:
+    """Return numpy's array of one that lies anywhere; that of a GPU is copied, and waited for. Raises as
+    :func:`found`.
+    """
+    array, gpu = found(value)
+    if gpu is None:
+        return array
+    out = np.empty(array.shape, array.dtype)
+    gpu.download(array, out)
+    return out
 
 
 class DeviceMemory:
@@ -34,7 +68,10 @@ class DeviceMemory:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
+        self.tables: Tables = gpu
+        _GPUS.add(gpu)
         self.stream: Stream = gpu.stream()
+        self._call = _Call()
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
@@ -55,7 +92,13 @@ class DeviceMemory:
             return self.gpu.zeros(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        return self.gpu.empty(shape, dtype)
+        if self._call.caller is None:
+            return self.gpu.empty(shape, dtype)
+        # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
+        with self._call.caller:
+            array = self.gpu.empty(shape, dtype)
+        self._call.made.append(array)
+        return array
 
     def source(self, value: Any) -> Array:
         # That owns() knows it for an array is nothing that types can say.
@@ -112,15 +155,18 @@ class DeviceMemory:
         return found
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        caller = self.gpu.current()
+        call, caller, made = self._call, self.gpu.current(), list[Array]()
+        outer = call.caller, call.made
         self.stream.wait(caller.record())
+        call.caller, call.made = caller, made
         try:
             with self.stream:
                 return run(*arguments)
         finally:
+            call.caller, call.made = outer
             done = self.stream.record()
             caller.wait(done)
-            self._keep(done, arguments)
+            self._keep(done, (arguments, made))
 
     def _keep(self, done: Event, arguments: Any) -> None:
         self._in_use.append((done, arguments))
@@ -180,6 +226,17 @@ class DeviceMemory:
                 "a host array is used with a store on %s, to which it is copied at every call; keep it there",
                 self.gpu.name,
             )
+
+
+class _Call(threading.local):
+    """What a thread runs in the order of a store's stream, if it does."""
+
+    caller: Stream | None = None
+    made: list[Array]
+    """What was made for the caller, which is to live as long as the arguments."""
+
+    def __init__(self) -> None:
+        self.made = []
 
 
 def _nothing() -> None:

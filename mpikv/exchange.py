@@ -6,7 +6,7 @@ is in the cache, and copied to the caller's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -18,7 +18,7 @@ from . import publication
 from .arena import Arena, Block
 from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Compression, Layers, check, check_payloads, compress, restoring
-from .errors import Unsupported, noted
+from .errors import noted
 from .keys import KeyTable
 from .memory import private
 from .placement import place
@@ -105,13 +105,6 @@ class Exchange:
         """The first message of a push, prepared before the ranks agree on it."""
         self.pause: Callable[[], None] | None = None
         """What is called between two buckets of a push, where more urgent calls on other keys may come in between."""
-
-    def check_host(self, what: str) -> None:
-        """Raise if values lie on a GPU, where something cannot be had. Local."""
-        if not self._memory.on_host:
-            raise Unsupported(
-                f"{what} cannot be had of a store on a GPU yet; use 'dist_sync', whose values are the host's"
-            )
 
     @property
     def _adding(self) -> bool:
@@ -491,6 +484,13 @@ class Exchange:
             ]
             update = plan.memo["owned"] = kernels.bind_whole(self.updater, wholes)
         update([steps.each[item] for item in owned])
+
+    def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
+        if self._memory.on_host or self.updater.fallible:
+            self.updater.update(step, total, value, state)
+        else:
+            self._kernels.bind(self.updater, total, value, state)(step)
 
     def _count(self, plan: Plan) -> None:
         for present in plan.present:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .arrays import accumulator
 from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
 from .typing import Array, Event, Graph, Kernels, Stream
@@ -216,9 +217,10 @@ class CupyGpu:
     """The :class:`~mpikv.typing.Gpu` of CuPy. One thread at a time may copy to the host or from it."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
+        from .cuda import rows
         from .cuda.copies import copy, exceeding
 
-        self._copy, self._exceeding = copy, exceeding
+        self._copy, self._exceeding, self._rows = copy, exceeding, rows
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.ordinal = ordinal
@@ -347,6 +349,43 @@ class CupyGpu:
         found = np.empty(len(arrays), np.bool_)
         self._stage().download(flags.data.ptr, found.view(np.uint8))
         return found.tolist()  # type: ignore[no-any-return]
+
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        with self.present():
+            self._rows.prepare(dtype, accumulator(dtype))
+
+    @_translated
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        there, ends = self.upload(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
+        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
+
+    @_translated
+    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        if out is None:
+            out = self.empty((ids.size, *table.shape[1:]), table.dtype)
+        self._rows.take(table, self._uploaded(ids), out)
+        return out
+
+    @_translated
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        if rows is not None and rows.dtype != table.dtype:
+            given, rows = rows, self.empty(rows.shape, table.dtype)
+            self.copy((rows,), (given,))
+        self._rows.put(table, self._uploaded(ids), rows)
+
+    @_translated
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        self._rows.add(table, self._uploaded(ids), rows)
+
+    def _uploaded(self, ids: Array) -> Array:
+        return ids if self.owns(ids) else self.upload(ids)
+
+    @_translated
+    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
+        numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
+        self._rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
+        return total
 
 
 class CupyStream:

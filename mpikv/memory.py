@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,8 @@ class _StandIn(NamedTuple):
 
 
 class HostMemory:
-    """numpy arrays; all that is done to them is done when a call returns. A :class:`~mpikv.typing.Memory`.
+    """numpy arrays; all that is done to them is done when a call returns. A :class:`~mpikv.typing.Memory`, and its
+    :class:`~mpikv.typing.Tables`.
 
     An array of a GPU is copied here while its call is prepared, on the caller's present stream, which is waited for.
     One that is to be filled is given what stands for it here, when the call is done, on the same stream.
@@ -39,6 +41,10 @@ class HostMemory:
         self._stand_ins: list[_StandIn] = []
         self._said = False
         self.orders = False
+
+    @property
+    def tables(self) -> HostMemory:
+        return self
 
     def zeros(self, nbytes: int) -> Array:
         return arrays.zeros(nbytes)
@@ -74,7 +80,32 @@ class HostMemory:
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         for target, source in zip(targets, sources, strict=True):
-            np.copyto(target, source, casting="unsafe")
+            target[...] = source  # which begins in half the time that copyto takes
+
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        pass
+
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        return every
+
+    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        if out is None:
+            return table[ids]
+        # They are known to be in range; to find that out, take would copy first.
+        return table.take(ids, axis=0, out=out, mode="clip")
+
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        table[ids] = 0 if rows is None else rows
+
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        table[ids] += rows
+
+    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        rows = rows[order]
+        if not prod(rows.shape[1:]):
+            return rows[starts]  # reduceat of rows without elements is an error
+        total: Array = np.add.reduceat(rows, starts, axis=0, dtype=arrays.accumulator(rows.dtype))
+        return total.astype(rows.dtype, copy=False)
 
     def to_host(self, array: Array) -> Array:
         return array

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -17,6 +18,9 @@ _MOST_LABELS = 4096
 Part: TypeAlias = "Sequence[Array]"
 """Flat arrays of any dtype, whose bytes are passed on one after the other."""
 
+# To which parts of messages are filled up, so that all of them begin where a GPU moves many bytes at once.
+_EVEN = 64
+
 
 class Passing:
     """Passes on what is longer on one rank than on another.
@@ -26,7 +30,7 @@ class Passing:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+        self._transport, self._tables = transport, transport.memory.tables
         self._rooms: dict[Hashable, Array] = {}
         self.sent = 0
         """How many bytes this rank has sent to others so far, padding included. A transport may carry what goes to all
@@ -57,6 +61,18 @@ class Passing:
     def to_all(self, part: Part, label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
         """Pass ``part`` on to every rank; otherwise as :meth:`to_each`. Collective."""
         return self._pass([part], [sum(map(_nbytes, part))], label, notes)
+
+    def carry(self, parts: Sequence[Part], sizes: Array) -> list[Array]:
+        """Pass ``parts[r]`` on to rank r, or the only part to all, where ``sizes`` is known to every rank: how many
+        bytes each has for each, or for all, in a row for each rank. Collective. Alone of all here, it needs no memory
+        of the host.
+
+        Returns:
+            What each rank had for this one, as new arrays of uint8, in rank order.
+        """
+        mine = sizes[:, self._transport.rank if len(parts) > 1 else 0].tolist()
+        longest = -(-sizes.max(axis=0) // _EVEN) * _EVEN
+        return self._rest(parts, (), mine, longest, np.zeros_like(longest))
 
     def _pass(
         self, parts: Sequence[Part], sizes: Sequence[int], label: Hashable, notes: Sequence[int]
@@ -91,16 +107,14 @@ class Passing:
     ) -> list[Array]:
         """Pass on what the first message had no room for; return all."""
         each = len(parts) > 1
-        received = [np.empty(size, np.uint8) for size in mine]
-        for target, part in zip(received, first, strict=False):
-            _put(target, 0, part)
+        received = [self._tables.empty((size,), _BYTES) for size in mine]
+        self._put(zip(received, repeat(0), first, strict=False))
         chunk = max(self._transport.limit // max(int((longest > done).sum()), 1), 1)
         while (longest > done).any():
             counts = np.clip(longest - done, 0, chunk)
             begin = int(done[self._transport.rank if each else 0])
             got = self._exchange(parts, done.tolist(), counts.tolist(), each)
-            for target, part in zip(received, got, strict=True):
-                _put(target, begin, part)
+            self._put(zip(received, repeat(begin), got, strict=False))
             done = done + counts
         return received
 
@@ -110,22 +124,29 @@ class Passing:
         """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
         rank, at = self._transport.rank, 0
         send = self._transport.outboxes[self._transport.turn][: sum(counts)]
+        places: list[tuple[Array, int, Array]] = []
         for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
             message, start = send[at : at + count], -begin
             # Nobody but this rank reads what it sends itself, but for the numbers at the beginning.
             for piece in part[:1] if each and to == rank else part:
-                _put(message, start, piece.view(np.uint8))
+                places.append((message, start, piece.view(_BYTES)))
                 start += piece.nbytes
             at += count
+        self._put(places)
         self.sent += at - counts[rank] if each else at * (self._transport.size - 1)
         return self._transport.all_to_all(send, counts if each else None)
 
+    def _put(self, places: Iterable[tuple[Array, int, Array]]) -> None:
+        """Copy to a place in each target, which may be before its beginning, a part, as far as both go."""
+        into: list[Array] = []
+        these: list[Array] = []
+        for target, at, part in places:
+            begin, end = max(at, 0), min(at + part.size, target.size)
+            if begin < end:
+                into.append(target[begin:end])
+                these.append(part[begin - at : end - at])
+        self._tables.copy(into, these)
+
 
 _nbytes = attrgetter("nbytes")
-
-
-def _put(target: Array, at: int, part: Array) -> None:
-    """Copy a part to a place in the target, which may be before its beginning, as far as both go."""
-    begin, end = max(at, 0), min(at + part.size, target.size)
-    if begin < end:
-        target[begin:end] = part[begin - at : end - at]
+_BYTES = np.dtype(np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import prod
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -12,10 +11,10 @@ import numpy as np
 
 from .arguments import writable
 from .arrays import accumulator, castable, is_array, run_quietly
-from .errors import ValueMismatch
+from .errors import Unsupported, ValueMismatch
 from .keys import Entry, parse
-from .rowsparse import RowSparse, merged_rows, row_ids
-from .typing import Array, Key
+from .rowsparse import RowSparse, cast_rows, merged_rows, row_ids
+from .typing import Array, Key, Memory
 
 __all__ = [
     "Asked",
@@ -70,13 +69,13 @@ def brought(
     return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
 
 
-def single_rows(keys: Sequence[Key], groups: Sequence[Sequence[Any]]) -> list[RowSparse]:
-    """Return the one array of rows of each key."""
+def single_rows(keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory) -> list[RowSparse]:
+    """Return the one array of rows of each key, in this memory."""
     for key, group in zip(keys, groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:
             raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
-    return [group[0] for group in groups]
+    return [_in_memory(group[0], memory) for group in groups]
 
 
 def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
@@ -110,15 +109,20 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
 
 def deliver(entry: Entry, asked: Sequence[Asked], ids: Array, rows: Array) -> None:
     """Give the rows of a value, of these numbers, to those who asked for some of them."""
-    rows = rows.reshape(ids.size, *entry.shape[1:])
+    memory, rows = entry.place.block.memory, rows.reshape(ids.size, *entry.shape[1:])
     for each in asked:
         # Rows that one asked for are nobody else's.
-        some = rows if each.ids is ids else rows[np.searchsorted(ids, each.ids)]
+        some = rows if each.ids is ids else _taken(memory, rows, np.searchsorted(ids, each.ids))
         if isinstance(each.out, RowSparse):
-            each.out.replace(each.ids.copy(), some.astype(each.out.dtype, copy=False))
-        else:
+            each.out.replace(each.ids.copy(), _like(each.out, some, memory))
+        elif memory.on_host:
             each.out[...] = 0
             each.out[each.ids] = some
+        else:
+            whole = memory.tables.empty(entry.shape, entry.dtype)
+            whole.fill(0)
+            memory.tables.put_rows(whole, each.ids, some)
+            memory.copy((each.out,), (whole,))
 
 
 def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
@@ -129,9 +133,10 @@ def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
 
 def fill(entry: Entry, out: RowSparse) -> None:
     """Give an out all rows of a value, of which this rank has the newest, that are not zero."""
-    rows = entry.value.reshape(entry.shape[0], prod(entry.shape[1:]))
+    memory = entry.place.block.memory
+    rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
-    out.replace(ids, entry.value[ids].astype(out.dtype, copy=False))
+    out.replace(ids, _like(out, _taken(memory, entry.value, ids), memory))
 
 
 def union(wanted: Sequence[Array]) -> Array:
@@ -166,7 +171,32 @@ def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
 
 
 def _empty(entry: Entry) -> RowSparse:
-    return RowSparse(np.empty(0, np.int64), np.empty((0, *entry.shape[1:]), entry.dtype), entry.shape)
+    none = entry.place.block.memory.empty((0, *entry.shape[1:]), entry.dtype)
+    return RowSparse(np.empty(0, np.int64), none, entry.shape)
+
+
+def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
+    """Return rows whose values lie in this memory: these, if theirs do."""
+    if memory.on_host and rows.on_host:
+        return rows
+    values = memory.source(rows.values)
+    return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
+
+
+def _taken(memory: Memory, table: Array, ids: Array) -> Array:
+    """Return rows for a caller to keep."""
+    return memory.tables.take_rows(table, ids, memory.empty((ids.size, *table.shape[1:]), table.dtype))
+
+
+def _like(out: RowSparse, rows: Array, memory: Memory) -> Array:
+    """Return rows of the dtype of an out, and where its rows lie."""
+    if out.on_host:
+        return memory.to_host(rows).astype(out.dtype, copy=False)
+    if rows.dtype == out.dtype:
+        return rows
+    new = memory.empty(rows.shape, out.dtype)
+    memory.copy((new,), (rows,))
+    return new
 
 
 def _fillable(entry: Entry, out: Any) -> Any:
@@ -182,17 +212,19 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     _check_rows(entry.key, group)
     for each in group:
         _check_fit(entry, "value", each, each.dtype, entry.dtype)
-    (only, *others) = group
+    memory = entry.place.block.memory
+    (only, *others) = (_in_memory(each, memory) for each in group)
     if others:
-        wide = accumulator(entry.dtype)
-        ids, rows = run_quietly(merged_rows, [(each.indices, each.values) for each in group], wide, in_pairs)
+        terms = [(each.indices, each.values) for each in (only, *others)]
+        tables, wide = memory.tables, accumulator(entry.dtype)
+        ids, rows = run_quietly(merged_rows, terms, wide, in_pairs, tables.empty, tables)
     else:
         ids, rows = only.indices, apart(only.values)
-        if rows is only.values and rows.dtype == entry.dtype:
-            as_it_is: RowSparse = only
-            return as_it_is
+        # What is given may be out as well, and have other rows before a GPU has read these.
+        if memory.on_host and rows is only.values and rows.dtype == entry.dtype:
+            return only
     summed = _empty(entry)
-    summed.replace(ids, run_quietly(partial(rows.astype, copy=False), entry.dtype))
+    summed.replace(ids, run_quietly(cast_rows, memory.tables, rows, entry.dtype))
     return summed
 
 
@@ -211,6 +243,14 @@ def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], s
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; the shape of a "
             "RowSparse is that of the whole"
         )
+    memory = entry.place.block.memory
+    if what == "out" and not rows.on_host:
+        if memory.on_host:
+            raise Unsupported(
+                f"out of key {entry.key!r} has its rows on a GPU and the store its values on the host; pull to a "
+                "RowSparse of the host"
+            )
+        memory.source(rows.values)  # which raises if they lie on another device
     casts = castable(stored, given) if what == "out" else castable(given, stored)
     if not casts:
         raise ValueMismatch(

@@ -6,10 +6,10 @@ not made of whole rows: a row in which one ends goes to all of its owners, each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -17,23 +17,18 @@ from .arrays import accumulator
 from .errors import Unsupported, noted
 from .exchange import Confirm, Exchange, Steps
 from .keys import Entry
-from .passing import Part, Passing
 from .plan import Plan
-from .rowsparse import RowSparse, merged_rows
-from .typing import Array, Key, Placement
+from .rowmessages import Kind, Selected, row_messages
+from .rowsparse import RowSparse, cast_rows, merged_rows
+from .typing import Array, Key, Placement, Tables
 from .updaters import CallableUpdater
 
 __all__ = ["Rows", "check_updater"]
 
-Selected: TypeAlias = "tuple[Array, Array]"
-"""The rising numbers of some rows of a value, and these rows, flat: an array of shape (rows, elements of a row)."""
-
-Empty: TypeAlias = "Callable[[Any, Any], Array]"
-"""Returns new memory of a shape and a dtype, as numpy's."""
-
 _OWNERS = "owners of rows"
 # Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
 _MOST_KEPT = 16 << 20
+_BYTES = np.dtype(np.uint8)
 
 
 def check_updater(exchange: Exchange) -> None:
@@ -51,13 +46,6 @@ def check_updater(exchange: Exchange) -> None:
         )
 
 
-class _Kind(NamedTuple):
-    """How the rows of a value look as bytes."""
-
-    width: int
-    dtype: np.dtype[Any]
-
-
 class Rows:
     """Moves rows of the values of a store. All but :attr:`sent` is collective."""
 
@@ -66,8 +54,9 @@ class Rows:
         arrays.
         """
         self._exchange, self._root, self._dense_from = exchange, root, dense_from
-        self._transport = exchange.transport
-        self._passing, self._kept = Passing(exchange.transport), _Kept()
+        self._transport, self._memory = exchange.transport, exchange.transport.memory
+        self._tables = self._memory.tables
+        self._messages, self._kept = row_messages(exchange.transport), _Kept(self._tables)
         # Of which keys a rank brought many rows to the last push, as far as the ranks know alike.
         self._many: set[Key] = set()
         self._sent_whole = 0
@@ -75,10 +64,17 @@ class Rows:
     @property
     def sent(self) -> int:
         """How many bytes this rank has sent to others for rows, with each whole array that was sent instead."""
-        return self._passing.sent + self._sent_whole
+        return self._messages.sent + self._sent_whole
+
+    def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Compile what moves rows of values of these dtypes, unless it is there. Local."""
+        if not self._memory.on_host:
+            for dtype in dict.fromkeys(dtypes):
+                self._tables.prepare_rows(dtype)
 
     def prepare(self, plan: Plan) -> None:
-        """Cut the keys that :meth:`push` may send whole, before it runs. Local."""
+        """Compile what :meth:`push` needs, and cut the keys that it may send whole, before it runs. Local."""
+        self.load(plan.dtypes)
         if self._may_be_crowded(plan):
             for key in plan.keys:
                 self._exchange.plan((key,)).prepare()
@@ -94,7 +90,7 @@ class Rows:
             if self._transport.place == 0:
                 if old:
                     entry.value.fill(0)
-                _table(entry, entry.value)[ids] = rows
+                self._tables.put_rows(_table(entry, entry.value), ids, rows)
             assert entry.present is not None
             entry.present.rows = self._of_this_rank(entry, ids).copy()
         self._transport.fence()
@@ -103,12 +99,14 @@ class Rows:
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
         """Sum the rows over ranks, and update those that are in the sum."""
         crowded = self._crowded(plan, given)
-        for item in np.flatnonzero(crowded).tolist():
+        for item in crowded.nonzero()[0].tolist():
             one = self._exchange.plan(plan.keys[item : item + 1])
+            dense = given[item].to_dense()
+            whole = dense if self._memory.on_host else (dense.reshape(-1),)
             # Other ranks may read the array where it lies, but not after this push, which ends in a fence then.
-            self._exchange.push(one, [given[item].to_dense()], Steps(steps.each[item : item + 1], True), None)
+            self._exchange.push(one, [whole], Steps(steps.each[item : item + 1], True), None)
             self._sent_whole += plan.entries[item].value.nbytes if self._transport.size > 1 else 0
-        sparse = np.flatnonzero(~crowded).tolist()
+        sparse = (~crowded).nonzero()[0].tolist()
         if not sparse:
             return
         entries = [plan.entries[item] for item in sparse]
@@ -129,11 +127,17 @@ class Rows:
         stale = self._exchange.table.stale
         # Every rank knows alike which these are.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
-        pulled = [(ids, _table(entry, entry.value)[ids]) for entry, ids in zip(plan.entries, wanted, strict=True)]
+        pulled = [
+            (ids, self._tables.take_rows(_table(entry, entry.value), ids, self._for_caller(entry, ids)))
+            for entry, ids in zip(plan.entries, wanted, strict=True)
+        ]
         if asked:
             entries = [plan.entries[item] for item in asked]
             self._ask(entries, [pulled[item] for item in asked])
         return pulled
+
+    def _for_caller(self, entry: Entry, ids: Array) -> Array:
+        return self._memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
 
     def _crowded(self, plan: Plan, given: Sequence[RowSparse]) -> Array:
         """Return for each key whether so many rows of it are brought that passing whole arrays is faster.
@@ -143,7 +147,7 @@ class Rows:
         crowded = np.zeros(len(given), np.bool_)
         # What an optimizer does to a row depends on whether it is there.
         if self._may_be_crowded(plan):
-            most = self._passing.counts([len(rows) for rows in given]).max(axis=0)
+            most = self._messages.counts([len(rows) for rows in given]).max(axis=0)
             for item, (entry, count) in enumerate(zip(plan.entries, most.tolist(), strict=True)):
                 crowded[item] = self._note(entry, count)
         return crowded
@@ -162,29 +166,22 @@ class Rows:
     def _sums(self, entries: Sequence[Entry], given: Sequence[Selected]) -> list[Selected]:
         """Return the sum of what all ranks bring, of the rows of which this rank owns something."""
         self._kept.start()
-        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", *_keys(entries))
+        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
         lengths = [ids.size for ids, _ in given]
         if self._transport.size == 1:
-            terms = [given]
+            terms = [list(given)]
         elif self._exchange.placement.everywhere:
-            received, table = self._passing.to_all(_pack(given), label, lengths)
-            terms = [_unpack(part, kinds) for part in received]
-            terms[rank] = given
+            terms, table = self._messages.to_all(given, kinds, label, lengths)
+            terms[rank] = list(given)
         else:
-            owners = [self._owners(entry) for entry in entries]
-            split = [
-                owner.split(rows, self._transport.size, self._kept) for owner, rows in zip(owners, given, strict=True)
-            ]
-            parts = list(zip(*split, strict=True))
-            packed = [() if to == rank else _pack(part) for to, part in enumerate(parts)]
-            received, table = self._passing.to_each(packed, label, lengths)
-            terms = [_unpack(part, kinds) for part in received]
-            terms[rank] = parts[rank]
+            parts = list(zip(*(self._split(*each) for each in zip(entries, given, strict=True)), strict=True))
+            terms, table = self._messages.to_each(parts, kinds, label, lengths)
+            terms[rank] = list(parts[rank])
         if self._transport.size > 1 and self._exchange.updater.assigns:
             for entry, count in zip(entries, table.max(axis=0).tolist(), strict=True):
                 self._note(entry, count)
         return [
-            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept)
+            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
             for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
         ]
 
@@ -193,17 +190,27 @@ class Rows:
         mine = [(rows.indices, _flat(rows)) for rows in given]
         if self._transport.size == 1:
             return mine
-        packed = _pack(mine) if self._transport.rank == self._root else ()
-        received, _ = self._passing.to_all(packed, ("init", *_keys(entries)))
-        if self._transport.rank == self._root:
-            return mine
-        return _unpack(received[self._root], [_kind(entry) for entry in entries])
+        mine_or_none = mine if self._transport.rank == self._root else []
+        kinds = [_kind(entry) for entry in entries]
+        received, _ = self._messages.to_all(mine_or_none, kinds, ("init", _keys(entries)), ())
+        return mine_or_none or received[self._root]
+
+    def _split(self, entry: Entry, rows: Selected) -> list[Selected]:
+        """Return for each rank the rows of which it owns something."""
+        (ids, values), owners = rows, self._owners(entry)
+        places = owners.split(ids, self._transport.size)
+        if owners.alone:
+            return [(ids[at], values[at]) for at in places]
+        order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
+        ids, values = ids[order], _taken(self._tables, values, order, self._kept)
+        return [(ids[low:high], values[low:high]) for low, high in pairwise(ends)]
 
     def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
         """Return the rows of which this rank updates something."""
         if self._exchange.placement.everywhere:
             return ids
-        return self._owners(entry).split((ids, _nothing(ids)), self._transport.size)[self._transport.rank][0]
+        mine: Array = ids[self._owners(entry).split(ids, self._transport.size)[self._transport.rank]]
+        return mine
 
     def _owners(self, entry: Entry) -> _Owners:
         memo = self._exchange.plan((entry.key,)).memo
@@ -224,22 +231,24 @@ class Rows:
         value = _table(entry, entry.value)
         states = {name: _table(entry, array) for name, array in entry.state.items()}
         whole, parts = self._own(entry, ids)
+        (rows,) = self._tables.numbers((ids[whole],))
+        sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
         if updater.assigns:
-            value[ids[whole]] = total[whole]
-            for at, low, high in parts:
-                value[ids[at], low:high] = total[at, low:high]
+            self._tables.put_rows(value, rows, sums)
+            if parts:
+                into = [value[ids[at], low:high] for at, low, high in parts]
+                self._tables.copy(into, [total[at, low:high] for at, low, high in parts])
             return
-        rows = ids[whole]
-        picked = _taken(value, rows, self._kept)
-        picked_states = {name: _taken(state, rows, self._kept) for name, state in states.items()}
+        picked = _taken(self._tables, value, rows, self._kept)
+        picked_states = {name: _taken(self._tables, state, rows, self._kept) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
-        updater.update(step, total[whole].reshape(-1), picked.reshape(-1), flat)
-        value[rows] = picked
+        self._exchange.update(step, sums.reshape(-1), picked.reshape(-1), flat)
+        self._tables.put_rows(value, rows, picked)
         for name, state in picked_states.items():
-            states[name][rows] = state
+            self._tables.put_rows(states[name], rows, state)
         for at, low, high in parts:
             part = {name: state[ids[at], low:high] for name, state in states.items()}
-            updater.update(step, total[at, low:high], value[ids[at], low:high], part)
+            self._exchange.update(step, total[at, low:high], value[ids[at], low:high], part)
 
     def _own(self, entry: Entry, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
         """Return what this rank updates of rows of which it updates something, as :meth:`_Owners.own`."""
@@ -257,7 +266,7 @@ class Rows:
             return
         ids = entry.present.rows
         whole, parts = self._own(entry, ids)
-        value[ids[whole]] = 0
+        self._tables.put_rows(value, ids[whole], None)
         for at, low, high in parts:
             value[ids[at], low:high] = 0
 
@@ -268,7 +277,7 @@ class Rows:
         try:
             for entry, step, (ids, total) in zip(entries, steps, sums, strict=True):
                 if self._transport.rank == self._root:
-                    rows = total.astype(entry.dtype, copy=False).reshape(ids.size, *entry.shape[1:])
+                    rows = cast_rows(self._tables, total, entry.dtype).reshape(ids.size, *entry.shape[1:])
                     value = entry.value.copy()
                     changed.append((entry, value))
                     _updated(updater, step, RowSparse(ids, rows, entry.shape), value)
@@ -282,49 +291,39 @@ class Rows:
 
     def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected]) -> None:
         """Replace rows of values that only their owners have by the owners'."""
-        kinds, keys = [_kind(entry) for entry in entries], _keys(entries)
-        owners = [self._owners(entry) for entry in entries]
-        numbers = [
-            owner.split((ids, _nothing(ids)), self._transport.size)
-            for owner, (ids, _) in zip(owners, pulled, strict=True)
-        ]
-        questions = list(zip(*numbers, strict=True))
-        asked, _ = self._passing.to_each([_pack(part) for part in questions], ("ask", *keys))
-        only_ids = [_Kind(0, np.dtype(np.float64)) for _ in kinds]
-        # What was asked may be overwritten by the first message of the answers. They are rows alone, copied here: who
-        # asked knows in which order.
-        answers = [
-            [
-                _table(entry, entry.value)[ids].reshape(-1)
-                for entry, (ids, _) in zip(entries, _unpack(part, only_ids), strict=True)
-            ]
-            for part in asked
-        ]
-        received, _ = self._passing.to_each(answers, ("answer", *keys))
+        owners, size = [self._owners(entry) for entry in entries], self._transport.size
+        numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
+        wanted = list(zip(*numbers, strict=True))
+
+        def take(asked: Sequence[Array]) -> list[Array]:
+            some = zip(entries, asked, strict=True)
+            return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
+
+        received = self._messages.fetch(wanted, [_kind(entry) for entry in entries], _keys(entries), take)
         for rank, part in enumerate(received):
             if rank == self._transport.rank:
                 continue
-            take = _taker(part)
-            for owner, kind, (ids, rows), (found, _) in zip(owners, kinds, pulled, questions[rank], strict=True):
-                values = _rows_of(take, found.size, kind)
-                at = np.searchsorted(ids, found)
-                whole, pieces = owner.own(rank, found)
-                rows[at[whole]] = values[whole]
-                for row, low, high in pieces:
-                    rows[at[row], low:high] = values[row, low:high]
+            for owner, (ids, rows), some, values in zip(owners, pulled, wanted[rank], part, strict=True):
+                at = np.searchsorted(ids, some)
+                whole, pieces = owner.own(rank, some)
+                mine = values if isinstance(whole, slice) else self._tables.take_rows(values, whole)
+                self._tables.put_rows(rows, at[whole], mine)
+                into = [rows[at[row], low:high] for row, low, high in pieces]
+                self._tables.copy(into, [values[row, low:high] for row, low, high in pieces])
 
 
 class _Kept:
     """Memory that is handed out again from the start of each push on."""
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._used = 0
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._memory = tables.empty((0,), _BYTES)
+        self._room = self._used = 0
 
     def start(self) -> None:
         """Take back what was handed out; make room for as much."""
-        if self._memory.size < self._used <= _MOST_KEPT:
-            self._memory = np.empty(self._used, np.uint8)
+        if self._room < self._used <= _MOST_KEPT:
+            self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
         self._used = 0
 
     def __call__(self, shape: Any, dtype: Any) -> Array:
@@ -332,18 +331,15 @@ class _Kept:
         dtype, begin = np.dtype(dtype), self._used
         nbytes = prod(shape) * dtype.itemsize
         self._used += -(-nbytes // 64) * 64
-        if self._used > self._memory.size:
-            return np.empty(shape, dtype)
+        if self._used > self._room:
+            return self._tables.empty(shape, dtype)
         memory: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
         return memory
 
 
-def _taken(table: Array, ids: Array, empty: Empty) -> Array:
+def _taken(tables: Tables, table: Array, ids: Array, kept: _Kept) -> Array:
     """Return some rows of a table, in memory of their own."""
-    taken = empty((ids.size, table.shape[1]), table.dtype)
-    # They are known to be in range; to find that out, take would copy first.
-    np.take(table, ids, axis=0, out=taken, mode="clip")
-    return taken
+    return tables.take_rows(table, ids, kept((ids.size, table.shape[1]), table.dtype))
 
 
 class _Owners:
@@ -362,7 +358,8 @@ class _Owners:
         # Whether a row may have several owners, and whether it may have more than two.
         self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
-        self._alone = len(self._owners) == 1
+        self.alone = len(self._owners) == 1
+        """Whether one rank owns all elements."""
 
     def _ends(self, ids: Array) -> tuple[Array, Array]:
         """Return in which ranges the first and the last element of each row are."""
@@ -372,21 +369,22 @@ class _Owners:
         last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
         return first, last
 
-    def split(self, rows: Selected, size: int, empty: Empty = np.empty) -> list[Selected]:
-        """Return for each rank the rows of which it owns something."""
-        ids, values = rows
-        if self._alone:
-            return [rows if rank == self._owners[0] else (ids[:0], values[:0]) for rank in range(size)]
+    def split(self, ids: Array, size: int) -> list[Any]:
+        """Return for each rank the positions of the rows of which it owns something: an array, or, where one rank owns
+        all, a slice.
+        """
+        if self.alone:
+            return [slice(None) if rank == self._owners[0] else slice(0, 0) for rank in range(size)]
         first, last = self._ends(ids)
-        owner, last_owner, parts = self._owners[first], self._owners[last], []
+        owner, last_owner = self._owners[first], self._owners[last]
+        parts = []
         for rank in range(size):
             needed = owner == rank
             if self._cut:
                 needed |= last_owner == rank
             if self._short:
                 needed |= last > first + 1
-            at = np.flatnonzero(needed)
-            parts.append((ids[at], _taken(values, at, empty)))
+            parts.append(np.flatnonzero(needed))
         return parts
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
@@ -434,11 +432,8 @@ def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array)
         raise
 
 
-# --- Rows as bytes
-
-
-def _kind(entry: Entry) -> _Kind:
-    return _Kind(prod(entry.shape[1:]), entry.dtype)
+def _kind(entry: Entry) -> Kind:
+    return Kind(prod(entry.shape[1:]), entry.dtype)
 
 
 def _keys(entries: Sequence[Entry]) -> tuple[Key, ...]:
@@ -452,43 +447,3 @@ def _table(entry: Entry, array: Array) -> Array:
 
 def _flat(rows: RowSparse) -> Array:
     return rows.values.reshape(len(rows), prod(rows.shape[1:]))
-
-
-def _nothing(ids: Array) -> Array:
-    return np.empty((ids.size, 0))
-
-
-def _pack(selected: Sequence[Selected]) -> Part:
-    """Return as flat arrays: how many rows there are of each value, and the numbers and the rows of each."""
-    lengths = np.array([ids.size for ids, _ in selected], np.int64)
-    if not lengths.any():
-        return ()
-    return [lengths, *(np.ascontiguousarray(array).reshape(-1) for pair in selected for array in pair)]
-
-
-def _unpack(packed: Array, kinds: Sequence[_Kind]) -> list[Selected]:
-    """Return what :func:`_pack` was given; no bytes are no rows of any."""
-    if not packed.size:
-        return [(np.empty(0, np.int64), np.empty((0, kind.width), kind.dtype)) for kind in kinds]
-    take = _taker(packed)
-    lengths = take(8 * len(kinds)).view(np.int64).tolist()
-    return [
-        (take(8 * count).view(np.int64), _rows_of(take, count, kind))
-        for count, kind in zip(lengths, kinds, strict=True)
-    ]
-
-
-def _rows_of(take: Callable[[int], Array], count: int, kind: _Kind) -> Array:
-    return take(count * kind.width * kind.dtype.itemsize).view(kind.dtype).reshape(count, kind.width)
-
-
-def _taker(packed: Array) -> Callable[[int], Array]:
-    """Return a function that takes so many more bytes."""
-    at = 0
-
-    def take(count: int) -> Array:
-        nonlocal at
-        at += count
-        return packed[at - count : at]
-
-    return take

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from .arrays import accumulator, source
+from .arrays import is_array, source
+from .device import found, read
 from .errors import ValueMismatch
-from .typing import Array
+from .memory import HOST
+from .typing import Array, Tables
 
-__all__ = ["Presence", "RowSparse", "merged_rows", "row_ids"]
+__all__ = ["Presence", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
 
 
 class RowSparse:
@@ -24,15 +25,18 @@ class RowSparse:
 
     Args:
         indices: the numbers of the rows, from 0: one-dimensional, of any integer dtype, in any order. What is given for
-            a number more than once is summed in the order of numpy's ``add.reduceat``, which is not from left to right
-            for many; half precision in float32 and rounded once.
-        values: the rows, an array of shape ``(len(indices), *shape[1:])``. It is not copied where the numbers rise.
+            a number more than once is summed: half precision in float32 and rounded once; on the host in the order of
+            numpy's ``add.reduceat``, which is not from left to right for many, and on a GPU from left to right. Numbers
+            that are on a GPU are brought to the host, for which it is waited for.
+        values: the rows, an array of shape ``(len(indices), *shape[1:])``. It is not copied where the numbers rise. On
+            a GPU, of which this process has a store, it stays there; work on it is that of the present stream.
         shape: the shape of the whole, of one dimension at least.
 
     Raises:
         IndexError: a number is negative, or not below ``shape[0]``.
         ValueMismatch: a shape does not fit, or the numbers are no integers.
         TypeError: the values, or the numbers, are no array; the dtype has no sum; or a length is no integer.
+        Unsupported: the values, or the numbers, are on a GPU of which this process has no store.
 
     Example:
         >>> import numpy as np
@@ -46,22 +50,25 @@ class RowSparse:
         array([11., 11.])
     """
 
-    __slots__ = ("_indices", "_shape", "_values")
+    __slots__ = ("_indices", "_shape", "_tables", "_values")
 
     def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
         self._shape = tuple(map(index, shape))
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
-        if (dimensions := np.ndim(indices)) != 1:
+        if (dimensions := len(indices.shape) if is_array(indices) else np.ndim(indices)) != 1:
             raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
-        rows = source(values)
+        rows, gpu = found(values)
+        self._tables: Tables = HOST if gpu is None else gpu
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ValueMismatch(
                 f"values of {ids.size} rows of an array of shape {self.shape} have the shape "
                 f"{(ids.size, *self.shape[1:])}, not {rows.shape}"
             )
-        self.replace(*_summed(ids, rows))
+        if gpu is not None and not rows.flags.c_contiguous:
+            rows = rows.copy()
+        self.replace(*_summed(self._tables, ids, rows))
 
     # Other rows are another RowSparse: what was checked once is not checked at each push.
 
@@ -72,7 +79,7 @@ class RowSparse:
 
     @property
     def values(self) -> Array:
-        """These rows, ``(len(indices), *shape[1:])``, which may be written to."""
+        """These rows, ``(len(indices), *shape[1:])``, which may be written to: numpy's, or an array of a GPU."""
         return self._values
 
     @property
@@ -85,6 +92,11 @@ class RowSparse:
         """The dtype of the values."""
         return self.values.dtype
 
+    @property
+    def on_host(self) -> bool:
+        """Whether the values are numpy's, and not an array of a GPU."""
+        return self._tables is HOST
+
     def __len__(self) -> int:
         """How many rows are there."""
         return int(self.indices.size)
@@ -93,6 +105,8 @@ class RowSparse:
         return f"<mpikv.RowSparse {list(self.shape)} {self.dtype.name}, {len(self)} rows>"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if not self.on_host:
+            raise TypeError("rows on a GPU are not brought to the host unasked; to_dense() is an array of the GPU")
         if copy is False:
             raise ValueError("an array of a RowSparse is a new one; ask for it without copy=False")
         dense = self.to_dense()
@@ -105,12 +119,18 @@ class RowSparse:
         array([[0., 0.],
                [1., 1.]])
         """
-        dense = np.zeros(self.shape, self.dtype)
-        dense[self.indices] = self.values
+        if self.on_host:
+            dense = np.zeros(self.shape, self.dtype)
+        else:
+            dense = self._tables.empty(self.shape, self.dtype)
+            dense.fill(0)
+        self._tables.put_rows(dense, self.indices, self.values)
         return dense
 
     def replace(self, indices: Array, values: Array) -> None:
-        """Have other rows: ``indices`` are int64 and rise, and ``values`` are theirs. Neither is copied or checked."""
+        """Have other rows: ``indices`` are int64 and rise, and ``values`` are theirs, and lie where those before do.
+        Neither is copied or checked.
+        """
         self._indices: Array = indices.view()
         self._indices.flags.writeable = False
         self._values = values
@@ -130,10 +150,10 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return the rows of a sparse COO tensor of torch's on the host in which something is stored.
+        """Return the rows of a sparse COO tensor of torch's in which something is stored.
 
         A hybrid one, whose only sparse dimension is the first, as gradients of ``Embedding(sparse=True)`` are, is not
-        copied if it is coalesced.
+        copied if it is coalesced, and may be on a GPU; others are on the host.
 
         Raises:
             TypeError: it is no sparse COO tensor.
@@ -141,9 +161,10 @@ class RowSparse:
         if str(getattr(tensor, "layout", None)) != "torch.sparse_coo":
             raise TypeError(f"expected a sparse COO tensor of torch's, got {type(tensor).__name__}")
         tensor = tensor.detach().coalesce()
-        numbers, values, shape = source(tensor.indices()), source(tensor.values()), tuple(tensor.shape)
-        if len(numbers) == 1:
-            return cls(numbers[0], values, shape)
+        shape = tuple(tensor.shape)
+        if len(tensor.indices()) == 1:
+            return cls(tensor.indices()[0], tensor.values(), shape)
+        numbers, values = source(tensor.indices()), source(tensor.values())
         ids, at = np.unique(numbers[0], return_inverse=True)
         rows = np.zeros((ids.size, *shape[1:]), values.dtype)
         elements = (at.reshape(-1), *numbers[1:])
@@ -169,7 +190,7 @@ def row_ids(given: Any, count: int) -> Array:
     >>> row_ids([[2, 0]], 3)
     array([2, 0])
     """
-    array = np.asarray(given) if isinstance(given, (list, tuple)) else source(given)
+    array = np.asarray(given) if isinstance(given, (list, tuple)) else read(given)
     ids: Array = array.reshape(-1)
     if ids.dtype != np.int64:
         known = ids.dtype.kind in "iuf" or not ids.size  # MXNet's numbers of rows are often floats
@@ -183,19 +204,25 @@ def row_ids(given: Any, count: int) -> Array:
     return ids
 
 
-def _summed(ids: Array, rows: Array) -> tuple[Array, Array]:
+def _summed(tables: Tables, ids: Array, rows: Array) -> tuple[Array, Array]:
     """Return the numbers in order, each once, and the sum of the rows of each."""
     if ids.size < 2 or (ids[1:] > ids[:-1]).all():
         return ids, rows
     order = np.argsort(ids, kind="stable")
-    ids, rows = ids[order], rows[order]
+    ids = ids[order]
     starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
     if starts.size == ids.size:
-        return ids, rows
-    wide = accumulator(rows.dtype)
-    # reduceat of rows without elements is an error.
-    total = np.add.reduceat(rows, starts, axis=0, dtype=wide) if prod(rows.shape[1:]) else rows[starts]
-    return ids[starts], total.astype(rows.dtype, copy=False)
+        return ids, tables.take_rows(rows, order)
+    return ids[starts], tables.sum_runs(rows, order, starts)
+
+
+def cast_rows(tables: Tables, rows: Array, dtype: np.dtype[Any]) -> Array:
+    """Return rows in another dtype: these, if it is theirs."""
+    if rows.dtype == dtype:
+        return rows
+    cast = tables.empty(rows.shape, dtype)
+    tables.copy((cast,), (rows,))
+    return cast
 
 
 def merged_rows(
@@ -203,9 +230,10 @@ def merged_rows(
     dtype: np.dtype[Any],
     in_pairs: bool = False,
     empty: Callable[[Any, Any], Array] = np.empty,
+    tables: Tables = HOST,
 ) -> tuple[Array, Array]:
     """Return the sum of several arrays' rows, each given by the rising numbers of the rows and the rows: its numbers,
-    and the rows, in memory of ``dtype`` that ``empty`` has given.
+    and the rows, in memory of ``dtype`` that ``empty`` has given. The rows are arrays of ``tables``.
 
     It is made from the first to the last; ``in_pairs``, of the sums of both halves.
 
@@ -215,18 +243,19 @@ def merged_rows(
     """
     if in_pairs and len(terms) > 2:
         middle = len(terms) // 2
-        terms = [merged_rows(half, dtype, True, empty) for half in (terms[:middle], terms[middle:])]
+        terms = [merged_rows(half, dtype, True, empty, tables) for half in (terms[:middle], terms[middle:])]
     (ids, rows), *others = terms
     if not others:
         total = empty(rows.shape, dtype)
-        np.copyto(total, rows, casting="unsafe")
+        tables.copy((total,), (rows,))
         return ids.copy(), total
     every = np.concatenate([ids for ids, _ in terms])
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
     total = empty((every.size, *rows.shape[1:]), dtype)
     total.fill(0)
-    total[np.searchsorted(every, ids)] = rows
-    for ids, rows in others:
-        total[np.searchsorted(every, ids)] += rows
+    first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in terms])
+    tables.put_rows(total, first, rows)
+    for at, (_, rows) in zip(places, others, strict=True):
+        tables.add_rows(total, at, rows)
     return every, total

@@ -48,7 +48,7 @@ _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
-_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": False, "compression": True, "async": False, "gpu": True}
+_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": True}
 _BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
 _NEXT = Call("next", digest("next"), "wait=False")
 _VOTE = Call("vote", digest("vote"))

@@ -32,6 +32,7 @@ __all__ = [
     "StepTable",
     "Stream",
     "Sum",
+    "Tables",
     "Transport",
     "Updater",
     "ValueCodec",
@@ -49,6 +50,56 @@ Slots: TypeAlias = "Mapping[str, np.dtype[Any]]"
 """The optimizer state that one element of a value needs: the name and the dtype of each state array."""
 
 
+class Tables(Protocol):
+    """Moves rows of arrays, by their numbers: the host's by numpy, a GPU's on the thread's present stream.
+
+    All methods are local. Tables and rows are arrays of one memory, in a GPU's contiguous; rows lie along their first
+    dimension, and the others are alike. Numbers are int64 and in range: arrays of the host, or what :meth:`numbers`
+    has made of one.
+    """
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of any content."""
+        ...
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Copy each source to its target, cast where the dtypes differ."""
+        ...
+
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        """Compile what moves and adds rows of values of this dtype, unless it is there.
+
+        Raises:
+            TransportUnavailable: nothing can be compiled here.
+        """
+        ...
+
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        """Return arrays of numbers of rows where they are used: what is used soon, or often, comes there at once."""
+        ...
+
+    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        """Return the rows of these numbers, one after the other: ``out``, of the table's dtype, or a new array."""
+        ...
+
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        """Copy rows, or zeros, to those of these numbers, each of which is there once, cast where the dtypes differ."""
+        ...
+
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        """Add rows to those of these numbers, each of which is there once, in the dtype of the table: that of the rows,
+        or what sums of it are made in.
+        """
+        ...
+
+    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        """Return sums of rows, each rounded once: the first of those of the numbers ``order[starts[0]:starts[1]]``, the
+        last of those from ``order[starts[-1]]`` on. On a GPU they are made from the first to the last, on the host as
+        numpy's ``add.reduceat`` does.
+        """
+        ...
+
+
 class Memory(Protocol):
     """Where a store's arrays lie, and what copies them: the host's memory, or a GPU's.
 
@@ -59,6 +110,11 @@ class Memory(Protocol):
     on_host: bool
     orders: bool
     """Whether what a call does has to be run by :meth:`in_order`."""
+
+    @property
+    def tables(self) -> Tables:
+        """What moves rows of its arrays. What that returns is the store's, where :meth:`in_order` runs a call."""
+        ...
 
     def zeros(self, nbytes: int) -> Array:
         """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
@@ -192,7 +248,7 @@ class Graph(Protocol):
         ...
 
 
-class Gpu(Protocol):
+class Gpu(Tables, Protocol):
     """One GPU as far as a store needs it: CuPy's (``mpikv/gpu.py``), or one that stands for it where there is none.
 
     Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
@@ -216,10 +272,6 @@ class Gpu(Protocol):
 
     def current(self) -> Stream:
         """Return this thread's present stream."""
-        ...
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content."""
         ...
 
     def zeros(self, nbytes: int) -> Array:

@@ -52,6 +52,13 @@ def expressions(name):
             found += [f"{kernel}<{code}>" for code in CODES]
         elif kernel == "cast":
             found += [f"{kernel}<{a}_kind, {b}_kind>" for a in DTYPES for b in DTYPES if a != b]
+        elif parameters == "class From, class Sum":
+            sums = {(a, "float32" if a.endswith("float16") else a) for a in DTYPES} | {(a, a) for a in DTYPES}
+            found += [f"{kernel}<{a}_kind, {b}_kind>" for a, b in sorted(sums)]
+        elif parameters == "class Term":
+            found += [f"{kernel}<{dtype}_kind>" for dtype in DTYPES]
+        elif parameters == "class Unit":
+            found += [f"{kernel}<uint{bits}_kind>" for bits in (8, 16, 32, 64)]
         else:
             rules = re.findall(r"struct (\w+_rule)", text)
             found += [f"{kernel}<{rule}, {dtype}_kind>" for rule in rules for dtype in FLOATS]

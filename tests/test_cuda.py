@@ -22,15 +22,16 @@ from rules import LAYERWISE, RULES, bits, in_numpy, numbers, plain, run, sum_of,
 
 import mpikv
 from mpikv import codecs, optimizers
+from mpikv.arrays import accumulator
 from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
-from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, steps
+from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
 from mpikv.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.testing import KernelsContract, RangeCodecContract
 from mpikv.testing.updater import available, wide, zeros
 from mpikv.updaters import Assign
 
-FILES = ("rules.cu", "copies.cu", "codes.cu", "steps.cu")
+FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu", "steps.cu")
 ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
 FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
@@ -545,6 +546,123 @@ def test_nothing_to_copy(unrun):
     assert unrun == []
 
 
+# --- Rows
+
+
+@st.composite
+def tables(draw, dtypes):
+    """A table, numbers of some of its rows, and as many rows, of any width."""
+    dtype = draw(st.sampled_from(dtypes))
+    length, width = draw(st.integers(1, 40)), draw(st.sampled_from([0, 1, 2, 3, 31, 64, 100, 256, 257, 700]))
+    random = np.random.default_rng(draw(st.integers(0, 2**32)))
+    ids = random.permutation(length)[: draw(st.integers(0, length))].astype(np.int64)
+    table, some = (filled(random, count * width, dtype).reshape(count, width) for count in (length, ids.size))
+    return table, ids, some, random
+
+
+def guarded(array):
+    """Return a copy of an array that is to be written, and what surrounds it."""
+    into, around = into_guards(array.size, array.dtype, 1)
+    into[...] = array.reshape(-1)
+    return into.reshape(array.shape), around
+
+
+@pytest.mark.usefixtures("launching")
+class TestRows:
+    @settings(max_examples=150)
+    @given(tables(CAST))
+    def test_are_taken_and_put(self, given):
+        table, ids, some, _ = given
+        taken, around = guarded(some)
+        rows.take(device(table), device(ids), device(taken))
+        assert taken.tobytes() == table[ids].tobytes()
+        assert is_ok(taken.reshape(-1), around)
+        for put in (some, None):
+            into, around = guarded(table)
+            rows.put(device(into), device(ids), None if put is None else device(put))
+            expected = table.copy()
+            expected[ids] = 0 if put is None else put
+            assert into.tobytes() == expected.tobytes()
+            assert is_ok(into.reshape(-1), around)
+
+    @settings(max_examples=150)
+    @given(tables(CAST), st.booleans())
+    def test_are_added(self, given, widely):
+        table, ids, some, _ = given
+        if widely:
+            table = cast(table, accumulator(table.dtype))
+        into, around = guarded(table)
+        rows.add(device(into), device(ids), device(some))
+        with np.errstate(all="ignore"):
+            table[ids] += some
+        if accumulator(some.dtype) == table.dtype:
+            assert similar(into, table)
+        assert is_ok(into.reshape(-1), around)
+
+    @settings(max_examples=150)
+    @given(tables(CAST), st.lists(st.integers(1, 9), max_size=12))
+    def test_are_summed_from_the_first_to_the_last(self, given, lengths):
+        table, _, _, random = given
+        order = random.integers(0, len(table), sum(lengths))
+        starts = np.cumsum([0, *lengths])
+        into, around = guarded(np.zeros((len(lengths), table.shape[1]), table.dtype))
+        rows.sum_runs(device(table), device(order), device(starts), device(into))
+        wide = accumulator(table.dtype)
+        with np.errstate(all="ignore"):
+            for place, run in enumerate(np.split(order, starts[1:-1]) if lengths else ()):
+                total = table[run[0]].astype(wide)
+                for number in run[1:]:
+                    total = total + table[number]
+                assert similar(into[place], total.astype(table.dtype))
+        assert is_ok(into.reshape(-1), around)
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "shift"),
+    [((1000, 64), 250, 6), ((1000,), 4, 0), ((1000, 3, 5), 63, 4), ((7, 5000), 7, 8), ((10**6, 64), 1 << 14, 6)],
+)
+def test_a_launch_of_rows(unrun, shape, blocks, shift):
+    table, ids = np.broadcast_to(np.float32(1), (3, *shape[1:])).copy(), np.zeros(shape[0], np.int64)
+    out = np.empty(shape, np.float32)
+    rows.take(device(table), device(ids), device(out))
+    (launch,) = unrun
+    (given,) = launch.arguments
+    assert (launch.expression, launch.grid, launch.block) == ("take_rows<uint32_kind>", (blocks,), (256,))
+    assert (given["count"], given["width"], given["shift"]) == (shape[0], int(np.prod(shape[1:])), shift)
+    pointers = (table, out, ids)
+    assert [given[name] for name in ("source", "target", "ids")] == [each.ctypes.data for each in pointers]
+
+
+def test_no_rows_and_rows_of_nothing_take_no_launch(unrun):
+    none = np.zeros(0, np.int64)
+    rows.take(device(np.ones((3, 2))), device(none), device(np.ones((0, 2))))
+    rows.put(device(np.ones((3, 0))), device(none), None)
+    rows.add(device(np.ones((3, 2))), device(none), device(np.ones((0, 2))))
+    assert unrun == []
+
+
+def test_rows_with_gaps_are_refused(unrun):
+    with pytest.raises(mpikv.ValueMismatch, match="must be contiguous"):
+        rows.take(device(np.ones((3, 4))[:, ::2]), device(np.zeros(1, np.int64)), device(np.ones((1, 2))))
+    assert unrun == []
+
+
+@pytest.mark.parametrize("dtype", CAST, ids=str)
+def test_rows_load_nothing_after_they_are_prepared(unrun, dtype):
+    wide = accumulator(dtype)
+    rows.prepare(dtype, wide)
+    loaded = loading.kernel.cache_info().misses
+    ids = device(np.zeros(1, np.int64))
+    for kind in (dtype, wide):
+        some = device(np.zeros((1, 2), kind))
+        rows.take(some, ids, some)
+        rows.put(some, ids, some)
+        rows.put(some, ids, None)
+        rows.add(device(np.zeros((1, 2), wide)), ids, some)
+    copies.copy([device(np.zeros(2, dtype))], [device(np.zeros(2, wide))])
+    assert loading.kernel.cache_info().misses == loaded
+
+
 # --- Arrays that are looked at
 
 
@@ -748,6 +866,7 @@ def test_layouts(tmp_path):
         ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
         ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
         ("copies.cu", "Pairs", copies.PAIRS),
+        ("rows.cu", "Rows", rows.ROWS),
         ("norms.cu", "Arrays", norms.ARRAYS),
         ("layerwise.cu", "Layers", layerwise.LAYERS),
         ("steps.cu", "Numbers", steps.WRITTEN),
@@ -826,7 +945,7 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, steps.WRITTEN):
+    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
@@ -858,6 +977,9 @@ def test_no_operation_is_fused_or_approximate(nvrtc, name):
         assert {"ld.global.v4.u32", "st.global.v4.u32"} <= operations
     elif name == "codes.cu":
         assert {"ld.global.v4.f32", "st.global.v4.f32"} <= operations
+    elif name == "rows.cu":
+        assert {"add.rn.f32", "add.rn.f64"} <= floats
+        assert not {each for each in operations if re.match(r"div|rem|atom|red", each)}
     else:
         assert {"add.rn.f64", "mul.rn.f64"} <= floats
         assert "bar.sync" in operations

@@ -156,6 +156,26 @@ def test_arrays_compute_as_numpys(gpu):
     gpu.checker.assert_clean()
 
 
+ROWS = {
+    "take_rows reads": lambda gpu, table, rows, ids: gpu.take_rows(table, ids, rows),
+    "put_rows writes": lambda gpu, table, rows, ids: gpu.put_rows(table, ids, rows),
+    "add_rows reads": lambda gpu, table, rows, ids: gpu.add_rows(table, ids, rows),
+    "sum_runs reads": lambda gpu, table, rows, ids: gpu.sum_runs(table, ids, np.arange(1)),
+}
+
+
+@pytest.mark.parametrize("which", ["table", "rows"])
+@pytest.mark.parametrize("work", ROWS)
+def test_rows_that_are_moved_are_uses_of_both_arrays(gpu, work, which):
+    arrays = {"table": gpu.upload(np.zeros((3, 2))), "rows": gpu.upload(np.zeros((2, 2)))}
+    gpu.current().synchronize()
+    on(gpu.stream(), arrays[which])
+    uses = which == "table" or work != "sum_runs reads"
+    text = work if which == "table" else f"{work.partition(' ')[0]} on"
+    with gpu.stream(), pytest.raises(RaceError, match=text.replace(" ", ".* ")) if uses else nullcontext():
+        ROWS[work](gpu, **arrays, ids=np.array([0, 2]))
+
+
 def test_kernels_are_work_of_the_present_stream(gpu):
     kernels, sgd = FakeKernels(gpu), optimizers.SGD(learning_rate=0.5)
     total, value = gpu.upload(np.ones(3)), gpu.upload(np.zeros(3))

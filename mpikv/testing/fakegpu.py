@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from ..arrays import accumulator
 from ..cuda.codes import code_of
 from ..errors import TransportError, Unsupported
 from ..optimizers import BLOCK
@@ -623,6 +624,77 @@ class FakeGpu:
         with np.errstate(all="ignore"):
             return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
 
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        pass
+
+    def numbers(self, every: Sequence[Array]) -> list[FakeArray]:
+        there, ends = self.upload(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
+        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
+
+    def _uploaded(self, ids: Any) -> FakeArray:
+        return ids if isinstance(ids, FakeArray) else self.upload(ids)
+
+    def take_rows(self, table: FakeArray, ids: Any, out: FakeArray | None = None) -> FakeArray:
+        ids = self._uploaded(ids)
+        if out is None:
+            out = self.empty((ids.size, *table.shape[1:]), table.dtype)
+        if (out.shape, out.dtype) != ((ids.size, *table.shape[1:]), table.dtype):
+            raise TypeError(f"{ids.size} rows of {table!r} do not fit {out!r}")
+        into, beneath, numbers = out._beneath, table._beneath, ids._beneath
+        self._launch_rows("take_rows", [table], [out], ids, lambda: np.copyto(into, beneath[numbers]))
+        return out
+
+    def put_rows(self, table: FakeArray, ids: Any, rows: FakeArray | None) -> None:
+        ids = _unique(self._uploaded(ids))
+        if rows is not None and rows.dtype != table.dtype:
+            rows = rows.astype(table.dtype)
+        into, values, numbers = table._beneath, 0 if rows is None else rows._beneath, ids._beneath
+        reads = [] if rows is None else [rows]
+        self._launch_rows("put_rows", reads, [table], ids, lambda: into.__setitem__(numbers, values))
+
+    def add_rows(self, table: FakeArray, ids: Any, rows: FakeArray) -> None:
+        ids = _unique(self._uploaded(ids))
+        if table.dtype not in (rows.dtype, accumulator(rows.dtype)):
+            raise TypeError(f"{rows!r} is not added to {table!r}")
+        into, values, numbers = table._beneath, rows._beneath, ids._beneath
+
+        def add() -> None:
+            with np.errstate(all="ignore"):
+                into[numbers] += values
+
+        self._launch_rows("add_rows", [table, rows], [table], ids, add)
+
+    def sum_runs(self, rows: FakeArray, order: Array, starts: Array) -> FakeArray:
+        total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
+        into, values = total._beneath, rows._beneath
+
+        def add() -> None:
+            with np.errstate(all="ignore"):
+                sums = values[order[starts]].astype(accumulator(values.dtype))
+                for place, run in enumerate(np.split(order, starts[1:])):
+                    for number in run[1:]:
+                        sums[place] += values[number]
+                into[...] = sums
+
+        self._launch_rows("sum_runs", [rows], [total], self.upload(np.concatenate([order, starts])), add)
+        return total
+
+    def _launch_rows(
+        self,
+        work: str,
+        reads: Sequence[FakeArray],
+        writes: Sequence[FakeArray],
+        ids: FakeArray,
+        run: Callable[[], object],
+    ) -> None:
+        """Give work on rows of contiguous arrays to the present stream."""
+        if ids.dtype != np.int64:
+            raise TypeError(f"{work} of rows whose numbers are {ids.dtype}")
+        for array in (*reads, *writes, ids):
+            if not array.flags.c_contiguous:
+                raise MisuseError(f"{work} of {array!r}, which is not contiguous")
+        self.launch(work, [*reads, ids], writes, run)
+
     def launch(
         self,
         work: str,
@@ -654,6 +726,13 @@ def _copy(pairs: Sequence[tuple[Array, Array]]) -> None:
     with np.errstate(all="ignore"):
         for target, source in pairs:
             np.copyto(target, source, casting="unsafe")
+
+
+def _unique(ids: FakeArray) -> FakeArray:
+    """Return numbers of rows to be written, of which a GPU writes each at any time."""
+    if np.unique(ids._beneath).size != ids.size:
+        raise MisuseError(f"rows {ids._beneath} are to be written, some of them twice")
+    return ids
 
 
 def _bytes(array: FakeArray) -> tuple[int, int]:

@@ -24,8 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
 # each step of a sum: so what all stores have in common is tried on two ranks at most.
 @pytest.mark.ranks(1, 2)
 class TestStore(StoreContract):
-    sparse = False
-
     def create(self, **options: Any) -> mpikv.KVStore:
         store = mpikv.create("nccl", **options)
         assert store.is_capable("gpu")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import RowSparse
 from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
@@ -36,7 +35,6 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 class TestOnAGpu(StoreContract):
-    sparse = False
     options: Mapping[str, Any] = MappingProxyType({})
 
     @pytest.fixture(autouse=True)
@@ -174,9 +172,6 @@ def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
     "call",
     [
         lambda kv: kv.set_gradient_compression("topk"),
-        lambda kv: kv.init("s", RowSparse([0], np.ones((1, 2)), (3, 2))),
-        lambda kv: kv.push("w", RowSparse([0], np.ones((1, 3)), (3, 3))),
-        lambda kv: kv.row_sparse_pull("w", row_ids=[0]),
         lambda kv: kv.pull("w", wait=False),
     ],
 )
