@@ -49,7 +49,7 @@ class Block:
     memory, as many on every host, or for this rank alone."""
     residuals: list[Array] = field(default_factory=list)
     """What this rank's compressed pushes have left out so far: an array parallel to ``values`` for each position in the
-    lists that were pushed."""
+    lists that were pushed. On a GPU, those of codecs of whole values are the host's."""
     exact: Array | None = None
     """The owners' values where ranks hold what they were sent of them, packed: parallel to ``values``. Only the owner
     of an element has it."""
@@ -68,10 +68,14 @@ class Block:
         dtype = accumulator(self.values.dtype)
         return self.memory.zeros(self.values.size * dtype.itemsize).view(dtype)
 
-    def ensure_residuals(self, positions: int) -> None:
-        """Have residuals for so many positions in lists; new ones are zero."""
+    def ensure_sums(self) -> None:
+        """Take the memory for sums now, where a GPU may have too little."""
+        _ = self.sums
+
+    def ensure_residuals(self, positions: int, memory: Memory) -> None:
+        """Have residuals for so many positions in lists; new ones are zero, and lie there."""
         while len(self.residuals) < positions:
-            self.residuals.append(self.memory.zeros(4 * self.values.size).view(np.float32))
+            self.residuals.append(memory.zeros(4 * self.values.size).view(np.float32))
 
     @property
     def updated(self) -> Array:

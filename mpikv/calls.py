@@ -283,7 +283,13 @@ class Calls:
     def _codec(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
         self._exchange.check_codec(codec)
-        return self._found(codec)
+        found = self._found(codec)
+        if not (self._memory.on_host or codec.elementwise):
+            logging.getLogger("mpikv").warning(
+                "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
+                codec.settings(),
+            )
+        return found
 
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it

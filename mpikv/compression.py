@@ -19,7 +19,7 @@ from .arrays import local_sum
 from .codecs import LARGEST
 from .errors import NotFinite, Unsupported, ValueMismatch
 from .keys import Entry
-from .memory import private
+from .memory import HOST, private
 from .plan import Bucket, Plan, merged
 from .typing import Array, Codec, Gather, Memory, RangeCodec, Rounds, Sum, Transport, ValueCodec
 
@@ -32,6 +32,7 @@ __all__ = [
     "check",
     "check_payloads",
     "compress",
+    "ensure_residuals",
     "restoring",
 ]
 
@@ -109,6 +110,7 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
     arrays of a GPU.
 
     Raises:
+        MemoryError: there is no room.
         Unsupported: a value is not of half or single precision.
         ValueMismatch: the keys bring lists of different lengths.
         NotFinite: an element is NaN, infinite or too large.
@@ -131,9 +133,20 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
         owners = [entry for entry, group in zip(plan.entries, groups, strict=True) for _ in group]
         first = exceeding.index(True)
         _refuse(owners[first], memory.to_host(arrays[first]))
-    positions = lengths[-1] if lengths and codec.elementwise else 1
-    for block in dict.fromkeys(entry.place.block for entry in plan.entries) if codec.feedback else ():
-        block.ensure_residuals(positions)
+    for block in dict.fromkeys(entry.place.block for entry in plan.entries):
+        ensure_residuals(codec, block, lengths[-1] if lengths else 1)
+        if not codec.elementwise:
+            block.ensure_sums()
+
+
+def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
+    """Have what a codec keeps of pushes of lists of this length: where it does its work. Local."""
+    if not codec.feedback:
+        return
+    if codec.elementwise:
+        block.ensure_residuals(positions, block.memory)
+    else:  # lists are added up first
+        block.ensure_residuals(1, HOST)
 
 
 def _refuse(entry: Entry, array: Array) -> NoReturn:
@@ -344,12 +357,16 @@ class _Held(NamedTuple):
 
 
 class ValueCompression:
-    """Sums by a codec of whole values. A list of arrays is summed on its rank first."""
+    """Sums by a codec of whole values. A list of arrays is summed on its rank first.
+
+    The codec does its work on the host, and the host's transport carries what it sends. Of a GPU's arrays the sum of
+    each list is copied here, which is waited for, and what this rank owns of the sum over ranks is copied there.
+    """
 
     by_bucket = False
 
     def __init__(self, codec: ValueCodec, transport: Transport, add: Add, in_pairs: bool) -> None:
-        self.codec, self._transport = codec, transport
+        self.codec, self._transport, self._memory = codec, transport.control, transport.memory
         self._add, self._in_pairs = add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
@@ -361,8 +378,10 @@ class ValueCompression:
             if place.size:
                 rounds = self._rounds(entry, [layer[item] for layer in layers])
                 summed = self._run(rounds, owners[0] if len(owners) == 1 else None)
-                for low, high in own:
-                    place.block.sums[place.start + low : place.start + high] = summed[low:high]
+                self._memory.copy(
+                    [place.block.sums[place.start + low : place.start + high] for low, high in own],
+                    [summed[low:high] for low, high in own],
+                )
 
         def total(bucket: Bucket) -> Array:
             block, start = _origin(plan, bucket)
@@ -376,7 +395,8 @@ class ValueCompression:
         gradient = np.zeros(place.size, np.float32)
         residual = np.zeros(place.size, np.float32) if self.codec.feedback else None
         if arrays:
-            np.copyto(gradient, local_sum(arrays, entry.dtype, self._in_pairs), casting="unsafe")
+            mine = self._memory.to_host(local_sum(arrays, entry.dtype, self._in_pairs))
+            np.copyto(gradient, mine, casting="unsafe")
             if residual is not None:
                 residual = entry.residuals()[0]
         if not entry.codec_state:

@@ -142,6 +142,8 @@ class DeviceMemory:
         return array if self.gpu.owns(array) else self.gpu.upload(array)
 
     def to_host(self, array: Array) -> Array:
+        if not self.gpu.owns(array):
+            return array
         out = np.empty(array.shape, array.dtype)
         with self.stream:
             self.gpu.download(array, out)

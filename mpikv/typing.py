@@ -644,11 +644,11 @@ class GpuKernels(Kernels, Protocol):
     """What runs on a GPU."""
 
     def codec(self, codec: Codec) -> Codec:
-        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits. Compiled when this
-        returns.
+        """Return what does on arrays of the GPU what a codec of ranges does on the host's, with the same bits. Compiled
+        when this returns. A codec of whole values, which works on the host, is returned as it is.
 
         Raises:
-            Unsupported: there is no kernel for this codec.
+            Unsupported: there is no kernel for this codec of ranges.
         """
         ...
 
@@ -724,7 +724,10 @@ of it is this rank's."""
 
 
 class ValueCodec(Protocol):
-    """Packs the gradient of a whole value, in one or several exchanges. For the rest as a :class:`RangeCodec`."""
+    """Packs the gradient of a whole value, in one or several exchanges. For the rest as a :class:`RangeCodec`.
+
+    Its arrays are the host's, where values lie on a GPU, too.
+    """
 
     @property
     def elementwise(self) -> Literal[False]:

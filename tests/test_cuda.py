@@ -804,9 +804,15 @@ def test_arguments_of_codes(unrun):
 
 @pytest.mark.usefixtures("unrun")
 def test_codecs_without_a_kernel():
-    for codec in ("topk", "lowrank", {"type": "topk", "error_feedback": False}):
+    class OfOnesOwn(codecs.TwoBit):
+        pass
+
+    for codec in (OfOnesOwn(), codecs.ErrorFeedback(OfOnesOwn())):
         with pytest.raises(mpikv.Unsupported, match=r"has no CUDA kernel.*GPU.*known: 1bit, 2bit, bf16, fp16"):
-            CudaKernels().codec(codecs.create(codec))
+            CudaKernels().codec(codec)
+    for name in ("topk", "lowrank", {"type": "topk", "error_feedback": False}):
+        whole = codecs.create(name)
+        assert CudaKernels().codec(whole) is whole  # it works on the host
     codec = CudaKernels().codec(codecs.create("fp16"))
     assert CudaKernels().codec(codec) is codec
     assert (repr(codec), codec.largest) == ("ErrorFeedback(Float16())", 65504.0)

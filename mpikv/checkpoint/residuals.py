@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..compression import ensure_residuals
 from ..exchange import Exchange
 from ..keys import Entry
 from ..typing import Array, Transport
@@ -96,8 +97,7 @@ def taken(exchange: Exchange, contents: Contents, on_host: Callable[[Array], Arr
     for one, entry in _pairs(exchange, contents):
         room: Sequence[Array] = ()
         if codec is not None and codec.feedback and one.positions:
-            # Codecs of whole values add up lists first.
-            entry.place.block.ensure_residuals(one.positions if codec.elementwise else 1)
+            ensure_residuals(codec, entry.place.block, one.positions)
             room = [on_host(array) for array in entry.residuals()]
         own.append(dict(_residuals_for(exchange.transport, contents.ranks, one.positions, room)))
         kept = {name: np.empty(shape, dtype_named(dtype)) for name, (dtype, shape) in one.codec.items()}

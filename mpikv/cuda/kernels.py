@@ -116,13 +116,13 @@ class CudaKernels:
         return table
 
     def codec(self, codec: Codec) -> Codec:
-        """Return a codec of the same payloads for CuPy's arrays; compile it, or load it.
+        """Return a codec of the same payloads for CuPy's arrays; compile it, or load it. Of whole values: the same.
 
         Raises:
             Unsupported: there is no kernel for the codec.
             TransportUnavailable: nothing can be compiled here.
         """
-        return codec if isinstance(codec, CudaRanges) else CudaRanges(codec)
+        return CudaRanges(codec) if codec.elementwise and not isinstance(codec, CudaRanges) else codec
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:

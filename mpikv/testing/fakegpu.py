@@ -793,8 +793,8 @@ class FakeKernels:
     def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
         return None
 
-    def codec(self, codec: Any) -> FakeRanges:
-        return codec if isinstance(codec, FakeRanges) else FakeRanges(self._gpu, codec)
+    def codec(self, codec: Any) -> Any:
+        return FakeRanges(self._gpu, codec) if codec.elementwise and not isinstance(codec, FakeRanges) else codec
 
 
 class FakeRanges:

@@ -5,7 +5,8 @@ checked.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from mpikv.testing.fakegpu import FakeGpu, FakeKernels, FakeRanges
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
+from mpikv.typing import Gather, Sum
 from mpikv.world import connect
 
 from .test_compression import QUANTISERS, Simulated, gradients
@@ -35,6 +37,15 @@ F32 = np.float32
 NAMES = tuple(QUANTISERS)
 PLACEMENTS = ("root", "sharded", "replicated")
 BARE = tuple({"type": name, "error_feedback": False} for name in NAMES)
+# Codecs of whole values, which work on the host; a rank of 2 shrinks most of the matrices below.
+WHOLE = (
+    {"type": "topk", "ratio": 0.1},
+    {"type": "topk", "count": 20},
+    {"type": "topk", "ratio": 0.1, "error_feedback": False},
+    {"type": "lowrank", "rank": 2},
+    {"type": "lowrank", "rank": 2, "error_feedback": False},
+)
+EVERY = (*NAMES, *BARE, *WHOLE)
 
 
 @pytest.fixture
@@ -63,16 +74,20 @@ def there(gpu: FakeGpu, arrays: Any) -> Any:
 
 
 def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
-    """Compare values, and what is left out of them, bit by bit."""
+    """Compare values, what is left out of them and what codecs keep, bit by bit."""
     for found, expected in zip(*(kv.pull(keys) for kv in stores), strict=True):
         assert on_host(found).tobytes() == expected.tobytes()
     for key in keys:
         found, expected = (kv._exchange.table[key].residuals() for kv in stores)
         assert [on_host(each).tobytes() for each in found] == [each.tobytes() for each in expected]
+        found, expected = (kv._exchange.table[key].codec_state for kv in stores)
+        assert {name: each.tobytes() for name, each in found.items()} == {
+            name: each.tobytes() for name, each in expected.items()
+        }
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("name", [*NAMES, *BARE], ids=str)
+@pytest.mark.parametrize("name", EVERY, ids=str)
 @pytest.mark.feature("compression-everywhere")
 def test_the_bits_are_those_of_the_host(gpu, comm, name, placement):
     """Lists, keys of all sizes, half precision, several messages, and shares of unequal size."""
@@ -124,7 +139,7 @@ def test_any_calls(comm, data):
         "bucket_bytes": data.draw(st.sampled_from([4096, 1 << 14]), label="bucket_bytes"),
         "deterministic": data.draw(st.booleans(), label="deterministic"),
     }
-    stores = pair(gpu, comm, data.draw(st.sampled_from([*NAMES, *BARE]), label="codec"), **options)
+    stores = pair(gpu, comm, data.draw(st.sampled_from(EVERY), label="codec"), **options)
     streams = [gpu.current(), gpu.stream(), gpu.stream()]
     keys = list(range(len(sizes)))
     optimizer = data.draw(st.sampled_from([None, "sgd", "adam", "function"]), label="updater")
@@ -158,7 +173,7 @@ def add_twice(key: Any, given: Any, stored: Any) -> None:
     stored += 2 * given
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE], ids=str)
 def test_ranks_may_bring_lists_of_different_lengths(gpu, comm, name):
     stores = pair(gpu, comm, name)
     for kv in stores:
@@ -169,7 +184,7 @@ def test_ranks_may_bring_lists_of_different_lengths(gpu, comm, name):
     close(*stores)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE], ids=str)
 def test_buffers_are_compressed(gpu, comm, name):
     stores = pair(gpu, comm, name, bucket_bytes=4096)
     for kv in stores:
@@ -189,7 +204,7 @@ def test_buffers_are_compressed(gpu, comm, name):
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE], ids=str)
 def test_ranks_that_have_left_join_bring_nothing(gpu, comm, name, buffers):
     """With 1 bit, not even -1 for zeros; and what they keep stays."""
     stores = pair(gpu, comm, name)
@@ -220,13 +235,14 @@ def test_views_of_values_can_be_pushed(gpu, comm):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38])
-def test_numbers_that_are_not_finite_raise(gpu, comm, bad, dtype):
+@pytest.mark.parametrize("name", ["2bit", "topk", "lowrank"])
+def test_numbers_that_are_not_finite_raise(gpu, comm, name, bad, dtype):
     dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
     stored = np.dtype(F32) if dtype == np.float64 else dtype
     good = (np.arange(300) % 7).reshape(20, 15).astype(dtype)
     with np.errstate(over="ignore"):
         spoilt = np.where(np.arange(300).reshape(20, 15) == 250, bad, good.astype(np.float64)).astype(dtype)
-    stores = pair(gpu, comm, "2bit")
+    stores = pair(gpu, comm, name)
     last = stores[0].rank == stores[0].size - 1
     for kv in stores:
         kv.init(["v", "w"], [np.zeros((20, 15), stored)] * 2)
@@ -245,28 +261,23 @@ def test_numbers_that_are_not_finite_raise(gpu, comm, bad, dtype):
     close(*stores)
 
 
-@pytest.mark.parametrize("bad", ["topk", "lowrank", {"type": "auto", "codec": "topk"}])
-def test_codecs_without_a_kernel_are_refused(gpu, comm, bad):
+def test_a_codec_of_ranges_of_ones_own_is_refused(gpu, comm):
     """By name, before anything is sent; the present compression stays."""
-    with store_on(gpu, comm) as kv:
-        kv.init("w", np.zeros(8, F32))
-        kv.set_gradient_compression("2bit")
-        with pytest.raises(Unsupported, match=r"^set_gradient_compression: compression.* on a GPU"):
-            kv.set_gradient_compression(bad)
-        assert kv.compression.settings() == "2bit(threshold=0.5) with error feedback"
-        kv.push("w", np.full(8, 0.7, F32))
-        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(8, 0.5 * kv.size))
 
-
-def test_a_codec_of_ones_own_is_refused(gpu, comm):
     class Doubled(codecs.TwoBit):
         pass
 
     with store_on(gpu, comm) as kv:
-        for codec in (Doubled(0.5), codecs.ErrorFeedback(Doubled(0.5))):
-            with pytest.raises(Unsupported, match=r"2bit.* has no CUDA kernel.*known: 1bit, 2bit, bf16, fp16"):
+        kv.init("w", np.zeros(8, F32))
+        kv.set_gradient_compression("2bit")
+        for codec in (Doubled(0.5), codecs.ErrorFeedback(Doubled(0.5)), codecs.Auto(Doubled(0.5))):
+            with pytest.raises(
+                Unsupported, match=r"^set_gradient_compression: .*2bit.* has no CUDA kernel.*known: 1bit, 2bit, bf16, f"
+            ):
                 kv.set_gradient_compression(codec)
-        assert kv.compression is None
+        assert kv.compression.settings() == "2bit(threshold=0.5) with error feedback"
+        kv.push("w", np.full(8, 0.7, F32))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(8, 0.5 * kv.size))
 
 
 def test_other_dtypes_and_lists_of_other_lengths(gpu, comm):
@@ -293,7 +304,7 @@ def test_ranks_with_other_settings(gpu, comm):
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(4, kv.size))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE], ids=str)
 def test_an_updater_that_raises_leaves_residuals_as_they_were(gpu, comm, name):
     def fail(key, received, stored):
         raise ArithmeticError("not today")
@@ -313,7 +324,7 @@ def test_an_updater_that_raises_leaves_residuals_as_they_were(gpu, comm, name):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", ["2bit", {"type": "bf16", "both_directions": True}], ids=str)
+@pytest.mark.parametrize("name", ["2bit", "topk", {"type": "bf16", "both_directions": True}], ids=str)
 def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
     """Also where a gradient is looked at, which waits for what was queued before it."""
     gpu, config = FakeGpu(comm.rank), Config(timeout=0.8, placement="sharded")
@@ -363,6 +374,117 @@ def test_a_call_of_nccl_that_fails_ends_the_store_everywhere(comm):
         kv.push("w", np.ones(500, F32))
 
 
+# --- Codecs that work on the host
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A codec of whole values of one's own: sends the first half of a value by a sum, the second by its bytes."""
+
+    elementwise: ClassVar[Literal[False]] = False
+    feedback: ClassVar[Literal[False]] = False
+
+    def settings(self) -> str:
+        return "halved()"
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        return {"pushes": np.zeros(1, np.int64)}
+
+    def exchange(self, gradient: Any, shape: Any, state: Any, residual: Any = None) -> Any:
+        assert type(gradient) is np.ndarray
+        state["pushes"] += 1
+        middle = gradient.size // 2
+        total = np.zeros_like(gradient)
+        total[:middle] = yield Sum(gradient[:middle].copy())
+        for part in (yield Gather(gradient[middle:].view(np.uint8).copy())):
+            total[middle:] += part.view(F32)
+        return total, gradient
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_codec_of_values_of_ones_own_works_on_the_host(gpu, comm, placement, feedback):
+    codec = codecs.ErrorFeedback(Halved()) if feedback else Halved()
+    stores = pair(gpu, comm, codec, placement=placement, bucket_bytes=4096)
+    assert stores[0].compression is codec
+    shapes = {"m": (30, 401), "v": (7,)}
+    for kv in stores:
+        kv.init(list(shapes), [np.zeros(shape, F32) for shape in shapes.values()])
+        kv.set_optimizer("sgd", learning_rate=0.25, momentum=0.5)
+        for step in range(3):
+            kv.push(list(shapes), [gradients(shape, step, kv.size)[kv.rank, 0] for shape in shapes.values()])
+        assert kv._exchange.table["v"].codec_state["pushes"] == 3
+    assert_alike(stores, list(shapes))
+    close(*stores)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "lars"])
+@pytest.mark.parametrize("name", WHOLE, ids=str)
+def test_whole_values_are_updated_by_sums_of_whole_values(gpu, comm, name, optimizer):
+    """Which are made where the update finds them."""
+    stores = pair(gpu, comm, name, placement="root", bucket_bytes=4096)
+    shapes = {"m": (40, 97), "v": (7,)}
+    for kv in stores:
+        kv.init(list(shapes), [np.ones(shape, F32) for shape in shapes.values()])
+        kv.set_optimizer(optimizer, learning_rate=0.25)
+        for step in range(3):
+            kv.push(list(shapes), [gradients(shape, step, kv.size)[kv.rank, 0] for shape in shapes.values()])
+    assert_alike(stores, list(shapes))
+    close(*stores)
+
+
+@pytest.mark.parametrize("compression", ["topk", {"type": "auto", "codec": "topk"}], ids=str)
+def test_that_a_codec_works_on_the_host_is_said_once(gpu, comm, compression, caplog):
+    with store_on(gpu, comm) as kv, caplog.at_level("WARNING", "mpikv"):
+        kv.init("w", gpu.upload(np.zeros((20, 20), F32)))
+        kv.set_gradient_compression(compression)
+        for _ in range(3):
+            kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+        kv.set_gradient_compression("2bit")
+        kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        "compression topk(ratio=0.01) with error feedback does its work on the host"
+    ]
+
+
+@pytest.mark.parametrize("name", WHOLE, ids=str)
+def test_what_codecs_of_values_keep_lies_on_the_host(gpu, comm, name):
+    """Residuals cost no memory of the GPU, whichever rank owns the value; other codecs start anew, on the GPU."""
+    with store_on(gpu, comm, placement="root") as kv:
+        kv.init("w", np.zeros((20, 20), F32))
+        kv.set_gradient_compression(name)
+        kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+        entry = kv._exchange.table["w"]
+        assert all(type(each) is np.ndarray for each in (*entry.residuals(), *entry.codec_state.values()))
+        kv.set_gradient_compression("2bit")
+        kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+        assert [gpu.owns(each) for each in entry.residuals()] == [True]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["topk", "lowrank"])
+def test_too_little_memory_for_sums_on_one_rank(gpu, comm, name, monkeypatch):
+    """Every rank is told before anything is sent, and no residual is lost."""
+    stores = pair(gpu, comm, name)
+    for kv in stores:
+        kv.init("w", np.zeros((30, 40), F32))
+    last = stores[0].rank == stores[0].size - 1
+
+    def none_left(nbytes):
+        raise MemoryError("out of memory")
+
+    if last:
+        monkeypatch.setattr(gpu, "zeros", none_left)
+    with pytest.raises(MemoryError if last else PeerFailed, match="out of memory"):
+        stores[0].push("w", gpu.upload(np.ones((30, 40), F32)))
+    monkeypatch.undo()
+    for kv in stores:
+        for step in range(2):
+            kv.push("w", gradients((30, 40), step, kv.size)[kv.rank, 0])
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
 # --- With the rest of the store
 
 
@@ -387,7 +509,7 @@ def test_keys_that_start_anew_and_other_codecs_have_no_residuals(gpu, comm):
     close(*stores)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE], ids=str)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_checkpoints_have_residuals(gpu, comm, folder, name, placement):
     """From a GPU to the host, from the host to a GPU, and back to the store that goes on."""
@@ -451,7 +573,7 @@ def test_what_is_said_of_it(gpu, comm):
 
 
 @pytest.mark.parametrize("saved", [-1e9, 1.0])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "topk", "lowrank"])
 def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypatch):
     """How long this GPU takes says nothing, so that the answer is given here."""
     monkeypatch.setattr("mpikv.trial._SAVED", saved)
