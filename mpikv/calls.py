@@ -25,6 +25,7 @@ from .arguments import (
     targets,
     writable,
 )
+from .codecs.hosted import HostRanges
 from .errors import RankMismatch, Unsupported, ValueMismatch
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
 from .keys import Form, flatten, parse
@@ -276,7 +277,12 @@ class Calls:
             return call, (self._run_choice, meant, self._codec(meant.codec))
         if isinstance(meant, codecs.BothDirections):
             # What packs as a cast does knows its largest number, too.
-            packing = cast("Cast", self._codec(meant.cast))
+            packing = cast("Cast", self._found(meant.cast))
+            if not self._memory.on_host and packing is meant.cast:
+                raise Unsupported(
+                    f"compression {settings} has no CUDA kernel, which both_directions needs on a GPU (known: bf16, "
+                    "fp16); use one of these, or leave both_directions out"
+                )
             return call, (self._run_compression, meant, settings, self._codec(meant.codec), packing)
         return call, (self._run_compression, meant, settings, None if meant is None else self._codec(meant))
 
@@ -284,12 +290,13 @@ class Calls:
         """Return what does the work of a codec, whose payloads messages can hold."""
         self._exchange.check_codec(codec)
         found = self._found(codec)
-        if not (self._memory.on_host or codec.elementwise):
-            logging.getLogger("mpikv").warning(
-                "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
-                codec.settings(),
-            )
-        return found
+        if self._memory.on_host or found is not codec:
+            return found
+        logging.getLogger("mpikv").warning(
+            "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
+            codec.settings(),
+        )
+        return HostRanges(codec, self._memory) if codec.elementwise else codec
 
     def shadowed(self, said: Said, call: Call, until_done: ExitStack) -> Callable[[], None] | None:
         """Return what a rank without work does in a call of the others, which read its buffers once all know that it

@@ -644,11 +644,8 @@ class GpuKernels(Kernels, Protocol):
     """What runs on a GPU."""
 
     def codec(self, codec: Codec) -> Codec:
-        """Return what does on arrays of the GPU what a codec of ranges does on the host's, with the same bits. Compiled
-        when this returns. A codec of whole values, which works on the host, is returned as it is.
-
-        Raises:
-            Unsupported: there is no kernel for this codec of ranges.
+        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits, compiled when this
+        returns; or the codec itself, where there is no kernel for it.
         """
         ...
 

@@ -15,7 +15,7 @@ from ..errors import Unsupported
 from ..typing import Array, RangeCodec
 from .loading import kernel
 
-__all__ = ["CODES", "Code", "CudaRanges", "code_of"]
+__all__ = ["CODES", "Code", "CudaRanges", "code_of", "has_code"]
 
 CODES = np.dtype(
     [
@@ -59,15 +59,27 @@ def code_of(codec: Any) -> Code:
     >>> code_of(codecs.create("2bit"))
     Code(name='two_bits', threshold=0.5, largest=0.0)
     """
-    # A subclass may have another rule.
-    inside = codec.codec if type(codec) is RangeFeedback else codec
-    name = _CODES.get(type(inside))
-    if name is None:
+    if not has_code(codec):
         raise Unsupported(
-            f"compression {codec.settings()} has no CUDA kernel, as a store on a GPU needs (known: 1bit, 2bit, bf16, "
-            "fp16); use one of these, or 'dist_sync', whose values are the host's"
+            f"compression {codec.settings()} has no CUDA kernel (known: 1bit, 2bit, bf16, fp16); use one of these, or "
+            "let the codec do its work on the host"
         )
-    return Code(name, getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
+    inside = _inside(codec)
+    return Code(_CODES[type(inside)], getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
+
+
+def has_code(codec: Any) -> bool:
+    """Return whether there is a kernel for this codec.
+
+    >>> from mpikv import codecs
+    >>> has_code(codecs.create("2bit")), has_code(codecs.create("topk"))
+    (True, False)
+    """
+    return type(_inside(codec)) in _CODES  # a subclass may have another rule
+
+
+def _inside(codec: Any) -> Any:
+    return codec.codec if type(codec) is RangeFeedback else codec
 
 
 class CudaRanges:

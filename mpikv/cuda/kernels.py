@@ -16,7 +16,7 @@ from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer, Step
 from ..typing import Array, Codec, Memory, Updater, Whole
 from . import layerwise
-from .codes import CudaRanges
+from .codes import CudaRanges, has_code
 from .copies import copy, prepare
 from .loading import Kernel, address_of, kernel
 from .steps import NUMBERS, Row, Table
@@ -116,13 +116,12 @@ class CudaKernels:
         return table
 
     def codec(self, codec: Codec) -> Codec:
-        """Return a codec of the same payloads for CuPy's arrays; compile it, or load it. Of whole values: the same.
+        """Return a codec of the same payloads for CuPy's arrays, compiled or loaded; or the codec, if it has no kernel.
 
         Raises:
-            Unsupported: there is no kernel for the codec.
             TransportUnavailable: nothing can be compiled here.
         """
-        return CudaRanges(codec) if codec.elementwise and not isinstance(codec, CudaRanges) else codec
+        return CudaRanges(codec) if has_code(codec) else codec
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:

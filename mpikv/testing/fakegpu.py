@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from ..arrays import accumulator
-from ..cuda.codes import code_of
+from ..cuda.codes import code_of, has_code
 from ..errors import TransportError, Unsupported
 from ..optimizers import BLOCK
 from ..optimizers.forms import call_of
@@ -794,7 +794,7 @@ class FakeKernels:
         return None
 
     def codec(self, codec: Any) -> Any:
-        return FakeRanges(self._gpu, codec) if codec.elementwise and not isinstance(codec, FakeRanges) else codec
+        return FakeRanges(self._gpu, codec) if has_code(codec) else codec
 
 
 class FakeRanges:

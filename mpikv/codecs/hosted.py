@@ -1,0 +1,47 @@
+"""A codec of ranges on a GPU that has no kernel for it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..typing import Array, Memory, RangeCodec
+
+__all__ = ["HostRanges"]
+
+
+class HostRanges:
+    """A :class:`~mpikv.typing.RangeCodec` for arrays of a GPU, whose work another one does on the host.
+
+    What that reads is copied to the host, which waits for it, and what it writes is copied back.
+    """
+
+    elementwise: ClassVar[Literal[True]] = True
+
+    def __init__(self, codec: RangeCodec, memory: Memory) -> None:
+        self.codec, self.feedback = codec, codec.feedback
+        self._memory = memory
+
+    def settings(self) -> str:
+        """Describe the codec, whose payloads are the same."""
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        """Return what the codec needs."""
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
+        """Do what the codec does."""
+        packed = np.empty(payload.size, np.uint8)
+        left = None if residual is None else self._memory.to_host(residual)
+        self.codec.encode(self._memory.to_host(gradient), packed, left)
+        self._memory.copy([payload], [packed])
+        if residual is not None and left is not None:
+            self._memory.copy([residual], [left])
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Do what the codec does."""
+        summed = self._memory.to_host(total)
+        self.codec.decode_add(self._memory.to_host(payload), summed)
+        self._memory.copy([total], [summed])
