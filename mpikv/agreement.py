@@ -9,6 +9,7 @@ were bad raises its own error, the others ``PeerFailed``; ranks that made differ
 from __future__ import annotations
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,16 +201,17 @@ def _difference(said: Mapping[int, Said]) -> str:
     return f"rank {rank} calls {first.text}; {_ranks(like)} {other.text}{where}"
 
 
+_OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
+
+
 def _apart(left: str, right: str) -> str:
-    """Show two texts; of two lists of as many options, as of an updater, only those that differ."""
-    sides = left.split(", "), right.split(", ")
-    differing = [(one, other) for one, other in zip(*sides, strict=False) if one != other]
-    if len(sides[0]) != len(sides[1]) or len(sides[0]) == 1:
+    """Show two texts; of two lists of the same options, as of an updater, only those that differ."""
+    lists = _OPTIONS.fullmatch(left), _OPTIONS.fullmatch(right)
+    if lists[0] is None or lists[1] is None or lists[0]["name"] != lists[1]["name"]:
         return f"{left}, {right}"
-    name = left.partition("(")[0]
-    return "; ".join(
-        f"{name}: {one.removeprefix(f'{name}(')}, {other.removeprefix(f'{name}(')}" for one, other in differing
-    )
+    one, other = (each["options"].split(", ") for each in lists if each is not None)
+    differing = [f"{a}, {b}" for a, b in zip_longest(one, other, fillvalue="nothing") if a != b]
+    return f"{lists[0]['name']}: {'; '.join(differing)}" if len(one) == len(other) else f"{left}, {right}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -210,6 +210,7 @@ class Calls:
         given = fixed(key, value, out)
         self.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
         self._exchange.staged = None
+        self._memory.forget()  # nothing is to be filled
         return self._planned("compile", self.known(given.key)), (_run_for, given, _nothing)
 
     def bound(self, given: Fixed) -> tuple[Plan, Arrays | None, Arrays, Any]:

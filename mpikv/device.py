@@ -79,7 +79,17 @@ class DeviceMemory:
         self._queued: Door = nullcontext
         self.recording = False
         """Whether work that is given to the stream is recorded, and not run."""
-        self._graphs: WeakSet[Graph] = WeakSet()
+        # Those that may be launched, None once they were given up. The watchdog's thread gives them up, too.
+        self._graphs: WeakSet[Graph] | None = WeakSet()
+        self._recording = threading.Lock()
+
+    @property
+    def failed(self) -> bool:
+        try:
+            self._check()
+        except TransportError:
+            return True
+        return False
 
     def watch(self, check: Callable[[], None], abort: Callable[[], None], queued: Door) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
@@ -198,8 +208,12 @@ class DeviceMemory:
             graph = self.stream.end_capture()
         finally:
             self.recording = False
-        self._graphs.add(graph)
-        return graph
+        with self._recording:
+            if self._graphs is not None:
+                self._graphs.add(graph)
+                return graph
+        graph.close()
+        raise TransportError("what was recorded was given up with the store")
 
     def replay(self, graph: Graph, call: str) -> None:
         """Queue what was recorded. In :meth:`in_order`, whose arguments are to keep what it uses."""
@@ -208,9 +222,10 @@ class DeviceMemory:
 
     def drop_graphs(self) -> None:
         """Give up all that was recorded, before what it uses ends."""
-        for graph in list(self._graphs):
+        with self._recording:
+            graphs, self._graphs = self._graphs, None
+        for graph in list(graphs or ()):
             graph.close()
-        self._graphs.clear()
 
     def close(self) -> None:
         """Wait until the stream is done, and let go of what it used."""

@@ -165,9 +165,13 @@ class Exchange:
             self._plans[name] = plan
         return plan
 
-    def _forget_plans(self) -> None:
+    def forget_recorded(self) -> None:
+        """Have those that keep what was made of plans let go of it. Local."""
         for each in list(self.forgetful):
             each.forget()
+
+    def _forget_plans(self) -> None:
+        self.forget_recorded()
         for plan in self._plans.values():
             plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
         self._plans.clear()

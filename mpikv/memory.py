@@ -34,6 +34,7 @@ class HostMemory:
     """
 
     on_host = True
+    failed = False
 
     def __init__(self, find: Callable[[Any], Gpu] | None = None) -> None:
         """``find`` returns the GPU of another library's array that lies on one; without it such arrays are refused."""

@@ -122,7 +122,7 @@ class Compiled:
             if known.agreed:
                 return call, work
             steps = None if known.lack else self._calls.again(known.plan)[1]
-            return call, (self._first, self._memory, known, steps, work)
+            return call, (self._first, known, steps, work)
         call, steps = self._calls.again(known.plan)
         if not known.suits(steps, self._exchange.updater.by_key):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
@@ -153,8 +153,9 @@ class Compiled:
         plan, sources, targets, result = self._calls.bound(self._given)
         lack = self._exchange.lack() or ("" if plan.keys else "there are no keys")
         lack = lack or _lack_of(memory, self._given, plan, sources, targets)
-        known = _Known(plan, sources, targets, result, lack)
-        return known if lack else self._with_table(known, self._calls.again(plan)[1])
+        if lack:  # plain calls look at their arrays anew
+            return _Known(plan, None, (), None, lack)
+        return self._with_table(_Known(plan, sources, targets, result, lack), self._calls.again(plan)[1])
 
     def _with_table(self, known: _Known, steps: Steps) -> _Known:
         table = known.table
@@ -164,9 +165,7 @@ class Compiled:
 
     # --- What is run once all ranks agree
 
-    def _first(
-        self, memory: DeviceMemory, known: _Known, steps: Steps | None, work: tuple[Callable[..., Any], Any]
-    ) -> Any:
+    def _first(self, known: _Known, steps: Steps | None, work: tuple[Callable[..., Any], Any]) -> Any:
         """Learn whether all ranks can record it; make it."""
         known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
         if known.lack or steps is None:

@@ -255,6 +255,7 @@ class KVStore(KVStoreBase):
         return key in self._exchange.table
 
     def __len__(self) -> int:
+        self._check_open("keys")
         return len(self._exchange.table)
 
     def __repr__(self) -> str:
@@ -411,11 +412,11 @@ class KVStore(KVStoreBase):
 
         Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
         a CUDA graph, which that call and those after it launch, at a cost to the host that does not grow with the
-        number of keys. A learning rate, a schedule, and update counts go on as in any push. Where that cannot be, the
-        function makes plain calls, and its ``captured`` is False and its ``reason`` says why: on the host, for updater
-        functions and optimizers of whole values, compression, ``deterministic``, several arrays for a key, and arrays
-        of the host or that are not contiguous. After anything that changes where values lie, or how they are updated,
-        the work is recorded anew.
+        number of keys, unless these have rates of their own. A learning rate, a schedule, and update counts go on as in
+        any push. Where that cannot be, the function makes plain calls, and its ``captured`` is False and its ``reason``
+        says why: on the host, for updater functions and optimizers of whole values, compression, ``deterministic``,
+        several arrays for a key, and arrays of the host or that are not contiguous. After anything that changes where
+        values lie, or how they are updated, the work is recorded anew.
 
         Args:
             key: as in :meth:`push`. What lists and dicts hold now counts.
@@ -1065,6 +1066,7 @@ class KVStore(KVStoreBase):
             return False
         self._ended = why
         self._pending.end()
+        self._exchange.forget_recorded()
         return True
 
     def farewell(self) -> tuple[Callable[[], list[int]], float]:
@@ -1187,8 +1189,8 @@ class KVStore(KVStoreBase):
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
         if getattr(error, "settled", False):
-            if isinstance(error, TransportError):  # whoever has been told of it
-                self.abandon(f"the store ended in an earlier call ({error!r})")
+            if self._transport.memory.failed:  # whoever has been told of it
+                self.abandon(f"the store ended in an earlier call ({error!r}); create a new store")
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from .typing import Array, Key
 from .wrapped import Wrapped
 
 __all__ = ["AllReduce", "TestStore"]
+
+
+_Kind: TypeAlias = "tuple[tuple[int, ...], np.dtype[Any]]"
+"""A shape and a dtype."""
 
 
 class AllReduce(Wrapped):
@@ -40,7 +44,7 @@ class AllReduce(Wrapped):
     def __init__(self, store: KVStore) -> None:
         """Use :func:`mpikv.create`. The store belongs to this one."""
         super().__init__(store)
-        self._known: dict[Key, tuple[tuple[int, ...], np.dtype[Any]]] = {}
+        self._known: dict[Key, _Kind] = {}
 
     def __repr__(self) -> str:
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
@@ -98,34 +102,36 @@ class AllReduce(Wrapped):
             self._enter(verb, key, value)
             return getattr(self._store, verb)(key, value, out, priority)
         except RankMismatch as error:
-            kinds = ", ".join(
-                f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in self._kinds(key, value).items()
-            )
+            brought = self._apart(key, value, {}).items()
+            kinds = ", ".join(f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in brought)
+            text, mark, rank = str(error).rpartition(" [rank ")
             error.args = (
-                f"{error}; the store {self.type!r} calls init for arrays of other shapes or dtypes than at the last "
-                f"call, and here they are {brief(kinds)}",
+                f"{text}; the store {self.type!r} calls init for arrays of other shapes or dtypes than at the last "
+                f"call, and here they are {brief(kinds)}{mark}{rank}",
             )
             raise
 
     def _enter(self, verb: str, key: Any, value: Any) -> None:
         """Make room for the sums of keys that are new, or whose arrays have changed."""
         try:
-            changed = {name: kind for name, kind in self._kinds(key, value).items() if self._known.get(name) != kind}
+            changed = self._apart(key, value, self._known)
         except Exception as error:
             self.refuse(error, verb)
         if changed:
             self._store.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
             self._known.update(changed)
 
-    def _kinds(self, key: Any, value: Any) -> dict[Key, tuple[tuple[int, ...], np.dtype[Any]]]:
-        """Return the shape and dtype that a call brings for each name."""
-        kinds = {}
-        form = parse(key, value)
+    def _apart(self, key: Any, value: Any, known: Mapping[Key, _Kind]) -> dict[Key, _Kind]:
+        """Return what a call brings for each name of which something else is known."""
+        apart = {}
+        form, facts = parse(key, value), self._store._transport.memory.facts
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-            kinds[name] = self._store._transport.memory.facts(group[0])
-        return kinds
+            kind = facts(group[0])
+            if known.get(name) != kind:
+                apart[name] = kind
+        return apart
 
 
 @KVStoreBase.register

@@ -112,6 +112,11 @@ class Memory(Protocol):
     """Whether what a call does has to be run by :meth:`in_order`."""
 
     @property
+    def failed(self) -> bool:
+        """Whether what was queued is known to have failed, so that nothing that follows can be right."""
+        ...
+
+    @property
     def tables(self) -> Tables:
         """What moves rows of its arrays. What that returns is the store's, where :meth:`in_order` runs a call."""
         ...

@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -315,7 +315,8 @@ def end_job(why: str) -> None:
     mpi = _mpi()
     if not mpi.Is_finalized():
         if directory := run_directory():
-            (directory / GIVEN_UP).write_text(f"rank {mpi.COMM_WORLD.rank} ended the job: {why}")
+            with suppress(OSError):  # the job is to end also where there is no room to say why
+                (directory / GIVEN_UP).write_text(f"rank {mpi.COMM_WORLD.rank} ended the job: {why}")
         sys.stdout.flush()
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(1)

@@ -323,7 +323,7 @@ MISTAKES = (
         PeerFailed,
     ),
     Mistake("use after close", _use_closed, r"push.*the store was closed; create a new store", Closed, None),
-    Mistake("use in a forked child", _use_in_a_child, r"push.*before a fork.*create a new store", Closed, None),
+    Mistake("use in a forked child", _use_in_a_child, r"push.*before a fork.*use it in the parent", Closed, None),
 )
 
 

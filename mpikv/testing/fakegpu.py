@@ -594,10 +594,7 @@ class FakeGpu:
         return found
 
     def scale(self, arrays: Sequence[FakeArray], factor: float) -> None:
-        self.launch("scale", arrays, arrays)
-        for array in arrays:
-            with np.errstate(all="ignore"):
-                array._beneath[...] = array._beneath.astype(np.float64) * factor
+        self.launch("scale", arrays, arrays, partial(_scale, [array._beneath for array in arrays], factor))
 
     def kernels(self) -> FakeKernels:
         return FakeKernels(self)
@@ -719,6 +716,12 @@ class FakeGpu:
         else:
             kept = [(weakref.ref(block), low, high, writes) for block, low, high, writes in uses]
             stream.capture.works.append(Recorded(work, kept, run))
+
+
+def _scale(arrays: Sequence[Array], factor: float) -> None:
+    for array in arrays:
+        with np.errstate(all="ignore"):
+            array[...] = array.astype(np.float64) * factor
 
 
 def _copy(pairs: Sequence[tuple[Array, Array]]) -> None:

@@ -375,10 +375,12 @@ class NcclTransport:
         held = self._queueing.acquire(timeout=_PATIENCE)
         try:
             comm, self._comm = self._comm, None
-            # The end of a communicator waits for that of all graphs that use it.
-            self._device.drop_graphs()
-            if comm is not None:
-                _abort(comm, self._gpu.use)
+            try:
+                # The end of a communicator waits for that of all graphs that use it.
+                self._device.drop_graphs()
+            finally:
+                if comm is not None:
+                    _abort(comm, self._gpu.use)
         finally:
             if held:
                 self._queueing.release()

@@ -49,6 +49,19 @@ def test_a_controller_that_raises(kv):
     kv.barrier()
 
 
+@pytest.mark.parametrize("kind", [mpikv.TransportError, mpikv.Stalled])
+def test_a_controller_that_raises_what_ends_stores(kv, kind):
+    """It says nothing of this one, and all ranks have heard of it."""
+
+    def controller(body):
+        raise kind("another store's")
+
+    kv.set_controller(7, controller)
+    with pytest.raises(kind if kv.is_root else PeerFailed, match="another store's"):
+        kv.command(7)
+    kv.barrier()
+
+
 def test_a_controller_cannot_call_the_store(kv):
     kv.set_controller(7, lambda body: kv.barrier())
     with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="the store is in command"):

@@ -803,6 +803,33 @@ def test_a_forked_child_makes_no_store_of_all_ranks(transport, comm):
     mpikv.create(timeout=10).close()
 
 
+@SEVERAL
+@pytest.mark.parametrize(
+    ("option", "values", "said"),
+    [
+        ("wd", (0.0, 0.25), r"\(item 0: updater SGD: wd=0\.0, wd=0\.25\)"),
+        ("begin_num_update", (0, 1), r"\(item 0: updater SGD: begin_num_update=0, begin_num_update=1\)"),
+        ("wd_mult", ({"w": 1.0}, {"w": 1.0, "v": 2.0}), r"\(item 0: updater SGD\(begin.*, updater SGD\(begin.*\)\)"),
+    ],
+)
+def test_only_what_differs_is_shown(transport, comm, option, values, said):
+    with mpikv.create(transport=transport) as kv:
+        kv.init("w", np.ones(2))
+        kv.set_optimizer("sgd")
+        setattr(kv.optimizer, option, values[kv.rank > 0])
+        with pytest.raises(RankMismatch, match=said):
+            kv.push("w", np.ones(2))
+
+
+@SEVERAL
+def test_shapes_that_differ_are_shown_whole(transport, comm):
+    with (
+        mpikv.create(transport=transport) as kv,
+        pytest.raises(RankMismatch, match=r"\(item 0: 'w' float64\[3, 4\], 'w' float64\[3, 5\]\)"),
+    ):
+        kv.init("w", np.ones((3, 4 + (kv.rank > 0))))
+
+
 def test_a_store_without_keys_is_true():
     with mpikv.create() as kv:
         assert (len(kv), bool(kv), bool(kv.scope("part"))) == (0, True, True)

@@ -170,6 +170,20 @@ def test_a_call_that_is_not_made_fills_nothing(comm: Any, gpu: Any) -> None:
 
 
 @pytest.mark.ranks(1, 2)
+def test_a_compiled_call_that_is_not_made_yet_fills_nothing(comm: Any, gpu: Any) -> None:
+    with mpikv.create("dist_sync", comm=comm) as kv:
+        kv.init("w", np.zeros(3))
+        given, out = gpu.upload(np.ones(3)), gpu.upload(np.full(3, 7.0))
+        into, alone = kv.compile("w", given, out=out), kv.compile("w", given)
+        np.testing.assert_array_equal(given.get(), np.ones(3))
+        np.testing.assert_array_equal(out.get(), np.full(3, 7.0))
+        into()
+        np.testing.assert_array_equal(out.get(), np.full(3, kv.size))
+        alone()
+        np.testing.assert_array_equal(given.get(), np.full(3, kv.size))
+
+
+@pytest.mark.ranks(1, 2)
 def test_an_updater_that_raises_fills_nothing(comm: Any, gpu: Any) -> None:
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", np.ones(3))
