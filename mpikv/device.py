@@ -42,10 +42,13 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
     for gpu in tuple(_GPUS):
         if gpu.owns(value):
             return value, gpu
+    refused: Unsupported | None = None
     for gpu in tuple(_GPUS):
-        with suppress(Unsupported):
+        try:
             return gpu.adopt(value), gpu
-    raise Unsupported("the array is on a GPU of which this process has no store; create the store first")
+        except Unsupported as error:
+            refused = error
+    raise refused or Unsupported("rows on a GPU need a store on it in this process; create the store first")
 
 
 def read(value: Any) -> Array:

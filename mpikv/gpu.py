@@ -350,6 +350,10 @@ class CupyGpu:
         self._stage().download(flags.data.ptr, found.view(np.uint8))
         return found.tolist()  # type: ignore[no-any-return]
 
+    @_translated
+    def clear(self, array: Array) -> None:
+        array.fill(0)
+
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         with self.present():
             self._rows.prepare(dtype, accumulator(dtype))

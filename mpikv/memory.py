@@ -83,6 +83,9 @@ class HostMemory:
         for target, source in zip(targets, sources, strict=True):
             target[...] = source  # which begins in half the time that copyto takes
 
+    def clear(self, array: Array) -> None:
+        array.fill(0)
+
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 

@@ -67,8 +67,14 @@ class RowSparse:
                 f"{(ids.size, *self.shape[1:])}, not {rows.shape}"
             )
         if gpu is not None and not rows.flags.c_contiguous:
-            rows = rows.copy()
+            contiguous = gpu.empty(rows.shape, rows.dtype)
+            gpu.copy((contiguous,), (rows,))
+            rows = contiguous
         self.replace(*_summed(self._tables, ids, rows))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Where rows lie is known by an object that is not to be copied.
+        return RowSparse, (self.indices, self.values, self.shape)
 
     # Other rows are another RowSparse: what was checked once is not checked at each push.
 
@@ -123,7 +129,7 @@ class RowSparse:
             dense = np.zeros(self.shape, self.dtype)
         else:
             dense = self._tables.empty(self.shape, self.dtype)
-            dense.fill(0)
+            self._tables.clear(dense)
         self._tables.put_rows(dense, self.indices, self.values)
         return dense
 
@@ -253,7 +259,7 @@ def merged_rows(
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
     total = empty((every.size, *rows.shape[1:]), dtype)
-    total.fill(0)
+    tables.clear(total)
     first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in terms])
     tables.put_rows(total, first, rows)
     for at, (_, rows) in zip(places, others, strict=True):

@@ -66,6 +66,10 @@ class Tables(Protocol):
         """Copy each source to its target, cast where the dtypes differ."""
         ...
 
+    def clear(self, array: Array) -> None:
+        """Fill an array with zeros."""
+        ...
+
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         """Compile what moves and adds rows of values of this dtype, unless it is there.
 

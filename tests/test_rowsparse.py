@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import hypothesis.extra.numpy as nps
 import numpy as np
 import pytest
@@ -80,6 +83,15 @@ def test_bad_numbers_of_rows(ids, error, text):
 def test_bad_shapes(shape, values):
     with pytest.raises(ValueMismatch):
         RowSparse([0], np.zeros(values), shape)
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda rows: pickle.loads(pickle.dumps(rows))])
+def test_copies_are_as_good(again):
+    """As a loader's process sends one."""
+    rows = RowSparse([3, 1], np.array([[1.0], [2.0]]), (5, 1))
+    other = again(rows)
+    assert (other.on_host, other.shape) == (True, (5, 1))
+    np.testing.assert_array_equal(np.asarray(other), rows.to_dense())
 
 
 def test_it_keeps_no_numbers_of_the_caller():

@@ -621,6 +621,9 @@ class FakeGpu:
         with np.errstate(all="ignore"):
             return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
 
+    def clear(self, array: FakeArray) -> None:
+        array.fill(0)
+
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 
