@@ -196,6 +196,39 @@ def test_states_go_on(comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_sto
 
 
 @WHERE
+def test_too_little_memory_for_states_on_one_rank(
+    comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank takes them, however much there was, and each goes on with what it had."""
+    options = {"learning_rate": 0.1, "momentum": 0.5, "multi_precision": True}
+    rank, size = (comm.rank, comm.size) if comm else (0, 1)
+    results, upload = [], gpu.upload
+    for fails in (True, False):
+        params = weights(upload)
+        with store(on_gpus) as kv:
+            trainer = Trainer(params, "sgd", options, kvstore=kv, update_on_kvstore=False)
+            steps(trainer, rank, upload, 1, clips=False)
+            trainer.save_states(folder / "states")
+            steps(trainer, rank, upload, 1, clips=False, first=1)
+            for allowed in range(3) if fails else ():
+                left = iter(range(allowed))
+
+                def scarce(array: Any, out: Any = None, left: Any = left) -> Any:
+                    if rank == size - 1 and next(left, None) is None:
+                        raise MemoryError("out of memory")
+                    return upload(array, out)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(gpu, "upload", scarce)
+                    with pytest.raises(MemoryError if rank == size - 1 else PeerFailed, match="out of memory"):
+                        trainer.load_states(folder / "states")
+            steps(trainer, rank, upload, 2, clips=False, first=2)
+            results.append({name: on_host(array) for name, array in params.items()})
+    for name in SHAPES:
+        np.testing.assert_array_equal(*(result[name] for result in results), err_msg=name)
+
+
+@WHERE
 @BOTH
 def test_weights_and_gradients_of_all_kinds(comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_store: bool) -> None:
     """Shared, strided, added up, set by hand, and on the host beside those on a GPU."""
