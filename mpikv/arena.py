@@ -68,10 +68,11 @@ class Block:
         dtype = accumulator(self.values.dtype)
         return self.memory.zeros(self.values.size * dtype.itemsize).view(dtype)
 
-    def ensure_residuals(self, positions: int) -> None:
-        """Have residuals for so many positions in lists; new ones are zero."""
+    def ensure_residuals(self, positions: int, together: bool = False) -> None:
+        """Have residuals for so many positions in lists; new ones are zero. ``together``: on GPUs collective."""
+        zeros = self.allocate if together else self.memory.zeros
         while len(self.residuals) < positions:
-            self.residuals.append(self.memory.zeros(4 * self.values.size).view(np.float32))
+            self.residuals.append(zeros(4 * self.values.size).view(np.float32))
 
     @property
     def updated(self) -> Array:

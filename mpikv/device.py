@@ -130,16 +130,19 @@ class DeviceMemory:
         return view
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        pairs = list(zip(targets, sources, strict=True))
-        here = [pair for pair in pairs if self.gpu.owns(pair[0])]
+        pairs, here = list(zip(targets, sources, strict=True)), list[tuple[Array, Array]]()
+        for out, array in pairs:
+            if not self.gpu.owns(out):
+                continue
+            if self.gpu.owns(array) or array.dtype != out.dtype:
+                here.append((out, array if self.gpu.owns(array) else self.gpu.upload(array)))
+            else:
+                self.gpu.upload(array, out)  # which takes no memory there
         if here:
-            self.gpu.copy([into for into, _ in here], [self._uploaded(array) for _, array in here])
+            self.gpu.copy([out for out, _ in here], [array for _, array in here])
         for out, array in pairs:
             if not self.gpu.owns(out):
                 out[...] = self.to_host(array)
-
-    def _uploaded(self, array: Array) -> Array:
-        return array if self.gpu.owns(array) else self.gpu.upload(array)
 
     def to_host(self, array: Array) -> Array:
         out = np.empty(array.shape, array.dtype)

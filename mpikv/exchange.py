@@ -622,6 +622,17 @@ class Exchange:
         assert self.compression is not None
         check(self.compression.codec, plan, _groups(self._brought(plan) if sources is None else sources), self._memory)
 
+    def make_residuals(self, plan: Plan) -> None:
+        """Have room for what is left out of an array for each key, before :meth:`check_compressible` asks for it.
+
+        Raises:
+            MemoryError: on every rank, if one has too little.
+        """
+        assert self.compression is not None
+        if self.compression.codec.feedback:
+            for block in dict.fromkeys(entry.place.block for entry in plan.entries):
+                block.ensure_residuals(1, together=True)
+
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
 

@@ -471,6 +471,33 @@ def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypa
             np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 0.5 * kv.size))
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_too_little_memory_for_a_trial_on_one_rank(gpu, comm, monkeypatch):
+    """Every rank is told, whatever it was for, and no value is lost."""
+    empty, short = gpu.empty, []
+    with store_on(gpu, comm, timeout=5) as kv:
+        kv.init("w", np.ones(1000, F32))
+        for allowed in range(100):
+            left = iter(range(allowed))
+
+            def scarce(shape, dtype, left=left):
+                if kv.rank == kv.size - 1 and 0 not in shape and next(left, None) is None:
+                    raise MemoryError("out of memory")
+                return empty(shape, dtype)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu, "empty", scarce)
+                try:
+                    kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
+                    break
+                except MemoryError:
+                    short.append(allowed)
+            kv.push("w", gpu.upload(np.full(1000, 0.5, F32)))
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, 0.5 * kv.size))
+        assert len(short) > 5
+        assert kv.statistics()["compression"]["asked"].startswith("auto")
+
+
 def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
     """A time is taken when all that was queued is done."""
     waits = []
