@@ -160,6 +160,18 @@ def test_clipping(gpu: FakeGpu, dtype: Any, max_norm: float) -> None:
 
 
 @pytest.mark.ranks(1)
+def test_arrays_without_elements_lie_nowhere(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy says 0, of which numpy before 2.4 makes no array."""
+    empty, address = gpu.upload(np.empty((2, 0), np.float16)), gpu.address
+    monkeypatch.setattr(gpu, "address", lambda array: address(array) if array.size else pytest.fail("it was asked for"))
+    there = gpu.upload(np.array([3.0, 4.0]))
+    assert clip_global_norm([empty, there, empty], 1.0) == 5
+    np.testing.assert_allclose(on_host(there), [0.6, 0.8])
+    outline = Parameter(empty).outline
+    assert (outline.shape, outline.itemsize) == ((2, 0), 2)
+
+
+@pytest.mark.ranks(1)
 def test_what_cannot_be_clipped(gpu: FakeGpu) -> None:
     for bad in (np.inf, np.nan):
         array = gpu.upload(np.array([1.0, bad]))
