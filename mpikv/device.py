@@ -152,8 +152,8 @@ class DeviceMemory:
         self._check()
         return out
 
-    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
-        found = self.gpu.exceeding(arrays, bound) if arrays else ()
+    def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
+        found = self.gpu.exceeding(every, bound) if every else ()
         self._check()  # as in to_host
         return found
 
@@ -213,11 +213,15 @@ class DeviceMemory:
             graph.close()
         self._graphs.clear()
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait until the stream is done, and let go of what it used."""
         self.stream.synchronize()
-        self.drop_graphs()
         self._in_use.clear()
+
+    def close(self) -> None:
+        """Wait, and give up all that was recorded."""
+        self.wait()
+        self.drop_graphs()
 
     def abandon(self) -> None:
         self._abort()

@@ -89,13 +89,13 @@ class _Pushes:
         """Return how many seconds a push takes."""
         exchange, plan = self.exchange, self._plan
         memory = exchange.transport.memory
-        memory.close()  # a GPU has much to do yet when its calls return
+        memory.wait()  # a GPU has much to do yet when its calls return
         exchange.transport.agree(0)
         started = time.perf_counter()
         if exchange.compression is not None:
             exchange.check_compressible(plan, self._gradient)
         exchange.push(plan, self._gradient, exchange.steps(plan), None)
-        memory.close()
+        memory.wait()
         return time.perf_counter() - started
 
     def end(self) -> None:

@@ -560,8 +560,8 @@ def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
     waits = []
     with store_on(gpu, comm) as kv:
         memory = kv._transport.memory
-        close = memory.close
-        monkeypatch.setattr(memory, "close", lambda: (waits.append("wait"), close()))
+        wait = memory.wait
+        monkeypatch.setattr(memory, "wait", lambda: (waits.append("wait"), wait()))
         push = Exchange.push
         monkeypatch.setattr(Exchange, "push", lambda *arguments: (push(*arguments), waits.append("push")))
         kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
