@@ -72,10 +72,10 @@ class Block:
         """Take the memory for sums now, where a GPU may have too little."""
         _ = self.sums
 
-    def ensure_residuals(self, positions: int, memory: Memory) -> None:
-        """Have residuals for so many positions in lists; new ones are zero, and lie there."""
+    def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
+        """Have residuals for so many positions in lists; new ones are ``zeroed`` memory."""
         while len(self.residuals) < positions:
-            self.residuals.append(memory.zeros(4 * self.values.size).view(np.float32))
+            self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
 
     @property
     def updated(self) -> Array:

@@ -139,14 +139,16 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
             block.ensure_sums()
 
 
-def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
-    """Have what a codec keeps of pushes of lists of this length: where it does its work. Local."""
+def ensure_residuals(codec: Codec, block: Block, positions: int, together: bool = False) -> None:
+    """Have what a codec keeps of pushes of lists of this length: where it does its work. Local; ``together``: on GPUs
+    collective, and MemoryError is raised on every rank if one has too little.
+    """
     if not codec.feedback:
         return
     if codec.elementwise:
-        block.ensure_residuals(positions, block.memory)
+        block.ensure_residuals(positions, block.allocate if together else block.memory.zeros)
     else:  # lists are added up first
-        block.ensure_residuals(1, HOST)
+        block.ensure_residuals(1, HOST.zeros)
 
 
 def _refuse(entry: Entry, array: Array) -> NoReturn:

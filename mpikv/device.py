@@ -143,16 +143,19 @@ class DeviceMemory:
         return view
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        pairs = list(zip(targets, sources, strict=True))
-        here = [pair for pair in pairs if self.gpu.owns(pair[0])]
+        pairs, here = list(zip(targets, sources, strict=True)), list[tuple[Array, Array]]()
+        for out, array in pairs:
+            if not self.gpu.owns(out):
+                continue
+            if self.gpu.owns(array) or array.dtype != out.dtype:
+                here.append((out, array if self.gpu.owns(array) else self.gpu.upload(array)))
+            else:
+                self.gpu.upload(array, out)  # which takes no memory there
         if here:
-            self.gpu.copy([into for into, _ in here], [self._uploaded(array) for _, array in here])
+            self.gpu.copy([out for out, _ in here], [array for _, array in here])
         for out, array in pairs:
             if not self.gpu.owns(out):
                 out[...] = self.to_host(array)
-
-    def _uploaded(self, array: Array) -> Array:
-        return array if self.gpu.owns(array) else self.gpu.upload(array)
 
     def to_host(self, array: Array) -> Array:
         if not self.gpu.owns(array):
@@ -164,8 +167,8 @@ class DeviceMemory:
         self._check()
         return out
 
-    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
-        found = self.gpu.exceeding(arrays, bound) if arrays else ()
+    def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
+        found = self.gpu.exceeding(every, bound) if every else ()
         self._check()  # as in to_host
         return found
 
@@ -230,11 +233,15 @@ class DeviceMemory:
         for graph in list(graphs or ()):
             graph.close()
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait until the stream is done, and let go of what it used."""
         self.stream.synchronize()
-        self.drop_graphs()
         self._in_use.clear()
+
+    def close(self) -> None:
+        """Wait, and give up all that was recorded."""
+        self.wait()
+        self.drop_graphs()
 
     def abandon(self) -> None:
         self._abort()

@@ -109,7 +109,7 @@ def find_nccl() -> Any:
 
 
 class _Known(threading.local):
-    """The GPUs of arrays that a thread has met: one thread at a time may copy from one and to one."""
+    """The GPUs of arrays that a thread has met, so that no thread waits for the copies of another."""
 
     def __init__(self) -> None:
         self.gpus: dict[int, CupyGpu] = {}
@@ -214,7 +214,7 @@ def _translated(method: Method) -> Method:
 
 
 class CupyGpu:
-    """The :class:`~mpikv.typing.Gpu` of CuPy. One thread at a time may copy to the host or from it."""
+    """The :class:`~mpikv.typing.Gpu` of CuPy. Threads that copy to the host or from it do so one after the other."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
         from .cuda import rows
@@ -229,6 +229,7 @@ class CupyGpu:
         uuid = self.cuda.runtime.getDeviceProperties(ordinal)["uuid"][:16].hex()
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
         self._staging: Staging | None = None
+        self._making = threading.Lock()
 
     def present(self) -> Any:
         """Return a context in which this is the thread's present GPU."""
@@ -291,9 +292,10 @@ class CupyGpu:
             out[...] = flat
 
     def _stage(self) -> Staging:
-        if self._staging is None:
-            self._staging = Staging([self._pinned(_PIECE) for _ in range(_PIECES)], self._move, self._now)
-        return self._staging
+        with self._making:
+            if self._staging is None:
+                self._staging = Staging([self._pinned(_PIECE) for _ in range(_PIECES)], self._move, self._now)
+            return self._staging
 
     def _pinned(self, nbytes: int) -> Array:
         return np.frombuffer(self.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
@@ -515,9 +517,15 @@ class Staging:
         self._pieces: deque[tuple[Array, Any]] = deque((piece, None) for piece in pieces)
         self._move = move
         self._now = now
+        # A weight keeps the GPU that it was given to with, in whichever thread it is used.
+        self._using = threading.Lock()
 
     def upload(self, source: Array, target: int) -> None:
         """Queue a copy of bytes to an address. They may be changed when this returns."""
+        with self._using:
+            self._upload(source, target)
+
+    def _upload(self, source: Array, target: int) -> None:
         for start, piece in self._cut(source.size):
             part = source[start : start + piece.size]
             piece[: part.size] = part
@@ -525,6 +533,10 @@ class Staging:
 
     def download(self, source: int, target: Array) -> None:
         """Fill bytes from an address, and wait until they are there."""
+        with self._using:
+            self._download(source, target)
+
+    def _download(self, source: int, target: Array) -> None:
         coming: deque[tuple[Array, Array, Any]] = deque()
         for start, piece in self._cut(target.size):
             part = target[start : start + piece.size]

@@ -33,6 +33,8 @@ class Located(NamedTuple):
         """
         if self.gpu is None:
             return self.array
+        if not self.array.size:  # which lies nowhere: numpy before 2.4 refuses the address 0
+            return np.empty(self.array.shape, f"V{self.array.itemsize}")
         interface = {
             "version": 3,
             "data": (self.gpu.address(self.array), True),

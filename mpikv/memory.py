@@ -114,8 +114,8 @@ class HostMemory:
     def to_host(self, array: Array) -> Array:
         return array
 
-    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
-        return [array.size > 0 and not _largest(array) <= bound for array in arrays]
+    def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
+        return [array.size > 0 and not _largest(array) <= bound for array in every]
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -129,6 +129,9 @@ class HostMemory:
     def forget(self) -> None:
         self._stand_ins.clear()
         self.orders = False
+
+    def wait(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

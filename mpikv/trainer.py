@@ -695,13 +695,16 @@ class Trainer:
 
     def _loading(self, fname: Any) -> Generator[str]:
         self._check_usable()
-        yield from load_states(fname, self.optimizer, self._trainable(), self._adopt)
+        yield from load_states(fname, self.optimizer, self._trainable(), self._placed, self._adopt)
+
+    def _placed(self, name: Key, held: KeptState) -> KeptState:
+        """Return what was read of the state of a parameter, where that lies."""
+        return sent(held, self._own[str(name)])
 
     def _adopt(self, optimizer: Optimizer, held: dict[Key, KeptState]) -> None:
         """Go on with an optimizer and its state."""
         optimizer._user, self._agreed = self._token, ""
-        self._optimizer = optimizer
-        self._held = {name: sent(state, self._own[str(name)]) for name, state in held.items()}
+        self._optimizer, self._held = optimizer, held
         self._updates = max((one.count for one in held.values()), default=0)
 
     def _trainable(self) -> dict[Key, Array]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .exchange import Arrays, Exchange
+from .memory import private
 from .plan import Plan
 from .typing import Array, Codec
 
@@ -73,25 +74,28 @@ class _Pushes:
         self.exchange = exchange.beside()
         self.exchange.enter(["trial"], [gradient])
         self.exchange.compress(codec)
+        self._plan: Plan = self.exchange.plan(("trial",))
+        # A push takes its memory before the ranks agree on it, and here they have.
+        if codec is not None:
+            self.exchange.make_residuals(self._plan)
         memory = exchange.transport.memory
         self._gradient: Arrays = [gradient]
         if not memory.on_host:
-            there = memory.empty((gradient.size,), gradient.dtype)
+            there = private(exchange.transport)(gradient.nbytes).view(gradient.dtype)
             memory.copy((there,), (gradient.reshape(-1),))
             self._gradient = [(there,)]
-        self._plan: Plan = self.exchange.plan(("trial",))
 
     def push(self) -> float:
         """Return how many seconds a push takes."""
         exchange, plan = self.exchange, self._plan
         memory = exchange.transport.memory
-        memory.close()  # a GPU has much to do yet when its calls return
+        memory.wait()  # a GPU has much to do yet when its calls return
         exchange.transport.agree(0)
         started = time.perf_counter()
         if exchange.compression is not None:
             exchange.check_compressible(plan, self._gradient)
         exchange.push(plan, self._gradient, exchange.steps(plan), None)
-        memory.close()
+        memory.wait()
         return time.perf_counter() - started
 
     def end(self) -> None:

@@ -169,7 +169,7 @@ class Memory(Protocol):
         """Return a numpy array of the same content, complete: the array itself, or a copy."""
         ...
 
-    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
+    def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
         """Return for each array of floats whether an element is no number, or larger in size than the bound.
 
         On a GPU it waits until the present stream has computed them.
@@ -186,8 +186,12 @@ class Memory(Protocol):
         """Take note that the call is not made for which arrays were prepared."""
         ...
 
+    def wait(self) -> None:
+        """Wait until all that was queued is done."""
+        ...
+
     def close(self) -> None:
-        """Wait until all that was queued is done. The memory can be used again."""
+        """Wait, and give up what was recorded. The memory can be used again."""
         ...
 
     def abandon(self) -> None:
@@ -649,7 +653,7 @@ class StepTable(Protocol):
 
 
 @runtime_checkable
-class GpuKernels(Kernels, Protocol):
+class GpuKernels(WholeKernels, Protocol):
     """What runs on a GPU."""
 
     def codec(self, codec: Codec) -> Codec:

@@ -334,6 +334,19 @@ def test_a_table_is_read_when_an_update_runs(gpu):
             graph.launch()
 
 
+def test_waiting_keeps_graphs_and_closing_ends_them(gpu):
+    memory, array = DeviceMemory(gpu), gpu.upload(np.zeros(3))
+    memory.stream.wait(gpu.current().record())
+    graph = memory.record(in_stream, memory.stream, array.fill, 7)
+    memory.wait()
+    with memory.stream:
+        graph.launch()
+    assert (memory.to_host(array) == 7).all()
+    memory.close()
+    with memory.stream, pytest.raises(TransportError, match="was given up"):
+        graph.launch()
+
+
 def in_stream(stream: FakeStream, run: Any, *arguments: Any) -> None:
     with stream:
         run(*arguments)

@@ -264,6 +264,39 @@ def test_downloads_are_whole_when_they_return(sizes, pieces):
         other[...] = 0
 
 
+def test_threads_take_turns():
+    """A thread that comes while another waits for a piece does not take it."""
+    late, others = Late(), []
+    arrays = [np.full(size, number + 1, np.uint8) for number, size in enumerate((20, 12, 9, 17))]
+    targets = [np.zeros_like(array) for array in arrays]
+    stage = staging(late)
+
+    def send(number: int) -> None:
+        stage.upload(arrays[number], targets[number].ctypes.data)
+
+    class Interrupted:
+        """An event behind which a copy is, during the wait for which another thread copies, too."""
+
+        def __init__(self, event: Any) -> None:
+            self._event = event
+
+        def synchronize(self) -> None:
+            if len(others) < 3:
+                others.append(threading.Thread(target=send, args=(len(others) + 1,)))
+                others[-1].start()
+                others[-1].join(0.2)
+            self._event.synchronize()
+
+    stage._now = lambda: Interrupted(late.now())
+    send(0)
+    for thread in others:
+        thread.join()
+    assert len(others) == 3
+    late.run(len(late.queue))
+    for target, array in zip(targets, arrays, strict=True):
+        np.testing.assert_array_equal(target, array)
+
+
 class Failure(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")

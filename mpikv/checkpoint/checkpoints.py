@@ -208,7 +208,9 @@ class Checkpoints:
         except TransportError:
             raise
         except Exception as error:
-            raise CheckpointError(f"{call}: the file was whole, and then could not be read again: {error}") from error
+            raise CheckpointError(
+                f"{call}: the file was whole, and then could not be read again, or not be put in its place: {error}"
+            ) from error
         except BaseException as error:
             unsettled(error)
             raise
@@ -239,7 +241,7 @@ class Checkpoints:
         own_pieces, common = (list(targeted(contents, each)) for each in targets)
         if self._transport.rank == 0:  # what all ranks read counts once
             own_pieces, common = own_pieces + common, []
-        pieces = list(self._pieces(contents, _owned, room.over))
+        pieces = self._together(call, list, self._pieces(contents, _owned, room.over))
         for chunks, (values, own, others) in windows(contents.nbytes, pieces, own_pieces, common):
             sums = [
                 contributed(self._together(call, read_pieces, reader, part), part, chunks, contents.nbytes)
@@ -250,7 +252,7 @@ class Checkpoints:
             else:
                 total = self._combined(sums[0] ^ sums[1])
             self._together(call, check_sums, total, header, chunks)
-        room.empty()
+        self._together(call, room.empty)
         self._exchange.republish(self._plan(contents))
 
     def _settle_counts(self, contents: Contents) -> None:

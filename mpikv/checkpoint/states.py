@@ -87,6 +87,7 @@ def load_states(
     path: Any,
     present: Optimizer,
     values: Mapping[Key, Array],
+    place: Callable[[Key, KeptState], KeptState],
     adopt: Callable[[Optimizer, dict[Key, KeptState]], None],
 ) -> Generator[str]:
     """Read the state of each value from a file.
@@ -95,7 +96,9 @@ def load_states(
         path: the same on every rank, each of which reads all of it.
         present: the optimizer that goes on, unless the file has one of its kind with all its settings.
         values: give keys, shapes and dtypes, which have to be those of the file.
-        adopt: is given the optimizer and the state of each value, when all ranks have read the file and found it good.
+        place: returns the state of a value, which it is given in numpy's arrays, where it belongs. It may fail.
+        adopt: is given the optimizer and what ``place`` has returned for each value, when all ranks have read the file,
+            found it good, and had room for it. It only assigns.
 
     Raises:
         OSError: the file cannot be read.
@@ -127,8 +130,9 @@ def load_states(
             check_sums(contributed(read, pieces, chunks, contents.nbytes), source.header, chunks)
     finally:
         reader.close()
+    placed = {key: place(key, state) for key, state in kept.items()}
     yield f"{source.path!r} was read"
-    adopt(optimizer, kept)
+    adopt(optimizer, placed)
 
 
 def _saved_key(key: Key, value: Array, kept: KeptState, optimizer: Optimizer) -> SavedKey:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..errors import settled
 from ..memory import HOST
 from ..typing import Array, Memory
 
@@ -33,7 +34,11 @@ class LocalTransport:
         return self if self.memory.on_host else LocalTransport(self.limit)
 
     def allocate(self, nbytes: int) -> Array:
-        return self.memory.zeros(nbytes)
+        try:
+            return self.memory.zeros(nbytes)
+        except MemoryError as error:
+            settled(error)  # every rank knows it
+            raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.allreduce(send, recv)

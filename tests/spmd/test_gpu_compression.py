@@ -18,7 +18,16 @@ from mpikv import codecs
 from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
-from mpikv.errors import Closed, NotFinite, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
+from mpikv.errors import (
+    CheckpointError,
+    Closed,
+    NotFinite,
+    PeerFailed,
+    RankMismatch,
+    TransportError,
+    Unsupported,
+    ValueMismatch,
+)
 from mpikv.exchange import Exchange
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels, FakeRanges
@@ -623,20 +632,95 @@ def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypa
             np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 0.5 * kv.size))
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_too_little_memory_for_a_trial_on_one_rank(gpu, comm, monkeypatch):
+    """Every rank is told, whatever it was for, and no value is lost."""
+    empty, short = gpu.empty, []
+    with store_on(gpu, comm, timeout=5) as kv:
+        kv.init("w", np.ones(1000, F32))
+        for allowed in range(100):
+            left = iter(range(allowed))
+
+            def scarce(shape, dtype, left=left):
+                if kv.rank == kv.size - 1 and 0 not in shape and next(left, None) is None:
+                    raise MemoryError("out of memory")
+                return empty(shape, dtype)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu, "empty", scarce)
+                try:
+                    kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
+                    break
+                except MemoryError:
+                    short.append(allowed)
+            kv.push("w", gpu.upload(np.full(1000, 0.5, F32)))
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, 0.5 * kv.size))
+        assert len(short) > 5
+        assert kv.statistics()["compression"]["asked"].startswith("auto")
+
+
+def test_a_load_takes_no_memory_but_what_it_keeps(gpu, comm, folder, monkeypatch):
+    """Arrays of the host go where they belong, one after the other."""
+    shapes = {f"w{number}": (1000 + number,) for number in range(5)}
+    with store_on(gpu, comm) as kv:
+        kv.init({name: gpu.upload(np.ones(shape, F32)) for name, shape in shapes.items()})
+        kv.set_optimizer("adam")
+        kv.set_gradient_compression("2bit")
+        kv.push({name: gpu.upload(np.full(shape, 0.25, F32)) for name, shape in shapes.items()})
+        before = {name: on_host(kv.pull(name)) for name in shapes}
+        kv.save(folder / "checkpoint", residuals=True)
+        upload, made = gpu.upload, []
+        monkeypatch.setattr(gpu, "upload", lambda array, out=None: (made.append(out is None), upload(array, out))[1])
+        kv.load(folder / "checkpoint")
+        assert made
+        assert not any(made)
+        for name, value in before.items():
+            np.testing.assert_array_equal(on_host(kv.pull(name)), value)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_load_that_fails_on_one_rank(gpu, comm, folder, known, monkeypatch):
+    """Every rank is told at once, wherever it failed."""
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.init("w", gpu.upload(np.ones(1000, F32)))
+        kv.save(folder / "checkpoint")
+    with store_on(gpu, comm, placement="sharded", timeout=30) as kv:
+        if known:
+            kv.init("w", np.zeros(1000, F32))
+
+        def bad(array, out=None):
+            raise MemoryError("out of memory")
+
+        with monkeypatch.context() as patch:
+            if kv.rank == kv.size - 1:
+                patch.setattr(gpu, "upload", bad)
+            culprit = MemoryError if kv.rank == kv.size - 1 else PeerFailed
+            with pytest.raises(CheckpointError if known else culprit, match="out of memory"):
+                kv.load(folder / "checkpoint")
+        if known:
+            with pytest.raises(Closed):
+                kv.pull("w")
+        else:
+            assert kv.keys() == ()
+            kv.load(folder / "checkpoint")
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.ones(1000))
+
+
 def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
     """A time is taken when all that was queued is done."""
     waits = []
     with store_on(gpu, comm) as kv:
         memory = kv._transport.memory
-        close = memory.close
-        monkeypatch.setattr(memory, "close", lambda: (waits.append("wait"), close()))
+        wait = memory.wait
+        monkeypatch.setattr(memory, "wait", lambda: (waits.append("wait"), wait()))
         push = Exchange.push
         monkeypatch.setattr(Exchange, "push", lambda *arguments: (push(*arguments), waits.append("push")))
         kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
         assert waits == ["wait", "push", "wait"] * 12
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("both_ways", [False, True])
 def test_too_little_memory_on_one_rank(gpu, comm, both_ways, monkeypatch):
     """Every rank is told, however much there was, and no value is lost."""
@@ -665,13 +749,15 @@ def test_too_little_memory_on_one_rank(gpu, comm, both_ways, monkeypatch):
                 failed = str(error)
             monkeypatch.setattr(gpu, "zeros", zeros)
             if failed:
-                failures += f"ranks [{kv.size - 1}] have too little memory" in failed
+                told = f"ranks [{kv.size - 1}] have too little memory" if kv.size > 1 else "out of memory"
+                failures += told in failed
                 assert kv.statistics()["compression"] == before
                 assert kv.compression.settings() == before["chosen"]
             kv.push("w", np.full(1000, 0.25 if failed else 0.5, F32))
             expected -= 0.25 * kv.size
             np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, expected, F32))
-        assert failures == (4 if both_ways else 2)
+        # One rank keeps no exact values besides.
+        assert failures == (4 if both_ways and kv.size > 1 else 2)
         assert kv.compression.settings().startswith("bf16" if both_ways else "fp16")
 
 

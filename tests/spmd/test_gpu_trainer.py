@@ -160,6 +160,18 @@ def test_clipping(gpu: FakeGpu, dtype: Any, max_norm: float) -> None:
 
 
 @pytest.mark.ranks(1)
+def test_arrays_without_elements_lie_nowhere(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy says 0, of which numpy before 2.4 makes no array."""
+    empty, address = gpu.upload(np.empty((2, 0), np.float16)), gpu.address
+    monkeypatch.setattr(gpu, "address", lambda array: address(array) if array.size else pytest.fail("it was asked for"))
+    there = gpu.upload(np.array([3.0, 4.0]))
+    assert clip_global_norm([empty, there, empty], 1.0) == 5
+    np.testing.assert_allclose(on_host(there), [0.6, 0.8])
+    outline = Parameter(empty).outline
+    assert (outline.shape, outline.itemsize) == ((2, 0), 2)
+
+
+@pytest.mark.ranks(1)
 def test_what_cannot_be_clipped(gpu: FakeGpu) -> None:
     for bad in (np.inf, np.nan):
         array = gpu.upload(np.array([1.0, bad]))
@@ -193,6 +205,39 @@ def test_states_go_on(comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, on_sto
     for name in SHAPES:
         for result in results[1:]:
             np.testing.assert_array_equal(on_host(result[name]), on_host(first[name]), err_msg=name)
+
+
+@WHERE
+def test_too_little_memory_for_states_on_one_rank(
+    comm: Any, gpu: FakeGpu, store: Any, on_gpus: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank takes them, however much there was, and each goes on with what it had."""
+    options = {"learning_rate": 0.1, "momentum": 0.5, "multi_precision": True}
+    rank, size = (comm.rank, comm.size) if comm else (0, 1)
+    results, upload = [], gpu.upload
+    for fails in (True, False):
+        params = weights(upload)
+        with store(on_gpus) as kv:
+            trainer = Trainer(params, "sgd", options, kvstore=kv, update_on_kvstore=False)
+            steps(trainer, rank, upload, 1, clips=False)
+            trainer.save_states(folder / "states")
+            steps(trainer, rank, upload, 1, clips=False, first=1)
+            for allowed in range(3) if fails else ():
+                left = iter(range(allowed))
+
+                def scarce(array: Any, out: Any = None, left: Any = left) -> Any:
+                    if rank == size - 1 and next(left, None) is None:
+                        raise MemoryError("out of memory")
+                    return upload(array, out)
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(gpu, "upload", scarce)
+                    with pytest.raises(MemoryError if rank == size - 1 else PeerFailed, match="out of memory"):
+                        trainer.load_states(folder / "states")
+            steps(trainer, rank, upload, 2, clips=False, first=2)
+            results.append({name: on_host(array) for name, array in params.items()})
+    for name in SHAPES:
+        np.testing.assert_array_equal(*(result[name] for result in results), err_msg=name)
 
 
 @WHERE
