@@ -37,7 +37,8 @@ class LocalTransport:
         try:
             return self.memory.zeros(nbytes)
         except MemoryError as error:
-            raise settled(error)  # every rank knows it
+            settled(error)  # every rank knows it
+            raise
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.allreduce(send, recv)
