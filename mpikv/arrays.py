@@ -17,7 +17,6 @@ from .halves import add_widened, widen
 from .typing import Array
 
 __all__ = [
-    "OnDevice",
     "accumulator",
     "add",
     "add_in_pairs",
@@ -52,10 +51,6 @@ _HOST_DEVICES = (1, 3)
 _IMMUTABLE = ("jax", "jaxlib")
 
 
-class OnDevice(Unsupported):
-    """The memory of an array is not the host's."""
-
-
 def is_array(value: object) -> TypeGuard[Any]:
     """Return whether the value is an array of any library, a numpy scalar included."""
     return isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__dlpack__")
@@ -77,7 +72,7 @@ def source(value: Any) -> Array:
 
     Raises:
         TypeError: not an array, or a masked one, whose hidden elements would silently take part in sums.
-        OnDevice: the array is on a GPU.
+        Unsupported: the array is on a GPU.
     """
     if type(value) is np.ndarray:
         array = value
@@ -97,7 +92,7 @@ def target(out: Any) -> Array:
 
     Raises:
         TypeError: not an array, or one that cannot be written, as JAX's.
-        OnDevice: the array is on a GPU.
+        Unsupported: the array is on a GPU.
     """
     if isinstance(out, np.generic) or not is_array(out):
         raise TypeError(f"what is to be filled is a {type(out).__name__}, not an array that can be filled")
@@ -113,9 +108,9 @@ def target(out: Any) -> Array:
 def _foreign(value: Any) -> Array:
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
-        raise OnDevice(
-            f"the array is on a GPU (DLPack device type {device}) and this call takes the host's; copy it there, "
-            "or push it to a store on GPUs, mpikv.create('nccl')"
+        raise Unsupported(
+            f"the array is on a GPU (DLPack device type {device}), and what is asked for here is one of the host; copy "
+            "it to the host"
         )
     if type(value).__module__.partition(".")[0] == "torch":
         return _torch(value.detach())

@@ -307,7 +307,7 @@ class Calls:
             return None
         plan, nothing = self._exchange.plan(tuple(said.keys)), [()] * len(said.keys)
         if said.verb != "row_sparse_pull" and _ROWS not in said.parts:
-            plan.prepare()
+            self._exchange.prepare(plan)
         if said.verb == "pull":
             self._check_same(said, self._described(plan))
             return lambda: self._exchange.pull(plan, nothing)
@@ -427,7 +427,7 @@ class Calls:
         revision, call, steps, confirm = plan.memo.get((verb, option), (None, None, None, None))
         if revision != updater.revision:
             if option != _ROWS:
-                plan.prepare()
+                self._exchange.prepare(plan)
             token = plan.digest ^ digest(verb + option) ^ digest("\n".join(self._settings()))
             call = Call(verb, token, plan.label, plan.keys, lambda: self._described(plan, True, option))
             confirm = self._confirmation(call) if updater.fallible else None

@@ -165,6 +165,13 @@ class Exchange:
             self._plans[name] = plan
         return plan
 
+    def prepare(self, plan: Plan) -> None:
+        """Work out now what a push of whole arrays needs: before ranks agree on it, as it may fail on one. Local."""
+        plan.prepare()
+        wanted = self._whole and not self.updater.fallible and "owned" not in plan.memo
+        if wanted and self._whole_kernels is not None:
+            self._memory.in_order(self._bound, self._whole_kernels, plan)
+
     def forget_recorded(self) -> None:
         """Have those that keep what was made of plans let go of it. Local."""
         for each in list(self.forgetful):
@@ -462,7 +469,8 @@ class Exchange:
 
     def _update_owned(self, plan: Plan, steps: Steps, changed: list[tuple[Array, Array]]) -> None:
         if self._whole_kernels is not None and not self.updater.fallible:
-            self._update_at_once(self._whole_kernels, plan, steps)
+            update = self._bound(self._whole_kernels, plan)
+            update([step for step, total in zip(steps.each, plan.totals, strict=True) if total is not None])
             return
         for entry, total, step in zip(plan.entries, plan.totals, steps.each, strict=True):
             if total is not None:
@@ -476,18 +484,15 @@ class Exchange:
                     noted(error, f"updating key {entry.key!r}")
                     raise
 
-    def _update_at_once(self, kernels: WholeKernels, plan: Plan, steps: Steps) -> None:
-        """Update all whole values that this rank owns by as few launches as can be."""
-        owned = [item for item, total in enumerate(plan.totals) if total is not None]
+    def _bound(self, kernels: WholeKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
+        """Return what updates all whole values that this rank owns, by as few launches as can be."""
         update = plan.memo.get("owned")
-        if update is None:
-            wholes = [
-                Whole(total, entry.updated, entry.state)
-                for entry, total in zip(plan.entries, plan.totals, strict=True)
-                if total is not None
-            ]
-            update = plan.memo["owned"] = kernels.bind_whole(self.updater, wholes)
-        update([steps.each[item] for item in owned])
+        if update is not None:
+            return update  # type: ignore[no-any-return]
+        pairs = zip(plan.entries, plan.totals, strict=True)
+        wholes = [Whole(total, entry.updated, entry.state) for entry, total in pairs if total is not None]
+        plan.memo["owned"] = bound = kernels.bind_whole(self.updater, wholes)
+        return bound
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Have the updater change arrays, which lie in the store's memory, for a step. Local."""

@@ -58,20 +58,26 @@ class HostMemory:
     def source(self, value: Any) -> Array:
         try:
             return arrays.source(value)
-        except arrays.OnDevice:
+        except Unsupported:
+            if arrays.lies_on_host(value):
+                raise
             return self._fetched(value)
 
     def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
         try:
             array = arrays.source(value)
-        except arrays.OnDevice:
+        except Unsupported:
+            if arrays.lies_on_host(value):
+                raise
             array = self._found(value)[1]
         return array.shape, array.dtype
 
     def target(self, out: Any) -> Array:
         try:
             return arrays.target(out)
-        except arrays.OnDevice:
+        except Unsupported:
+            if arrays.lies_on_host(out):
+                raise
             return self._stand_in(out)
 
     def view(self, array: Array) -> Array:

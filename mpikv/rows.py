@@ -77,7 +77,7 @@ class Rows:
         self.load(plan.dtypes)
         if self._may_be_crowded(plan):
             for key in plan.keys:
-                self._exchange.plan((key,)).prepare()
+                self._exchange.prepare(self._exchange.plan((key,)))
 
     def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
         """Give keys their memory, and the root's rows."""

@@ -504,7 +504,8 @@ class Trainer:
             )
         return (
             f"the store has an optimizer and values such as {store.keys()[0]!r}, and none of the parameters, as "
-            f"{next(iter(self._own), None)!r}; give the parameters the names they had, or the Trainer another store"
+            f"{next(iter(self._own), None)!r}; give the Trainer a store, or a scope, of its own, or to go on from a "
+            "checkpoint, the parameters the names of its values"
         )
 
     def _can_resume(self, present: Any, known: Sequence[str]) -> bool:

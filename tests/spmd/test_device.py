@@ -155,6 +155,29 @@ def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[
     return []
 
 
+@pytest.mark.ranks(1, 2, 3)
+def test_too_little_memory_for_updates_of_whole_values(comm, monkeypatch):
+    """It is taken before the ranks agree on a push, so that all learn of it, and nothing is lost."""
+    gpu = FakeGpu(comm.rank if comm else 0)
+    with store_on(gpu, comm, placement="root", timeout=5) as kv:
+        kv.init("w", gpu.upload(np.ones(6, np.float32)))
+        kv.set_optimizer("lars", learning_rate=0.5)
+
+        def scarce(*arguments):
+            raise MemoryError("out of memory")
+
+        for call in (kv.push, kv.pushpull):
+            with monkeypatch.context() as patch:
+                if kv.rank == 0:
+                    patch.setattr(FakeKernels, "bind_whole", scarce)
+                with pytest.raises(PeerFailed if kv.rank else MemoryError, match="out of memory"):
+                    call("w", gpu.upload(np.ones(6, np.float32)))
+        np.testing.assert_array_equal(kv.pull("w").get(), np.ones(6))
+        kv.push("w", gpu.upload(np.ones(6, np.float32)))
+        assert (kv.pull("w").get() < 1).all()
+    gpu.checker.assert_clean()
+
+
 @pytest.mark.ranks(2, 3)
 def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
     gpu = FakeGpu(comm.rank)
