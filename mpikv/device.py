@@ -48,7 +48,8 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
             return gpu.adopt(value), gpu
         except Unsupported as error:
             refused = error
-    raise refused or Unsupported("rows on a GPU need a store on it in this process; create the store first")
+    why = "" if refused is None else f" ({refused})"
+    raise Unsupported(f"the array is on a GPU of which this process has no store; create the store first{why}")
 
 
 def read(value: Any) -> Array:

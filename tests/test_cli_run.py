@@ -511,6 +511,16 @@ def test_exit_status(command: str, status: int, reason: str) -> None:
     assert before == {number: signal.getsignal(number) for number in before}
 
 
+def test_a_launcher_that_overlooks_a_death_is_ended() -> None:
+    """One rank leaves in silence, the other waits for it, and the launcher for both."""
+    announce = 'printf "$! $(uname -n)" >$MPIKV_RUN/rank'
+    command = f"sleep 60 & {announce}.0; sleep 0.5 & {announce}.1; wait"
+    began = time.monotonic()
+    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True)
+    assert (found, text.startswith("rank 1 ")) == (1, True), text
+    assert time.monotonic() - began < 15
+
+
 def test_modules_of_the_current_directory_are_not_the_script_s(tmp_path: Path, library: Library) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "mpikv").mkdir()

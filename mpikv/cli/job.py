@@ -47,12 +47,13 @@ def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, on
         watch = Watch(Path(directory))
         job = Job(command, {**environ, "MPIKV_RUN": directory})
 
-        def deserted() -> None:
-            # Open MPI's launcher waits for hosts that it cannot reach any more.
+        def bereft() -> None:
+            # Open MPI's launcher waits for hosts that it cannot reach any more, and MPICH's may overlook a rank that
+            # leaves in silence, for which the others then wait.
             if aborts(environ) and _failures(_recorded(Path(directory)), watch.deaths):
                 job.end_soon()
 
-        status = watch.wait(job.process, deserted)
+        status = watch.wait(job.process, bereft)
         if job.received is None:
             code, reason = _verdict(status, Path(directory), watch.deaths, size, one_host)
         else:

@@ -62,8 +62,8 @@ class Watch:
         self._files: set[str] = set()
         self._before = set(map(str, _SHARED.glob("*")))
 
-    def wait(self, launcher: subprocess.Popen[bytes], deserted: Callable[[], None]) -> int:
-        """Return the launcher's exit status. ``deserted`` is called while it runs and all ranks that were met ended."""
+    def wait(self, launcher: subprocess.Popen[bytes], bereft: Callable[[], None]) -> int:
+        """Return the launcher's exit status. ``bereft`` is called while it runs and some ranks have ended."""
         try:
             own = _open(launcher.pid)
         except OSError:
@@ -71,8 +71,8 @@ class Watch:
         self._poll.register(own, select.POLLIN)
         while launcher.poll() is None:
             self._look(_TICK)
-            if self._met and not self._alive:
-                deserted()
+            if self.deaths:
+                bereft()
         # It may end before the ranks that it has ended.
         self._poll.unregister(own)
         self._look(_TICK if launcher.returncode and self._alive else 0)
