@@ -314,7 +314,8 @@ class AsyncKVStore(KVStore):
 
         def checked() -> Result:
             self._asking.hear()
-            return self._transport.memory.in_order(run, *arguments)  # type: ignore[no-any-return]
+            result: Result = self._transport.memory.in_order(run, *arguments)
+            return result
 
         self._check_caller(verb)
         return self._alone(verb, checked)

@@ -486,9 +486,9 @@ class Exchange:
 
     def _bound(self, kernels: WholeKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
         """Return what updates all whole values that this rank owns, by as few launches as can be."""
-        update = plan.memo.get("owned")
+        update: Callable[[Sequence[Any]], None] | None = plan.memo.get("owned")
         if update is not None:
-            return update  # type: ignore[no-any-return]
+            return update
         pairs = zip(plan.entries, plan.totals, strict=True)
         wholes = [Whole(total, entry.updated, entry.state) for entry, total in pairs if total is not None]
         plan.memo["owned"] = bound = kernels.bind_whole(self.updater, wholes)

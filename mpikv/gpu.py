@@ -350,7 +350,8 @@ class CupyGpu:
         self._exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
         self._stage().download(flags.data.ptr, found.view(np.uint8))
-        return found.tolist()  # type: ignore[no-any-return]
+        flagged: list[bool] = found.tolist()
+        return flagged
 
     @_translated
     def clear(self, array: Array) -> None:

@@ -8,6 +8,8 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 
 from mpikv.cuda import loading
 
-__all__ = ["Launch", "OnDevice", "compiler", "cupy_on_host", "emulated", "expressions", "run_program"]
+__all__ = ["Launch", "OnDevice", "compiler", "cupy_on_host", "emulated", "expressions", "launched", "run_program"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 DTYPES = (
@@ -95,6 +97,18 @@ def run_program(name, lines, folder):
     path.write_text(f"#include <cstddef>\n#include <cstdio>\n{loading.source(name)}\nint main() {{\n{body}\n}}\n")
     subprocess.run([compiler(), "-std=c++17", "-Wno-invalid-offsetof", "-o", program, path], check=True)
     return subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+
+
+@contextmanager
+def launched(name, folder):
+    """Have the kernels of a source run on the host meanwhile; yield the list of launches."""
+    compiler()
+    launches = []
+    with pytest.MonkeyPatch.context() as patch:
+        loading.kernel.cache_clear()
+        patch.setitem(sys.modules, "cupy", cupy_on_host({name: emulated(name, folder)}, launches))
+        yield launches
+    loading.kernel.cache_clear()
 
 
 class OnDevice(np.ndarray):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 
 import numpy as np
 import pytest
-from emulation import OnDevice, compiler, cupy_on_host, emulated
+from emulation import OnDevice, launched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules import LAYERWISE, bits, in_numpy, numbers, run, sum_of, training
@@ -26,14 +25,8 @@ FLOATS = available()
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    compiler()
-    listed = []
-    with pytest.MonkeyPatch.context() as patch:
-        loading.kernel.cache_clear()
-        on_host = {"layerwise.cu": emulated("layerwise.cu", tmp_path_factory.mktemp("layerwise"))}
-        patch.setitem(sys.modules, "cupy", cupy_on_host(on_host, listed))
+    with launched("layerwise.cu", tmp_path_factory.mktemp("layerwise")) as listed:
         yield listed
-    loading.kernel.cache_clear()
 
 
 def whole_of(total, value, state):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import numpy as np
 import pytest
-from emulation import OnDevice, compiler, cupy_on_host, emulated
+from emulation import OnDevice, launched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules import bits, numbers
 
 import mpikv
-from mpikv.cuda import loading, norms
+from mpikv.cuda import norms
 from mpikv.testing.updater import available
 
 FLOATS = available()
@@ -29,14 +28,8 @@ SIZES = st.one_of(
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
-    compiler()
-    listed = []
-    with pytest.MonkeyPatch.context() as patch:
-        loading.kernel.cache_clear()
-        on_host = {"norms.cu": emulated("norms.cu", tmp_path_factory.mktemp("norms"))}
-        patch.setitem(sys.modules, "cupy", cupy_on_host(on_host, listed))
+    with launched("norms.cu", tmp_path_factory.mktemp("norms")) as listed:
         yield listed
-    loading.kernel.cache_clear()
 
 
 def device(array):

@@ -13,7 +13,7 @@ from ..codecs import Bfloat16, Float16, OneBit, TwoBit
 from ..codecs.feedback import RangeFeedback
 from ..errors import Unsupported
 from ..typing import Array, RangeCodec
-from .loading import kernel
+from .loading import kernel, pointer
 
 __all__ = ["CODES", "Code", "CudaRanges", "code_of", "has_code"]
 
@@ -115,7 +115,7 @@ class CudaRanges:
         """Do what the codec does, on the present stream."""
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
-            given["gradient"] = _address(gradient)
+            given["gradient"] = pointer(gradient)
             self._encode((_blocks(payload.size),), (THREADS,), (given,))
 
     def decode_add(self, payload: Array, total: Array) -> None:
@@ -125,16 +125,12 @@ class CudaRanges:
 
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
         given = np.zeros(1, CODES)
-        numbers_at = 0 if numbers is None else _address(numbers)
-        given[0] = (0, numbers_at, _address(payload), size, payload.size, self._threshold)
+        numbers_at = 0 if numbers is None else pointer(numbers)
+        given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
         return given
 
     def __repr__(self) -> str:
         return repr(self.codec)
-
-
-def _address(array: Array) -> int:
-    return int(array.data.ptr)  # type: ignore[attr-defined]
 
 
 def _blocks(count: int) -> int:

@@ -18,7 +18,7 @@ from ..typing import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaRanges, has_code
 from .copies import copy, prepare
-from .loading import Kernel, address_of, kernel
+from .loading import Kernel, address_of, kernel, pointer
 from .steps import NUMBERS, Row, Table
 
 __all__ = ["UPDATE", "CudaKernels"]
@@ -135,8 +135,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
-    # Types are numpy's, and data.ptr is CuPy's.
-    if value.data.ptr == total.data.ptr:  # type: ignore[attr-defined]
+    if pointer(value) == pointer(total):
         return _nothing  # the sum was made in its place
     return lambda step: copy((value,), (total,))
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import TransportUnavailable, ValueMismatch
 from ..typing import Array
 
-__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "room", "source"]
+__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "pointer", "room", "source"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
@@ -59,7 +59,8 @@ def room(count: int) -> Array:
     """
     import cupy
 
-    return cupy.empty(count, "float64")  # type: ignore[no-any-return]
+    memory: Array = cupy.empty(count, "float64")
+    return memory
 
 
 def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
@@ -73,5 +74,10 @@ def address_of(name: str, array: Array, dtype: np.dtype[Any], size: int) -> int:
             f"{name} of an update is {array.size} elements of {array.dtype.name}, strides {array.strides}; it must be "
             f"contiguous, {size} elements of {dtype.name}"
         )
+    return pointer(array)
+
+
+def pointer(array: Array) -> int:
+    """Return where an array begins."""
     # Types are numpy's, and data.ptr is CuPy's.
     return int(array.data.ptr)  # type: ignore[attr-defined]

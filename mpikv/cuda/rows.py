@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ValueMismatch
 from ..typing import Array
 from .copies import prepare as prepare_copies
-from .loading import kernel
+from .loading import kernel, pointer
 
 __all__ = ["ROWS", "add", "prepare", "put", "sum_runs", "take"]
 
@@ -103,4 +103,4 @@ def _address(array: Array) -> int:
     """Return where an array lies. Of one with gaps a kernel would write to what is not its own."""
     if not array.flags.c_contiguous:
         raise ValueMismatch(f"rows of shape {array.shape} have strides {array.strides}; they must be contiguous")
-    return int(array.data.ptr)  # type: ignore[attr-defined]
+    return pointer(array)

@@ -12,7 +12,7 @@ import numpy as np
 from ..optimizers.forms import call_of
 from ..optimizers.optimizer import Optimizer, Step
 from ..typing import Array
-from .loading import kernel
+from .loading import kernel, pointer
 
 __all__ = ["NUMBERS", "WRITTEN", "Row", "Table"]
 
@@ -41,7 +41,7 @@ class Table:
         """``memory`` is uint8, of :meth:`nbytes`."""
         self._optimizer, self._memory = optimizer, memory
         self.form = call_of(optimizer, optimizer.step("", 1))[0]
-        self._address = int(memory.data.ptr)  # type: ignore[attr-defined]  # CuPy's
+        self._address = pointer(memory)
         self.rows: Sequence[Any] = [Row(self.form, self._address + row * _WIDTH) for row in range(count)]
         self._given = np.zeros((count, NUMBERS))
         self._written = 0

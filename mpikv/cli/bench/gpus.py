@@ -61,7 +61,8 @@ class RankGpu:
 
     def upload(self, array: Array) -> Array:
         """Return an array of the GPU with the content of one of the host."""
-        return self.gpu.upload(array)  # type: ignore[no-any-return]
+        there: Array = self.gpu.upload(array)
+        return there
 
     def download(self, array: Array) -> Array:
         """Return an array of the host with the content of one of the GPU."""

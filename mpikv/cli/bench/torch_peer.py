@@ -85,7 +85,8 @@ class TorchBuckets:
             return nullcontext()
         cuda = self._torch.cuda
         stream = cuda.ExternalStream(self._own.stream.handle, device=self._device)
-        return cuda.stream(stream)  # type: ignore[no-any-return]
+        context: AbstractContextManager[object] = cuda.stream(stream)
+        return context
 
     def _connect(self, comm: Any, library: str) -> None:
         # The only way to name the interface: gloo takes that of the host's name otherwise, or none.
