@@ -79,7 +79,8 @@ class DeviceMemory:
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
-        self._check, self._abort = _nothing, _nothing
+        self._check: Callable[[], None] = _nothing
+        self._abort: Callable[[str], None] = _nothing
         self._queued: Door = nullcontext
         self.recording = False
         """Whether work that is given to the stream is recorded, and not run."""
@@ -95,9 +96,10 @@ class DeviceMemory:
             return True
         return False
 
-    def watch(self, check: Callable[[], None], abort: Callable[[], None], queued: Door) -> None:
+    def watch(self, check: Callable[[], None], abort: Callable[[str], None], queued: Door) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
-        known to have failed, ``abort`` ends it, and what is not queued by a transport is queued in ``queued``.
+        known to have failed, ``abort`` ends it, and tells other ranks why, and what is not queued by a transport is
+        queued in ``queued``.
         """
         self._check, self._abort, self._queued = check, abort, queued
 
@@ -244,8 +246,8 @@ class DeviceMemory:
         self.wait()
         self.drop_graphs()
 
-    def abandon(self) -> None:
-        self._abort()
+    def abandon(self, why: str) -> None:
+        self._abort(why)
 
     def _say_that_arrays_travel(self) -> None:
         if not self._said:
@@ -267,5 +269,5 @@ class _Call(threading.local):
         self.made = []
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass

@@ -142,7 +142,7 @@ class HostMemory:
     def close(self) -> None:
         pass
 
-    def abandon(self) -> None:
+    def abandon(self, why: str) -> None:
         pass
 
     # --- Arrays of GPUs

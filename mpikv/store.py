@@ -1050,13 +1050,13 @@ class KVStore(KVStoreBase):
         if (unseen := self._pending.failure()) is not None:
             logging.getLogger("mpikv").error("%r; %s", unseen, notes(unseen)[-1])
 
-    def abandon(self, why: str) -> None:
+    def abandon(self, why: str, tell: bool = True) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
-        wait for ever.
+        wait for ever. ``tell`` the others, where they would wait on GPUs for this rank.
         """
         if self._leave(why):
             LOST.append(self)
-            self._transport.memory.abandon()
+            self._transport.memory.abandon(why if tell else "")
 
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""
@@ -1199,7 +1199,9 @@ class KVStore(KVStoreBase):
             error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self._agreement.at_rank(verb, error)
-        self.abandon(f"the store ended in an earlier call ({error!r}); create a new store")
+        # The others have the same deadline.
+        tell = not isinstance(error, Stalled)
+        self.abandon(f"the store ended in an earlier call ({error!r}); create a new store", tell)
 
     def _shadow(self) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them."""

@@ -194,8 +194,10 @@ class Memory(Protocol):
         """Wait, and give up what was recorded. The memory can be used again."""
         ...
 
-    def abandon(self) -> None:
-        """End what is in flight, where it may wait for ranks that do not come. In a forked child, nothing."""
+    def abandon(self, why: str) -> None:
+        """End what is in flight, where it may wait for ranks that do not come; there tell the others why, unless that
+        is "", as they may wait for this one. In a forked child, nothing.
+        """
         ...
 
 

@@ -36,6 +36,9 @@ __all__ = ["Group", "connect", "disown", "end_job", "free_leftovers", "last_seen
 _SHARED = "/dev/shm"
 # The tag of the message of a rank that has waited too long for others to come, and seconds to wait for such messages.
 _GIVEN_UP, _PATIENCE = 32101, 0.3
+# The tag of the message of a rank that has ended a store while others may be in a call of it, and its longest text,
+# which MPI passes on without either rank's help.
+_ENDED, _MOST_TOLD = 32102, 500
 # A pair of cache lines, which processors fetch together.
 _ALIGNMENT = 128
 INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
@@ -61,6 +64,8 @@ _kept: list[_Window] = []
 _live: list[_Window] = []
 # What all windows of this process, those of stores that were abandoned too, have been promised.
 _promised = 0
+# What was told by ranks that had ended a store: MPI may still read it.
+_last_words: list[Any] = []
 # Whether this process was forked from one that had a store.
 _forked = False
 
@@ -82,6 +87,9 @@ class Group:
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
         self._windows: list[_Window] = []
+        self._end = ""
+        self._has_ended = False
+        self._listening = threading.Lock()
         self.host_comm: Any = None
         self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
         if self.comm:
@@ -206,6 +214,43 @@ class Group:
         with self.translated("making a group"):
             return self.comm.Split(_mpi().UNDEFINED if place is None else 0, place or 0)
 
+    def tell_end(self, why: str) -> None:
+        """Tell the other ranks why this one makes no call of the store any more, unless they know that it is over.
+        Local.
+        """
+        with self._listening:
+            if self._has_ended or self._end or not self._may_speak():
+                return
+            self._has_ended = True
+            text = why.encode()[:_MOST_TOLD]
+            with self.translated("telling of an end"):
+                others = (rank for rank in range(self.size) if rank != self.rank)
+                _last_words.extend(self.comm.Isend(text, rank, _ENDED) for rank in others)
+
+    def told_end(self) -> str:
+        """Return what a rank has told that has ended the store, or nothing. Local; any thread may ask."""
+        if self.comm is None or self._end:
+            return self._end
+        with self._listening:
+            if not self._end and self._may_speak():
+                with self.translated("listening for an end"):
+                    self._end = self._heard_end()
+            return self._end
+
+    def _heard_end(self) -> str:
+        mpi = _mpi()
+        status = mpi.Status()
+        found = self.comm.Improbe(mpi.ANY_SOURCE, _ENDED, status)
+        if found is None:
+            return ""
+        text = bytearray(status.Get_count(mpi.BYTE))
+        found.Recv(text)
+        return f"rank {status.source} has left: {text.decode(errors='replace')}"
+
+    def _may_speak(self) -> bool:
+        """Return whether this thread may use MPI now."""
+        return self.comm is not None and not _mpi().Is_finalized() and (self.threads or _mpi().Is_thread_main())
+
     def farewell(self) -> Callable[[], list[int]]:
         """Tell the other ranks that this one ends; return a function that says which have not told the same yet."""
         return list if self.comm is None else _farewell(self.comm)
@@ -221,7 +266,11 @@ class Group:
         with self.translated("closing"):
             self._free_windows()
             self.host_comm.Free()
-            self.comm.Free()
+            # What was told and not received would be found in the next communicator, which takes its number.
+            told = np.array([self._has_ended])
+            self.comm.Allreduce(_mpi().IN_PLACE, told, _mpi().LOR)
+            if not told[0]:
+                self.comm.Free()
         self.host_comm = self.comm = None
 
     def _free_windows(self) -> None:

@@ -407,7 +407,7 @@ class FakeCommunicator:
                 if (told := self._arrived(peer)) is not None:
                     end = 8 + int.from_bytes(told[:8], "little")
                     received[peer] = json.loads(told[8:end]), told[end:]
-            if time.monotonic() > limit:
+            if time.monotonic() > limit or self.state == "aborted":
                 _unfinished.extend(requests)
                 return None
             time.sleep(0)

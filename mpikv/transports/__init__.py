@@ -6,7 +6,7 @@ from ..config import Config
 from ..errors import Unsupported
 from ..memory import HOST
 from ..typing import Memory, Transport
-from ..waiting import Waiting, Warn
+from ..waiting import Waiting, Waits, Warn
 from ..world import Group
 from .local import LocalTransport
 
@@ -43,13 +43,15 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     return ("mpi" if hosts == group.size else "hosts"), f"ranks on {hosts} hosts"
 
 
-def open_transport(group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST) -> Transport:
+def open_transport(
+    group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
+) -> Transport:
     """Return the transport for these ranks; ``warn`` is told of long waits. Collective over the group.
 
-    ``memory`` is the host's, as the transport's store sees it.
+    ``memory`` is the host's, as the transport's store sees it. ``waits`` is what waits, where that is not as usual.
     """
     name, _ = choose(group, config)
-    waiting = Waiting(config.timeout, config.warn_after, warn)
+    waiting = waits or Waiting(config.timeout, config.warn_after, warn)
     if name == "local":
         return LocalTransport(config.bucket_bytes, memory)
     if name == "shm":

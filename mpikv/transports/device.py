@@ -11,6 +11,7 @@ from ..typing import Transport
 from ..waiting import Waiting, Warn
 from ..world import Group
 from . import open_transport
+from .heeding import Heeding
 from .local import LocalTransport
 
 __all__ = ["open_device_transport"]
@@ -36,6 +37,6 @@ def open_device_transport(
     from .nccl import NcclTransport
 
     own = min(config.bucket_bytes, Config.bucket_bytes)
-    control = open_transport(group, replace(config, bucket_bytes=own), warn)
     waiting = Waiting(config.timeout, config.warn_after, warn)
+    control = open_transport(group, replace(config, bucket_bytes=own), warn, waits=Heeding(group, waiting))
     return NcclTransport(group, control, memory, nccl, config.bucket_bytes, waiting, gathers=config.deterministic)

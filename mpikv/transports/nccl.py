@@ -128,7 +128,7 @@ class NcclTransport:
         self._failure: MPIKVError | None = None
         # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
-        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_async, self._fail)
+        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail)
         self._device = memory
         memory.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())
@@ -336,11 +336,11 @@ class NcclTransport:
         self._check()
         return agreed
 
-    def abandon(self) -> None:
-        """Abort what is in flight, without the other ranks. Local, idempotent. In a forked child it does nothing, as
-        neither NCCL nor CUDA survives a fork.
+    def abandon(self, why: str = "") -> None:
+        """Abort what is in flight, without the other ranks, which are told why, if it says so. Local, idempotent. In a
+        forked child it does nothing, as neither NCCL nor CUDA survives a fork.
         """
-        self._fail(TransportError("the store ended before this was done"), "")
+        self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
     def close(self) -> None:
         if self._process != os.getpid() or not self.outboxes[0].size:
@@ -365,12 +365,16 @@ class NcclTransport:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure)) from (self._failure.__cause__ or self._failure)
 
-    def _fail(self, error: Exception, call: str) -> None:
-        """Make the transport unusable, and end what is in flight."""
+    def _fail(self, error: Exception, call: str, tell: bool = True) -> None:
+        """Make the transport unusable, and end what is in flight. ``tell`` the other ranks, who may wait for this one;
+        but not of a deadline, which is theirs, too.
+        """
         if self._process != os.getpid():
             return
         if self._failure is None:
             self._failure = _failure(error, call)
+        if tell and not isinstance(self._failure, Stalled):
+            self._group.tell_end(str(self._failure))
         # Not for ever: a thread may be in a call that comes to its end by the abort only.
         held = self._queueing.acquire(timeout=_PATIENCE)
         try:
@@ -424,6 +428,12 @@ class NcclTransport:
             function(*arguments, self._stream.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
             raise self._translated(error, function.__name__) from error
+
+    def _check_flight(self) -> None:
+        """Raise what ends work in flight: NCCL's word, or that of a rank that has left, for which it would wait."""
+        self._check_async()
+        if why := self._group.told_end():
+            raise TransportError(why)
 
     def _check_async(self) -> None:
         """Raise what NCCL says of work in flight, unless its communicator is in use, or comes to its end."""

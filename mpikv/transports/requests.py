@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import Stalled
+from ..errors import Stalled, TransportError
 from ..waiting import Waits
 from ..world import Group
 
@@ -105,6 +105,8 @@ class Requests:
     def _look(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if another rank has given up; this one says for whom it waited itself, if it can tell."""
         if self._comm.Iprobe(tag=_GONE):
+            if why := self._group.told_end():  # by the rank for which they have
+                raise TransportError(why)
             who = missing()
             about = f", and this one still waited for ranks {list(who)}" if who else ""
             raise Stalled(f"other ranks have given up waiting in this call{about}", who)
