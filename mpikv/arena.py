@@ -65,12 +65,16 @@ class Block:
         """Memory for sums parallel to ``values``, for updaters and codecs of whole values. Pages are taken where it is
         written.
         """
-        dtype = accumulator(self.values.dtype)
-        return self.memory.zeros(self.values.size * dtype.itemsize).view(dtype)
+        return self._sums_in(self.memory.zeros)
 
-    def ensure_sums(self) -> None:
-        """Take the memory for sums now, where a GPU may have too little."""
-        _ = self.sums
+    def _sums_in(self, zeroed: Callable[[int], Array]) -> Array:
+        dtype = accumulator(self.values.dtype)
+        return zeroed(self.values.size * dtype.itemsize).view(dtype)
+
+    def ensure_sums(self, zeroed: Callable[[int], Array]) -> None:
+        """Take the memory for sums now, where a GPU may have too little: ``zeroed``."""
+        if "sums" not in self.__dict__:
+            self.__dict__["sums"] = self._sums_in(zeroed)
 
     def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
         """Have residuals for so many positions in lists; new ones are ``zeroed`` memory."""

@@ -20,6 +20,7 @@ __all__ = [
     "accumulator",
     "add",
     "add_in_pairs",
+    "add_in_pairs_over",
     "castable",
     "check_mutable",
     "disjoint",
@@ -219,6 +220,25 @@ def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> Non
     Halves of halves are what ranks have when the terms are shared out among them, so that the order stays the same.
     """
     np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
+
+
+def add_in_pairs_over(terms: Sequence[Array], own: int, low: int, high: int, out: Array) -> None:
+    """Do what :func:`add_in_pairs` does without memory of its own: where the terms lie, but for the ``own``-th, which
+    is only read. All are of the dtype of ``out``.
+    """
+    total, _ = _sum_over([(term[low:high], number != own) for number, term in enumerate(terms)])
+    np.copyto(out, total)
+
+
+def _sum_over(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
+    """Return a sum, and whether it may be written over; so may all terms but one."""
+    if len(terms) == 1:
+        return terms[0]
+    middle = len(terms) // 2
+    (left, over_left), (right, _) = _sum_over(terms[:middle]), _sum_over(terms[middle:])
+    total = left if over_left else right
+    np.add(left, right, out=total)
+    return total, True
 
 
 def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:

@@ -113,7 +113,8 @@ class Calls:
         arrays = singles(form, None, self._memory)
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
-        return self._valued("init", form, arrays, f"overwrite {known}"), (self._run_init, form.keys, arrays)
+        call = self._valued("init", form, arrays, f"overwrite {known}")
+        return call, (self._run_init, form.keys, self._exchange.set_apart(arrays))
 
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
         exchange = self._exchange
@@ -126,6 +127,7 @@ class Calls:
         if arrays is None:
             call, steps, confirm = self._update_of("push", plan, priority, _BUFFERS)
             return call, (exchange.push_buffers, plan, steps, confirm)
+        arrays = exchange.added_up(plan, arrays)
         call, steps, confirm = self._update_of("push", plan, priority)
         exchange.stage(plan, arrays)
         return call, (exchange.push, plan, arrays, steps, confirm)
@@ -163,6 +165,7 @@ class Calls:
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
         filled, result = (arrays, value) if out is None and are_plain(arrays) else self.filled(plan, key, value, out)
+        arrays = exchange.added_up(plan, arrays)
         call, steps, confirm = self._update_of("pushpull", plan, priority)
         exchange.stage(plan, arrays)
         return call, (_run_for, result, exchange.pushpull, plan, arrays, steps, filled, confirm)
@@ -249,12 +252,13 @@ class Calls:
             for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
         ]
         call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
-        return call, (self._run_broadcast, form.keys, arrays, outs, out)
+        return call, (self._run_broadcast, form.keys, self._exchange.set_apart(arrays), outs, out)
 
     def set(self, key: Any, value: Any) -> Prepared:
         form = parse(key, value)
         call = self._planned("set", self._exchange.plan(form.keys))
-        return call, (self._exchange.write, form.keys, singles(form, self._exchange.table, self._memory))
+        arrays = self._exchange.set_apart(singles(form, self._exchange.table, self._memory))
+        return call, (self._exchange.write, form.keys, arrays)
 
     def delete(self, key: Any) -> Prepared:
         keys = parse(key, None).keys
@@ -331,9 +335,10 @@ class Calls:
                 return lambda: self._rows.push(plan, given, steps, confirm)
             whole = nothing if _FOR_WHOLE in said.parts else None
             return lambda: self._run_rows(plan, given, steps, confirm, whole, nothing)
+        kept = self._exchange.restoring(plan, confirm)
         if said.verb == "push":
-            return lambda: self._exchange.push(plan, nothing, steps, confirm)
-        return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, confirm)
+            return lambda: self._exchange.push(plan, nothing, steps, kept)
+        return lambda: self._exchange.pushpull(plan, nothing, steps, nothing, kept)
 
     # --- Keys and arrays
 
@@ -436,6 +441,8 @@ class Calls:
         if steps is None:
             steps = self._exchange.steps(plan)
             call = self._with_steps(call, steps)
+        if option not in (_ROWS, _FOR_WHOLE):
+            confirm = self._exchange.restoring(plan, confirm)
         return _prioritized(call, plan, priority), steps, confirm
 
     def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:

@@ -16,8 +16,8 @@ import numpy as np
 
 from . import publication
 from .arena import Arena, Block
-from .arrays import add, add_in_pairs, disjoint, local_sum, run_quietly, storable, zeros
-from .compression import Compression, Layers, check, check_payloads, compress, ensure_residuals, restoring
+from .arrays import add, add_in_pairs, add_in_pairs_over, disjoint, local_sum, run_quietly, storable, zeros
+from .compression import Add, Compression, Layers, check, check_payloads, compress, ensure_residuals, restoring
 from .errors import noted
 from .keys import KeyTable
 from .memory import private
@@ -80,6 +80,9 @@ class Exchange:
     ) -> None:
         self.transport, self._root, self._wanted = transport, root, placement
         self._in_pairs, self._add = deterministic, add_in_pairs if deterministic else add
+        self._add_received: Add = self._add
+        if deterministic and not transport.memory.on_host:
+            self._add_received = partial(_add_over, transport.rank)
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self._kernels = kernels
@@ -262,6 +265,32 @@ class Exchange:
             pack = self._pack if are_plain(sources) else partial(run_quietly, self._pack)
             self.staged = pack(plan.buckets[0], sources)
 
+    def added_up(self, plan: Plan, sources: Arrays) -> Arrays:
+        """Return what is to be pushed with lists added up, where a GPU may have too little memory for their sums. Local.
+
+        A codec of ranges packs each array by itself.
+        """
+        by_array = self.compression is not None and self.compression.codec.elementwise
+        if self._memory.on_host or by_array or all(len(group) == 1 for group in sources):
+            return sources
+        added: Arrays = self._memory.in_order(run_quietly, self._sums_of_lists, plan, sources)
+        return added
+
+    def _sums_of_lists(self, plan: Plan, sources: Arrays) -> Arrays:
+        return [
+            (local_sum(group, entry.dtype, self._in_pairs),) if len(group) > 1 else group
+            for entry, group in zip(plan.entries, sources, strict=True)
+        ]
+
+    def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
+        """Return ``confirm``, which brings residuals back to what they are now where it raises. Local."""
+        if self.compression is None or confirm is None:
+            return confirm
+        if self._memory.on_host:
+            return restoring(plan, confirm)
+        kept: Confirm = self._memory.in_order(restoring, plan, confirm)
+        return kept
+
     def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
         """Sum the sources over ranks and update.
 
@@ -274,8 +303,6 @@ class Exchange:
 
     def _push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
         """Push; other ranks may read the sources until the next fence."""
-        if self.compression is not None and confirm is not None:
-            confirm = restoring(plan, confirm)
         self._reduce(plan, sources, steps, None)
         if self._whole:
             self._update_whole(plan, steps, confirm)
@@ -437,7 +464,7 @@ class Exchange:
                 part.add_and_update(*_two_terms(terms, part), steps.each[part.item])
                 continue
             if not summed:
-                self._add(terms, part.low, part.high, part.total)
+                self._add_received(terms, part.low, part.high, part.total)
             if part.update is not None:
                 part.update(steps.each[part.item])
 
@@ -534,6 +561,15 @@ class Exchange:
         may_be_view = not (self._memory.on_host and array.flags.writeable)
         return array.copy() if may_be_view and self._arena.holds(array) else array
 
+    def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
+        which there may be too little memory. Local.
+        """
+        if self._memory.on_host or self.transport.rank != self._root:
+            return arrays
+        kept: Sequence[Array] = self._memory.in_order(lambda given: list(map(self.apart, given)), arrays)
+        return kept
+
     def check_storable(self, arrays: Sequence[Array]) -> None:
         """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
         self._ready(self.updater, {storable(array.dtype) for array in arrays})
@@ -545,11 +581,17 @@ class Exchange:
             MemoryError: on every rank, if one has too little; nothing was changed.
         """
         places = self._arena.place([(array.dtype, array.size) for array in arrays])
+        try:
+            for array, where in zip(arrays, places, strict=True):
+                where.block.ensure_state(self.updater.slots(array.dtype))
+                if self.packs_values and where.block.exact is None:
+                    where.block.exact = where.block.new_exact()
+        except MemoryError:
+            for where in places:
+                self._arena.release(where)
+            raise
         self.delete([key for key in keys if key in self.table])
         for key, array, where in zip(keys, arrays, places, strict=True):
-            where.block.ensure_state(self.updater.slots(array.dtype))
-            if self.packs_values and where.block.exact is None:
-                where.block.exact = where.block.new_exact()
             self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
 
     def add_buffers(self, plan: Plan) -> None:
@@ -595,8 +637,9 @@ class Exchange:
                 np.copyto(buffer, content)
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
-        """Store the root's arrays, so that every rank can read them."""
-        for key, array in zip(keys, [self.apart(array) for array in arrays], strict=True):
+        """Store the root's arrays, so that every rank can read them; of a GPU such as :meth:`set_apart` returns."""
+        apart = [self.apart(array) for array in arrays] if self._memory.on_host else arrays
+        for key, array in zip(keys, apart, strict=True):
             entry = self.table[key]
             if self.transport.rank == self._root:
                 self._memory.copy((entry.value,), (array,))
@@ -632,7 +675,8 @@ class Exchange:
         check(self.compression.codec, plan, _groups(self._brought(plan) if sources is None else sources), self._memory)
 
     def make_residuals(self, plan: Plan) -> None:
-        """Have room for what is left out of an array for each key, before :meth:`check_compressible` asks for it.
+        """Have room for what is left out of an array for each key, and for sums, before :meth:`check_compressible` asks
+        for it.
 
         Raises:
             MemoryError: on every rank, if one has too little.
@@ -640,6 +684,8 @@ class Exchange:
         assert self.compression is not None
         for block in dict.fromkeys(entry.place.block for entry in plan.entries):
             ensure_residuals(self.compression.codec, block, 1, together=True)
+            if not self.compression.codec.elementwise:
+                block.ensure_sums(block.allocate)
 
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
@@ -705,11 +751,15 @@ class Exchange:
     def _holds_rounded(self) -> bool:
         return any(block.exact is not None for block in self._arena.blocks)
 
-    def drop_residuals(self) -> None:
-        """Forget what was left out of earlier pushes. Local."""
+    def drop_residuals(self, keep_memory: bool = False) -> None:
+        """Forget what was left out of earlier pushes. Local. The memory may be kept for what is left out next."""
         self._forget_plans()
         for block in self._arena.blocks:
-            block.residuals.clear()
+            if keep_memory:
+                for residual in block.residuals:
+                    residual.fill(0)
+            else:
+                block.residuals.clear()
             block.drop_sums()
         for entry in self.table.entries():
             entry.codec_state.clear()
@@ -785,6 +835,10 @@ class Exchange:
 
 
 _KEYS = {int, str}
+
+
+def _add_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
+    add_in_pairs_over(terms, own, low, high, out)
 
 
 def _two_terms(terms: Sequence[Array], part: Part) -> tuple[Array, Array]:

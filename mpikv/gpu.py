@@ -345,11 +345,11 @@ class CupyGpu:
         return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
 
     @_translated
-    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
-        flags = self.cupy.zeros(len(arrays), np.uint8)
+    def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
+        flags.fill(0)
         self._exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
-        self._stage().download(flags.data.ptr, found.view(np.uint8))
+        self._stage().download(self.address(flags), found.view(np.uint8))
         flagged: list[bool] = found.tolist()
         return flagged
 

@@ -51,12 +51,20 @@ def choose(exchange: Exchange, codec: Codec, asked: str) -> tuple[Codec | None, 
     """Return the codec, or None if it does not save time with the present placement; the same on every rank.
 
     Collective.
+
+    Raises:
+        MemoryError: on every rank, if one has too little.
     """
     most = _MOST_BYTES if exchange.transport.memory.on_host else _MOST_BYTES_OF_GPUS
     size = min(_MESSAGES * exchange.transport.limit, most) // 4
     rows = math.isqrt(size)
     gradient = np.random.default_rng(exchange.transport.rank).standard_normal((rows, size // rows), np.float32)
-    without, using = (_Pushes(exchange, each, gradient) for each in (None, codec))
+    without = _Pushes(exchange, None, gradient)
+    try:
+        using = _Pushes(exchange, codec, gradient)
+    except MemoryError:
+        without.end()
+        raise
     times = [(without.push(), using.push()) for _ in range(1 + _TURNS)][1:]
     slowest = _slowest(exchange, np.median(times, axis=0))
     for pushes in (without, using):
@@ -68,22 +76,26 @@ def choose(exchange: Exchange, codec: Codec, asked: str) -> tuple[Codec | None, 
 
 
 class _Pushes:
-    """Pushes of one value, compressed or not, beside a store."""
+    """Pushes of one value, compressed or not, beside a store. Collective."""
 
     def __init__(self, exchange: Exchange, codec: Codec | None, gradient: Array) -> None:
         self.exchange = exchange.beside()
         self.exchange.enter(["trial"], [gradient])
-        self.exchange.compress(codec)
-        self._plan: Plan = self.exchange.plan(("trial",))
-        # A push takes its memory before the ranks agree on it, and here they have.
-        if codec is not None:
-            self.exchange.make_residuals(self._plan)
-        memory = exchange.transport.memory
         self._gradient: Arrays = [gradient]
-        if not memory.on_host:
-            there = private(exchange.transport)(gradient.nbytes).view(gradient.dtype)
-            memory.copy((there,), (gradient.reshape(-1),))
-            self._gradient = [(there,)]
+        try:
+            self.exchange.compress(codec)
+            self._plan: Plan = self.exchange.plan(("trial",))
+            # A push takes its memory before the ranks agree on it, and here they have.
+            if codec is not None:
+                self.exchange.make_residuals(self._plan)
+            memory = exchange.transport.memory
+            if not memory.on_host:
+                there = private(exchange.transport)(gradient.nbytes).view(gradient.dtype)
+                memory.copy((there,), (gradient.reshape(-1),))
+                self._gradient = [(there,)]
+        except MemoryError:
+            self.end()
+            raise
 
     def push(self) -> float:
         """Return how many seconds a push takes."""

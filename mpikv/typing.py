@@ -344,8 +344,10 @@ class Gpu(Tables, Protocol):
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
         ...
 
-    def exceeding(self, arrays: Sequence[Array], bound: float) -> Sequence[bool]:
-        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host."""
+    def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
+        """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host.
+        ``flags`` is memory for the results: a byte for each array (uint8). It takes no other for contiguous arrays.
+        """
         ...
 
 

@@ -232,9 +232,9 @@ class Group:
         if self.comm is None or self._end:
             return self._end
         with self._listening:
-            if not self._end and self._may_speak():
+            if self._may_speak():
                 with self.translated("listening for an end"):
-                    self._end = self._heard_end()
+                    self._end = self._heard_end() or self._end
             return self._end
 
     def _heard_end(self) -> str:

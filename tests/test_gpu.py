@@ -347,6 +347,9 @@ class StandinArray:
         self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=ordinal)
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
 
+    def fill(self, value: int) -> None:
+        self.host.fill(value)
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.ordinal
 
@@ -515,11 +518,12 @@ def test_arrays_are_looked_at_on_their_gpu(gpu, cupy):
 
     gpu._exceeding = look
     arrays = [object() for _ in range(3)]
-    assert gpu.exceeding(arrays, 7.0) == [False, True, False]
+    flags = gpu.zeros(3)
+    assert gpu.exceeding(arrays, 7.0, flags) == [False, True, False]
     assert seen == [(arrays, [0, 0, 0], 7.0, 1)]
     cupy.status = 700
     with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'exceeding'"):
-        gpu.exceeding(arrays, 7.0)
+        gpu.exceeding(arrays, 7.0, flags)
 
 
 def test_arrays_of_others(gpu, cupy):

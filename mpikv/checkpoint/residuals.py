@@ -21,7 +21,7 @@ from ..typing import Array, Transport
 from .contents import CHUNK, CodecArray, Contents, SavedKey, codec_slot, dtype_named, residual_slot
 from .pieces import Piece, cut
 
-__all__ = ["Targets", "held", "taken", "targeted", "whole", "with_residuals"]
+__all__ = ["Targets", "held", "make_room", "taken", "targeted", "whole", "with_residuals"]
 
 _log = logging.getLogger("mpikv")
 
@@ -82,8 +82,20 @@ Targets = Sequence[Mapping[str, Target]]
 """For each key, where its arrays go, by their slots."""
 
 
+def make_room(exchange: Exchange, contents: Contents) -> None:
+    """Have memory for the residuals of a checkpoint, whose keys the store has. Local.
+
+    Raises:
+        MemoryError: there is too little; nothing has changed but what memory there is.
+    """
+    codec = None if exchange.compression is None else exchange.compression.codec
+    for one, entry in _pairs(exchange, contents):
+        if codec is not None and one.positions:
+            ensure_residuals(codec, entry.place.block, one.positions)
+
+
 def taken(exchange: Exchange, contents: Contents, on_host: Callable[[Array], Array]) -> tuple[Targets, Targets]:
-    """Make room for what this rank takes of a checkpoint's residuals, of which the store has none. Local.
+    """Make room for what this rank takes of a checkpoint's residuals; those of the store are zeros. Local.
 
     ``on_host`` returns what is to be filled in place of an array, of zeros as that is.
 

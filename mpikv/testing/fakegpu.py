@@ -474,6 +474,8 @@ class FakeGpu:
         self.checker = Checker()
         self.allocations = 0
         """How many allocations there were."""
+        self.spare: int | None = None
+        """After how many more one fails, once, where a test wants that."""
         self.capture_fails = ""
         """Why captures cannot be ended, where a test wants that."""
         self._numbers = itertools.count(1)
@@ -520,6 +522,10 @@ class FakeGpu:
     def _block(self, nbytes: int) -> Block:
         self.check_running("memory is taken, which no graph keeps,")
         with self.checker.lock:
+            if self.spare is not None and nbytes:
+                self.spare = self.spare - 1 if self.spare else None
+                if self.spare is None:
+                    raise MemoryError(f"{self.name} has no {nbytes} bytes left")
             block = Block(self, nbytes, self._next)
             self._blocks[block.base] = weakref.ref(block)
             # No address is used twice, and none is next to another's.
@@ -565,6 +571,8 @@ class FakeGpu:
         self.check_running("memory of the host is copied")
         if out is None:
             out = self.empty(array.shape, array.dtype)
+        elif not out.flags.c_contiguous:
+            self.empty(array.shape, array.dtype)
         if (array.shape, array.dtype) != (out.shape, out.dtype):
             raise TypeError(f"{out!r} does not fit {array.dtype}{list(array.shape)}")
         self.launch("upload", [], [out], partial(out._beneath.__setitem__, ..., array))
@@ -574,11 +582,14 @@ class FakeGpu:
         if (array.shape, array.dtype) != (out.shape, out.dtype):
             raise TypeError(f"{array!r} does not fit {out.dtype}{list(out.shape)}")
         self.check_running("memory of the host is copied")
+        if not array.flags.c_contiguous:
+            self.empty(array.shape, array.dtype)
         self.launch("download", [array], [])
         self.current().synchronize()
         out[...] = array._beneath
 
     def measure(self, arrays: Sequence[FakeArray], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        self.empty((2 * len(arrays),), np.dtype(np.float64))
         self.launch("measure", arrays, [])
         self.current().synchronize()
         found = []
@@ -615,8 +626,13 @@ class FakeGpu:
         """
         return FakeMark(self.current())
 
-    def exceeding(self, arrays: Sequence[FakeArray], bound: float) -> Sequence[bool]:
-        self.launch("exceeding", arrays, [])
+    def exceeding(self, arrays: Sequence[FakeArray], bound: float, flags: FakeArray) -> Sequence[bool]:
+        if flags.shape != (len(arrays),) or flags.dtype != np.uint8:
+            raise TypeError(f"{flags!r} is no memory for {len(arrays)} flags")
+        for array in arrays:
+            if not array.flags.c_contiguous:
+                self.empty(array.shape, array.dtype)
+        self.launch("exceeding", arrays, [flags])
         self.current().synchronize()
         with np.errstate(all="ignore"):
             return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
@@ -784,8 +800,10 @@ class FakeKernels:
             for whole in wholes
         ]
 
+        norms = self._gpu.empty((3 * len(wholes),), np.dtype(np.float64))
+
         def launch(steps: Sequence[Any]) -> None:
-            self._gpu.launch("update of whole values", [], arrays, partial(run, steps))
+            self._gpu.launch("update of whole values", [], [*arrays, norms], partial(run, steps))
 
         def run(steps: Sequence[Any]) -> None:
             for step, (total, value, state) in zip(steps, beneath, strict=True):
