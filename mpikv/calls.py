@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeAlias, cast
 
+import numpy as np
+
 from . import codecs
 from .agreement import Agreement, Call, Said
 from .arguments import (
@@ -26,7 +28,7 @@ from .arguments import (
     writable,
 )
 from .codecs.hosted import HostRanges
-from .errors import RankMismatch, Unsupported, ValueMismatch
+from .errors import RankMismatch, Unsupported, ValueMismatch, noted, settled
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
@@ -35,6 +37,7 @@ from .publication import Cast
 from .rowarguments import (
     Asked,
     Brought,
+    Wanted,
     asked_of,
     asks_rows,
     brings_rows,
@@ -44,7 +47,8 @@ from .rowarguments import (
     fill,
     paired,
     single_rows,
-    union,
+    spare_of,
+    wanted_of,
 )
 from .rows import Rows, check_updater
 from .rowsparse import RowSparse
@@ -189,7 +193,8 @@ class Calls:
         whole: Arrays | None = targets(plan.entries, arrays) if any(arrays) else None
         option = _ROWS if whole is None else _FOR_WHOLE
         call, steps, confirm = self._update_of("pushpull", plan, priority, option)
-        return call, (_run_for, result, self._run_rows, plan, given, steps, confirm, whole, asked)
+        pulled = self._wanted(plan, asked)
+        return call, (_run_for, result, self._run_rows, plan, given, steps, confirm, whole, *pulled)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> Prepared:
         plan = self.known(key)
@@ -200,7 +205,8 @@ class Calls:
                 "both_directions out of set_gradient_compression"
             )
         asked, result = asked_of(plan.entries, key, out, row_ids)
-        return self._planned("row_sparse_pull", plan, priority), (_run_for, result, self._pull_rows, plan, asked)
+        call, pulled = self._planned("row_sparse_pull", plan, priority), self._wanted(plan, asked)
+        return call, (_run_for, result, self._pull_rows, plan, *pulled)
 
     def _pushpull_buffers(self, plan: Plan, key: Any, out: Any, priority: Any) -> Prepared:
         call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
@@ -318,7 +324,8 @@ class Calls:
         if said.verb == "row_sparse_pull":
             self._rows.load(plan.dtypes)
             self._check_same(said, self._described(plan))
-            return lambda: self._pull_rows(plan, nothing)
+            nobody = self._wanted(plan, nothing)
+            return lambda: self._pull_rows(plan, *nobody)
         steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
         self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
@@ -334,7 +341,8 @@ class Calls:
             if said.verb == "push":
                 return lambda: self._rows.push(plan, given, steps, confirm)
             whole = nothing if _FOR_WHOLE in said.parts else None
-            return lambda: self._run_rows(plan, given, steps, confirm, whole, nothing)
+            nobody = self._wanted(plan, nothing)
+            return lambda: self._run_rows(plan, given, steps, confirm, whole, *nobody)
         kept = self._exchange.restoring(plan, confirm)
         if said.verb == "push":
             return lambda: self._exchange.push(plan, nothing, steps, kept)
@@ -501,13 +509,24 @@ class Calls:
         self._exchange.pull(plan, arrays)
         for entry, group in zip(plan.entries, sparse, strict=True) if sparse else ():
             for rows in group:
-                fill(entry, rows)
+                try:
+                    fill(entry, rows)
+                except MemoryError as error:
+                    settled(error)  # the ranks have made their call, and each fills its own
+                    raise
         return result
 
-    def _pull_rows(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> None:
-        wanted = [union([each.ids for each in group]) for group in asked]
-        for entry, group, (ids, rows) in zip(plan.entries, asked, self._rows.pull(plan, wanted), strict=True):
-            deliver(entry, group, ids, rows)
+    def _wanted(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> tuple[Sequence[Wanted], Array]:
+        """Return what :meth:`_pull_rows` is given, for which a GPU may have too little memory. Local."""
+        every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
+        nbytes = 0 if self._memory.on_host else spare_of(plan.entries, every)
+        return every, self._memory.empty((nbytes,), np.dtype(np.uint8))
+
+    def _pull_rows(self, plan: Plan, every: Sequence[Wanted], spare: Array) -> None:
+        with self._memory.tables.over(spare):
+            self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
+            for entry, wanted in zip(plan.entries, every, strict=True):
+                deliver(entry, wanted)
 
     def _run_rows(
         self,
@@ -516,14 +535,19 @@ class Calls:
         steps: Steps,
         confirm: Confirm | None,
         whole: Arrays | None,
-        asked: Sequence[Sequence[Asked]],
+        every: Sequence[Wanted],
+        spare: Array,
     ) -> None:
         """Push rows; then pull whole values, if they are wanted, and rows."""
         self._rows.push(plan, given, steps, confirm)
         self._exchange.transport.fence()
         if whole is not None:
             self._exchange.pull(plan, whole)
-        self._pull_rows(plan, asked)
+        try:
+            self._pull_rows(plan, every, spare)
+        except MemoryError as error:
+            noted(error, "the rows were pushed, and not pulled")
+            raise
 
     def _run_buffer(self, plan: Plan, key: Any) -> Any:
         self._exchange.add_buffers(plan)

@@ -19,7 +19,8 @@ import numpy as np
 
 from .arrays import check_mutable, is_array, lies_on_host, source, target
 from .errors import TransportError, Unsupported
-from .typing import Array, Event, Gpu, Graph, Stream, Tables
+from .spare import SpareTables
+from .typing import Array, Event, Gpu, Graph, StoreTables, Stream
 
 __all__ = ["DeviceMemory", "found", "read"]
 
@@ -72,7 +73,7 @@ class DeviceMemory:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.tables: Tables = gpu
+        self.tables: StoreTables = SpareTables(gpu)
         _GPUS.add(gpu)
         self.stream: Stream = gpu.stream()
         self._flag = self.zeros(1)

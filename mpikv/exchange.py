@@ -266,7 +266,7 @@ class Exchange:
             self.staged = pack(plan.buckets[0], sources)
 
     def added_up(self, plan: Plan, sources: Arrays) -> Arrays:
-        """Return what is to be pushed with lists added up, where a GPU may have too little memory for their sums. Local.
+        """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local.
 
         A codec of ranges packs each array by itself.
         """

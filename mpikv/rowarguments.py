@@ -19,6 +19,7 @@ from .typing import Array, Key, Memory
 __all__ = [
     "Asked",
     "Brought",
+    "Wanted",
     "asked_of",
     "asks_rows",
     "brings_rows",
@@ -28,10 +29,13 @@ __all__ = [
     "fill",
     "paired",
     "single_rows",
-    "union",
+    "spare_of",
+    "wanted_of",
 ]
 
 _NUMPYS = {np.ndarray}
+# What one array in a GPU's spare memory may take besides its bytes.
+_APART = 256
 
 
 class Brought(NamedTuple):
@@ -107,14 +111,62 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
     return [asked for _, asked in known.values()], found if out is None else out
 
 
-def deliver(entry: Entry, asked: Sequence[Asked], ids: Array, rows: Array) -> None:
-    """Give the rows of a value, of these numbers, to those who asked for some of them."""
-    memory, rows = entry.place.block.memory, rows.reshape(ids.size, *entry.shape[1:])
-    for each in asked:
+class Made(NamedTuple):
+    """Memory of a GPU for what one gets who asked, made beforehand; None where none is needed."""
+
+    some: Array | None
+    """For rows of its own, where others asked for more."""
+    cast: Array | None
+    """For those in the dtype of an out."""
+
+
+class Wanted(NamedTuple):
+    """The rows of a value that are to be pulled, their memory, and for whom they are."""
+
+    ids: Array
+    rows: Array
+    """In a row for each number."""
+    asked: Sequence[Asked]
+    made: Sequence[Made]
+
+
+def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
+    """Return what is to be pulled of a value, with the memory for it. Local."""
+    memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
+    rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
+    return Wanted(ids, rows, asked, [_made(entry, ids, each) for each in asked])
+
+
+def _made(entry: Entry, ids: Array, each: Asked) -> Made:
+    memory, shape, out = entry.place.block.memory, (each.ids.size, *entry.shape[1:]), each.out
+    if memory.on_host:
+        return Made(None, None)
+    casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
+    return Made(
+        None if each.ids is ids else memory.empty(shape, entry.dtype), memory.empty(shape, out.dtype) if casts else None
+    )
+
+
+def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
+    """Return how many bytes of a GPU :func:`deliver`, and what fills the rows before it, take besides."""
+    nbytes = 0
+    for entry, wanted in zip(entries, every, strict=True):
+        dense = sum(not isinstance(each.out, RowSparse) for each in wanted.asked) * (entry.value.nbytes + _APART)
+        numbers = [wanted.ids, *(each.ids for each in wanted.asked), *(each.ids for each in wanted.asked)]
+        nbytes += dense + sum(ids.nbytes + _APART for ids in numbers)
+    return nbytes
+
+
+def deliver(entry: Entry, wanted: Wanted) -> None:
+    """Give the rows of a value to those who asked for some of them."""
+    memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
+    for each, made in zip(wanted.asked, wanted.made, strict=True):
         # Rows that one asked for are nobody else's.
-        some = rows if each.ids is ids else _taken(memory, rows, np.searchsorted(ids, each.ids))
+        some = rows
+        if each.ids is not wanted.ids:
+            some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
         if isinstance(each.out, RowSparse):
-            each.out.replace(each.ids.copy(), _like(each.out, some, memory))
+            each.out.replace(each.ids.copy(), _like(each.out, some, memory, made.cast))
         elif memory.on_host:
             each.out[...] = 0
             each.out[each.ids] = some
@@ -139,7 +191,7 @@ def fill(entry: Entry, out: RowSparse) -> None:
     out.replace(ids, _like(out, _taken(memory, entry.value, ids), memory))
 
 
-def union(wanted: Sequence[Array]) -> Array:
+def _union(wanted: Sequence[Array]) -> Array:
     """Return all of several arrays of rising numbers, in order."""
     if len(wanted) == 1:
         return wanted[0]
@@ -183,18 +235,19 @@ def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 
 
-def _taken(memory: Memory, table: Array, ids: Array) -> Array:
+def _taken(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
     """Return rows for a caller to keep."""
-    return memory.tables.take_rows(table, ids, memory.empty((ids.size, *table.shape[1:]), table.dtype))
+    made = memory.empty((ids.size, *table.shape[1:]), table.dtype) if made is None else made
+    return memory.tables.take_rows(table, ids, made)
 
 
-def _like(out: RowSparse, rows: Array, memory: Memory) -> Array:
+def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
     """Return rows of the dtype of an out, and where its rows lie."""
     if out.on_host:
         return memory.to_host(rows).astype(out.dtype, copy=False)
     if rows.dtype == out.dtype:
         return rows
-    new = memory.empty(rows.shape, out.dtype)
+    new = memory.empty(rows.shape, out.dtype) if made is None else made
     memory.copy((new,), (rows,))
     return new
 

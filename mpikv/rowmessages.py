@@ -14,7 +14,7 @@ import numpy as np
 from .passing import Part, Passing
 from .typing import Array, Transport
 
-__all__ = ["Kind", "RowMessages", "Selected", "Take", "row_messages"]
+__all__ = ["Kind", "Ready", "RowMessages", "Selected", "Take", "row_messages"]
 
 Selected: TypeAlias = "tuple[Array, Array]"
 """The rising numbers of some rows of a value, and these rows, flat: an array of shape (rows, elements of a row)."""
@@ -34,11 +34,14 @@ class Kind(NamedTuple):
         return self.width * self.dtype.itemsize
 
 
+Ready: TypeAlias = "Callable[[Sequence[Sequence[Array]]], None]"
+"""Is told the numbers of each value that each rank sends, before rows move: the last moment at which a rank may find
+out that it has too little memory. It raises on all ranks, or on none."""
+
+
 class RowMessages(Protocol):
     """Passes rows on. Each part has some of each value, in the order of the ``kinds``, or is empty; ``label``, the same
     on every rank, says which call this is. All but :attr:`sent` is collective.
-
-    What is returned is to be read before the next call. In the place of this rank is anything.
     """
 
     @property
@@ -47,13 +50,20 @@ class RowMessages(Protocol):
         ...
 
     def counts(self, mine: Sequence[int]) -> Array:
-        """As :meth:`~mpikv.passing.Passing.counts`."""
+        """Return every rank's numbers, of which each has as many, in a row for each rank."""
         ...
 
     def to_each(
-        self, parts: Sequence[Sequence[Selected]], kinds: Sequence[Kind], label: Hashable, notes: Sequence[int]
+        self,
+        numbers: Sequence[Sequence[Array]],
+        rows: Callable[[], Sequence[Sequence[Array]]],
+        kinds: Sequence[Kind],
+        label: Hashable,
+        notes: Sequence[int],
+        ready: Ready,
     ) -> tuple[list[list[Selected]], Array]:
-        """Pass ``parts[r]`` on to rank r.
+        """Pass rows of the numbers ``numbers[r]`` on to rank r. ``rows`` returns them, and is called when memory may be
+        taken. ``ready`` is for rows that do not travel with their numbers.
 
         Returns:
             What each rank had for this one, and every rank's ``notes``, in a row for each rank.
@@ -61,13 +71,19 @@ class RowMessages(Protocol):
         ...
 
     def to_all(
-        self, part: Sequence[Selected], kinds: Sequence[Kind], label: Hashable, notes: Sequence[int]
+        self,
+        numbers: Sequence[Array],
+        rows: Sequence[Array],
+        kinds: Sequence[Kind],
+        label: Hashable,
+        notes: Sequence[int],
+        ready: Ready,
     ) -> tuple[list[list[Selected]], Array]:
-        """Pass ``part`` on to every rank; otherwise as :meth:`to_each`."""
+        """Pass rows on to every rank; otherwise as :meth:`to_each`."""
         ...
 
     def fetch(
-        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take
+        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         """Return what each rank takes of the numbers ``wanted[r]``, as rows of each value."""
         ...
@@ -92,28 +108,38 @@ class Together:
         return self._passing.counts(mine)
 
     def to_each(
-        self, parts: Sequence[Sequence[Selected]], kinds: Sequence[Kind], label: Hashable, notes: Sequence[int]
+        self,
+        numbers: Sequence[Sequence[Array]],
+        rows: Callable[[], Sequence[Sequence[Array]]],
+        kinds: Sequence[Kind],
+        label: Hashable,
+        notes: Sequence[int],
+        ready: Ready,
     ) -> tuple[list[list[Selected]], Array]:
+        parts = map(_paired, numbers, rows())
         packed = [() if to == self._rank else _pack(part) for to, part in enumerate(parts)]
         received, table = self._passing.to_each(packed, label, notes)
         return [_unpack(part, kinds) for part in received], table
 
     def to_all(
-        self, part: Sequence[Selected], kinds: Sequence[Kind], label: Hashable, notes: Sequence[int]
+        self,
+        numbers: Sequence[Array],
+        rows: Sequence[Array],
+        kinds: Sequence[Kind],
+        label: Hashable,
+        notes: Sequence[int],
+        ready: Ready,
     ) -> tuple[list[list[Selected]], Array]:
-        received, table = self._passing.to_all(_pack(part), label, notes)
+        received, table = self._passing.to_all(_pack(_paired(numbers, rows)), label, notes)
         return [_unpack(each, kinds) for each in received], table
 
     def fetch(
-        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take
+        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         asked, _ = self._passing.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label))
         # What was asked may be overwritten by the first message of the answers. They are rows alone, copied here: who
         # asked knows in which order.
-        answers = [
-            [rows.reshape(-1) for rows in take([ids for ids, _ in _unpack(part, _only_numbers(kinds))])]
-            for part in asked
-        ]
+        answers = [[rows.reshape(-1) for rows in take(_numbers_in(part, kinds))] for part in asked]
         received, _ = self._passing.to_each(answers, ("answer", label))
         return [
             [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
@@ -135,35 +161,50 @@ class Apart:
         return self._numbers.counts(mine)
 
     def to_each(
-        self, parts: Sequence[Sequence[Selected]], kinds: Sequence[Kind], label: Hashable, notes: Sequence[int]
+        self,
+        numbers: Sequence[Sequence[Array]],
+        rows: Callable[[], Sequence[Sequence[Array]]],
+        kinds: Sequence[Kind],
+        label: Hashable,
+        notes: Sequence[int],
+        ready: Ready,
     ) -> tuple[list[list[Selected]], Array]:
-        parts = [[] if to == self._rank else part for to, part in enumerate(parts)]
-        sizes = [_nbytes([ids for ids, _ in part], kinds) for part in parts]
-        numbers = [_pack(_numbers([ids for ids, _ in part])) for part in parts]
-        received, table = self._numbers.to_each(numbers, label, [*sizes, *notes])
-        rows = self._rows.carry([_aligned([each for _, each in part]) for part in parts], table[:, : len(parts)])
-        return _together(received, rows, kinds), table[:, len(parts) :]
+        parts = [[] if to == self._rank else part for to, part in enumerate(numbers)]
+        sizes = [_nbytes(part, kinds) for part in parts]
+        received, table = self._numbers.to_each([_pack(_numbers(part)) for part in parts], label, [*sizes, *notes])
+        told = [_numbers_in(part, kinds) for part in received]
+        told[self._rank] = []
+        ready(told)
+        sent = [_aligned([] if to == self._rank else part) for to, part in enumerate(rows())]
+        return _together(told, self._rows.carry(sent, table[:, : len(parts)]), kinds), table[:, len(parts) :]
 
     def to_all(
-        self, part: Sequence[Selected], kinds: Sequence[Kind], label: Hashable, notes: Sequence[int]
+        self,
+        numbers: Sequence[Array],
+        rows: Sequence[Array],
+        kinds: Sequence[Kind],
+        label: Hashable,
+        notes: Sequence[int],
+        ready: Ready,
     ) -> tuple[list[list[Selected]], Array]:
-        ids = [ids for ids, _ in part]
-        received, table = self._numbers.to_all(_pack(_numbers(ids)), label, [_nbytes(ids, kinds), *notes])
-        rows = self._rows.carry([_aligned([each for _, each in part])], table[:, :1])
-        return _together(received, rows, kinds), table[:, 1:]
+        received, table = self._numbers.to_all(_pack(_numbers(numbers)), label, [_nbytes(numbers, kinds), *notes])
+        told = [_numbers_in(part, kinds) for part in received]
+        ready(told)
+        return _together(told, self._rows.carry([_aligned(rows)], table[:, :1]), kinds), table[:, 1:]
 
     def fetch(
-        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take
+        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
         wanted = [[] if rank == self._rank else part for rank, part in enumerate(wanted)]
         sizes = [_nbytes(part, kinds) for part in wanted]
-        asked, table = self._numbers.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label), sizes)
-        answers = [_aligned(take([ids for ids, _ in _unpack(part, _only_numbers(kinds))])) for part in asked]
+        received, table = self._numbers.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label), sizes)
+        asked = [_numbers_in(part, kinds) for part in received]
+        ready(asked)
         # A rank is sent what it has asked for.
-        received = self._rows.carry(answers, table.T)
+        answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
         return [
             _split_aligned(part, [ids.size for ids in numbers], kinds)
-            for part, numbers in zip(received, wanted, strict=True)
+            for part, numbers in zip(answers, wanted, strict=True)
         ]
 
 
@@ -172,6 +213,15 @@ class Apart:
 
 def _numbers(every: Sequence[Array]) -> list[Selected]:
     return [(ids, np.empty((ids.size, 0))) for ids in every]
+
+
+def _paired(numbers: Sequence[Array], rows: Sequence[Array]) -> list[Selected]:
+    return list(zip(numbers, rows, strict=True))
+
+
+def _numbers_in(packed: Array, kinds: Sequence[Kind]) -> list[Array]:
+    """Return the numbers of a message that has no rows."""
+    return [ids for ids, _ in _unpack(packed, _only_numbers(kinds))]
 
 
 def _only_numbers(kinds: Sequence[Kind]) -> list[Kind]:
@@ -221,13 +271,12 @@ def _split_aligned(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) 
     return [each for _, each in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
 
 
-def _together(received: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
-    """Return the numbers that each rank has sent, each with its rows."""
-    found = []
-    for part, values in zip(received, rows, strict=True):
-        numbers = [ids for ids, _ in _unpack(part, _only_numbers(kinds))]
-        found.append(list(zip(numbers, _split_aligned(values, [ids.size for ids in numbers], kinds), strict=True)))
-    return found
+def _together(told: Sequence[Sequence[Array]], rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
+    """Return the numbers that each rank has sent, each with its rows; of this rank, where it has told none, nothing."""
+    return [
+        _paired(numbers, _split_aligned(values, [ids.size for ids in numbers], kinds))
+        for numbers, values in zip(told, rows, strict=True)
+    ]
 
 
 def _rows_of(take: Callable[[int], Array], count: int, kind: Kind) -> Array:

@@ -7,6 +7,7 @@ not made of whole rows: a row in which one ends goes to all of its owners, each 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -29,6 +30,8 @@ _OWNERS = "owners of rows"
 # Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)
+# What one array in a GPU's spare memory may take besides its bytes.
+_APART = 256
 
 
 def check_updater(exchange: Exchange) -> None:
@@ -56,7 +59,9 @@ class Rows:
         self._exchange, self._root, self._dense_from = exchange, root, dense_from
         self._transport, self._memory = exchange.transport, exchange.transport.memory
         self._tables = self._memory.tables
-        self._messages, self._kept = row_messages(exchange.transport), _Kept(self._tables)
+        self._messages = row_messages(exchange.transport)
+        # A push on a GPU has memory of its own, which is taken where all ranks learn whether there was any.
+        self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.on_host else 0)
         # Of which keys a rank brought many rows to the last push, as far as the ranks know alike.
         self._many: set[Key] = set()
         self._sent_whole = 0
@@ -80,64 +85,90 @@ class Rows:
                 self._exchange.prepare(self._exchange.plan((key,)))
 
     def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
-        """Give keys their memory, and the root's rows."""
+        """Give keys their memory, and the root's rows.
+
+        Raises:
+            MemoryError: on every rank, if one has too little; nothing was changed.
+        """
         table = self._exchange.table
         dirty = [self._exchange.leaves_old(rows.dtype, prod(rows.shape)) for rows in given]
         likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
-        self._exchange.enter(keys, likes, sparse=keys)
-        entries = [table[key] for key in keys]
-        for entry, old, (ids, rows) in zip(entries, dirty, self._from_root(entries, given), strict=True):
-            if self._transport.place == 0:
-                if old:
-                    entry.value.fill(0)
-                self._tables.put_rows(_table(entry, entry.value), ids, rows)
-            assert entry.present is not None
-            entry.present.rows = self._of_this_rank(entry, ids).copy()
+        with ExitStack() as held:
+            sent = self._from_root(keys, given, held)
+            self._exchange.enter(keys, likes, sparse=keys)
+            entries = [table[key] for key in keys]
+            for entry, old, (ids, rows) in zip(entries, dirty, sent, strict=True):
+                if self._transport.place == 0:
+                    if old:
+                        entry.value.fill(0)
+                    self._tables.put_rows(_table(entry, entry.value), ids, rows)
+                assert entry.present is not None
+                entry.present.rows = self._of_this_rank(entry, ids).copy()
         self._transport.fence()
         self._exchange.start_from_values(keys)
 
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the rows over ranks, and update those that are in the sum."""
+        """Sum the rows over ranks, and update those that are in the sum.
+
+        Raises:
+            MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
+        """
         crowded = self._crowded(plan, given)
-        for item in crowded.nonzero()[0].tolist():
-            one = self._exchange.plan(plan.keys[item : item + 1])
-            dense = given[item].to_dense()
-            whole = dense if self._memory.on_host else (dense.reshape(-1),)
-            # Other ranks may read the array where it lies, but not after this push, which ends in a fence then.
-            self._exchange.push(one, [whole], Steps(steps.each[item : item + 1], True), None)
-            self._sent_whole += plan.entries[item].value.nbytes if self._transport.size > 1 else 0
-        sparse = (~crowded).nonzero()[0].tolist()
-        if not sparse:
-            return
+        whole, sparse = crowded.nonzero()[0].tolist(), (~crowded).nonzero()[0].tolist()
         entries = [plan.entries[item] for item in sparse]
-        sums = self._sums(entries, [(given[item].indices, _flat(given[item])) for item in sparse])
-        each = [steps.each[item] for item in sparse]
-        if confirm is None:
-            for entry, step, (ids, total) in zip(entries, each, sums, strict=True):
-                self._update(entry, ids, total, step)
-        else:
-            self._call(entries, each, sums, confirm)
+        with ExitStack() as held:
+            # Sums first: what lacks memory raises before anything has changed.
+            dense = sum(plan.entries[item].value.nbytes + 8 * len(given[item]) + 2 * _APART for item in whole)
+            sums = self._sums(entries, [(given[item].indices, _flat(given[item])) for item in sparse], dense, held)
+            for item in whole:
+                self._push_whole(plan, item, given[item], steps)
+            if not sparse:
+                return
+            each = [steps.each[item] for item in sparse]
+            if confirm is None:
+                for entry, step, (ids, total) in zip(entries, each, sums, strict=True):
+                    self._update(entry, ids, total, step)
+            else:
+                self._call(entries, each, sums, confirm)
         indices = [entry.index for entry in entries]
         self._exchange.table.counts[indices] += 1
         if not self._exchange.current:
             self._exchange.table.stale[indices] = True
 
-    def pull(self, plan: Plan, wanted: Sequence[Array]) -> list[Selected]:
-        """Return the rows of these numbers, which rise, of each value."""
+    def _push_whole(self, plan: Plan, item: int, given: RowSparse, steps: Steps) -> None:
+        """Push a whole array instead of its rows."""
+        if self._memory.on_host:
+            array = given.to_dense()
+        else:
+            array = self._tables.empty((prod(given.shape),), given.dtype)
+            self._tables.clear(array)
+            self._tables.put_rows(_table(plan.entries[item], array), given.indices, _flat(given))
+        one = self._exchange.plan(plan.keys[item : item + 1])
+        # Other ranks may read the array where it lies, but not after this push, which ends in a fence then.
+        arrays = [array if self._memory.on_host else (array,)]
+        self._exchange.push(one, arrays, Steps(steps.each[item : item + 1], True), None)
+        self._sent_whole += plan.entries[item].value.nbytes if self._transport.size > 1 else 0
+
+    def _reserve(self, nbytes: int, held: ExitStack) -> None:
+        """Take memory of a GPU for what comes next, until ``held`` is left.
+
+        Raises:
+            MemoryError: on every rank, if one has too little.
+        """
+        if not self._memory.on_host:
+            # Each rank as much as it needs: what lies there is nobody else's.
+            held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
+
+    def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
+        """Fill the rows of these numbers, which rise, of each value."""
         stale = self._exchange.table.stale
         # Every rank knows alike which these are.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
-        pulled = [
-            (ids, self._tables.take_rows(_table(entry, entry.value), ids, self._for_caller(entry, ids)))
-            for entry, ids in zip(plan.entries, wanted, strict=True)
-        ]
+        for entry, (ids, rows) in zip(plan.entries, pulled, strict=True):
+            self._tables.take_rows(_table(entry, entry.value), ids, rows)
         if asked:
-            entries = [plan.entries[item] for item in asked]
-            self._ask(entries, [pulled[item] for item in asked])
-        return pulled
-
-    def _for_caller(self, entry: Entry, ids: Array) -> Array:
-        return self._memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
+            with ExitStack() as held:
+                self._ask([plan.entries[item] for item in asked], [pulled[item] for item in asked], held)
 
     def _crowded(self, plan: Plan, given: Sequence[RowSparse]) -> Array:
         """Return for each key whether so many rows of it are brought that passing whole arrays is faster.
@@ -163,47 +194,100 @@ class Rows:
 
     # --- Sums
 
-    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected]) -> list[Selected]:
-        """Return the sum of what all ranks bring, of the rows of which this rank owns something."""
+    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected], dense: int, held: ExitStack) -> list[Selected]:
+        """Return the sum of what all ranks bring, of the rows of which this rank owns something. On a GPU it lies in
+        memory for all of the push, with ``dense`` bytes for whole arrays.
+        """
         self._kept.start()
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
-        lengths = [ids.size for ids, _ in given]
-        if self._transport.size == 1:
+        numbers, values, lengths = (
+            [ids for ids, _ in given],
+            [rows for _, rows in given],
+            [len(ids) for ids, _ in given],
+        )
+
+        def ready(told: Sequence[Sequence[Array]]) -> None:
+            self._reserve(dense + self._needed(entries, numbers, told), held)
+
+        if not entries or self._transport.size == 1:
+            ready(())
             terms = [list(given)]
         elif self._exchange.placement.everywhere:
-            terms, table = self._messages.to_all(given, kinds, label, lengths)
+            terms, table = self._messages.to_all(numbers, values, kinds, label, lengths, ready)
             terms[rank] = list(given)
         else:
-            parts = list(zip(*(self._split(*each) for each in zip(entries, given, strict=True)), strict=True))
-            terms, table = self._messages.to_each(parts, kinds, label, lengths)
-            terms[rank] = list(parts[rank])
+            places = [
+                self._owners(entry).split(ids, self._transport.size)
+                for entry, ids in zip(entries, numbers, strict=True)
+            ]
+            parts = [[ids[at] for ids, at in zip(numbers, each, strict=True)] for each in zip(*places, strict=True)]
+            rows = list[Sequence[Array]]()
+
+            def split() -> Sequence[Sequence[Array]]:
+                some = [self._split(*each) for each in zip(entries, values, places, strict=True)]
+                rows.extend(zip(*some, strict=True))
+                return rows
+
+            terms, table = self._messages.to_each(parts, split, kinds, label, lengths, ready)
+            terms[rank] = list(zip(parts[rank], rows[rank], strict=True))
         if self._transport.size > 1 and self._exchange.updater.assigns:
-            for entry, count in zip(entries, table.max(axis=0).tolist(), strict=True):
+            for entry, count in zip(entries, table.max(axis=0).tolist() if entries else (), strict=True):
                 self._note(entry, count)
         return [
             merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
             for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
         ]
 
-    def _from_root(self, entries: Sequence[Entry], given: Sequence[RowSparse]) -> Sequence[Selected]:
+    def _needed(self, entries: Sequence[Entry], mine: Sequence[Array], told: Sequence[Sequence[Array]]) -> int:
+        """Return how much memory of a GPU a push of rows takes at most, with ``mine`` and what this rank was ``told``
+        of the others': for each array of it, where it can be no more.
+        """
+        size, nbytes = self._transport.size, 0
+        levels = 1 + size.bit_length() if self._exchange.in_pairs else 1
+        for item, entry in enumerate(entries):
+            kind, own = _kind(entry), mine[item].size
+            wide = kind.width * accumulator(kind.dtype).itemsize
+            states = kind.width * sum(array.itemsize for array in entry.state.values())
+            rows = own + sum(numbers[item].size for numbers in told if numbers)
+            cleared = entry.shape[0] if entry.present is None or entry.present.rows is None else entry.present.rows.size
+            # A row that is cut is sent to each of its owners: to two of them, but where it is longer than their parts.
+            sent = size * own if self._may_be_cut(entry) else own
+            nbytes += sent * (kind.nbytes + 8) + rows * kind.nbytes
+            nbytes += levels * rows * (wide + 8) + rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * cleared
+            nbytes += (16 + size * (1 + 3 * levels) + len(entry.state)) * _APART
+        return nbytes
+
+    def _may_be_cut(self, entry: Entry) -> bool:
+        return not self._exchange.placement.everywhere and self._owners(entry).cut
+
+    def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
         """Return the root's rows."""
         mine = [(rows.indices, _flat(rows)) for rows in given]
-        if self._transport.size == 1:
-            return mine
-        mine_or_none = mine if self._transport.rank == self._root else []
-        kinds = [_kind(entry) for entry in entries]
-        received, _ = self._messages.to_all(mine_or_none, kinds, ("init", _keys(entries)), ())
-        return mine_or_none or received[self._root]
+        kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
-    def _split(self, entry: Entry, rows: Selected) -> list[Selected]:
-        """Return for each rank the rows of which it owns something."""
-        (ids, values), owners = rows, self._owners(entry)
-        places = owners.split(ids, self._transport.size)
-        if owners.alone:
-            return [(ids[at], values[at]) for at in places]
+        def ready(told: Sequence[Sequence[Array]]) -> None:
+            every = [[ids for ids, _ in mine], *told]
+            counts = [(ids.size, kind.nbytes) for numbers in every for ids, kind in zip(numbers, kinds, strict=False)]
+            self._reserve(sum(count * (nbytes + 8) + 3 * _APART for count, nbytes in counts), held)
+
+        if self._transport.size == 1:
+            ready(())
+            return mine
+        sent = mine if self._transport.rank == self._root else []
+        numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
+        received, _ = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), (), ready)
+        if sent or not self._memory.on_host:
+            return sent or received[self._root]
+        # What was received may be overwritten while keys are given their memory.
+        return [(ids.copy(), values.copy()) for ids, values in received[self._root]]
+
+    def _split(self, entry: Entry, values: Array, places: Sequence[Any]) -> list[Array]:
+        """Return for each rank the rows at its places."""
+        if self._owners(entry).alone:
+            return [values[at] for at in places]
         order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
-        ids, values = ids[order], _taken(self._tables, values, order, self._kept)
-        return [(ids[low:high], values[low:high]) for low, high in pairwise(ends)]
+        values = _taken(self._tables, values, order, self._kept)
+        return [values[low:high] for low, high in pairwise(ends)]
 
     def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
         """Return the rows of which this rank updates something."""
@@ -289,17 +373,27 @@ class Rows:
 
     # --- Pulls
 
-    def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected]) -> None:
+    def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected], held: ExitStack) -> None:
         """Replace rows of values that only their owners have by the owners'."""
         owners, size = [self._owners(entry) for entry in entries], self._transport.size
         numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
         wanted = list(zip(*numbers, strict=True))
 
+        def ready(asked: Sequence[Sequence[Array]]) -> None:
+            kinds = [_kind(entry) for entry in entries]
+            counts = [
+                (ids.size, kind.nbytes)
+                for numbers in (*asked, *wanted)
+                for ids, kind in zip(numbers, kinds, strict=False)
+            ]
+            # What others are sent, or what they send, and of that what is of one owner.
+            self._reserve(sum(2 * count * (nbytes + 8) + 5 * _APART for count, nbytes in counts), held)
+
         def take(asked: Sequence[Array]) -> list[Array]:
             some = zip(entries, asked, strict=True)
             return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
 
-        received = self._messages.fetch(wanted, [_kind(entry) for entry in entries], _keys(entries), take)
+        received = self._messages.fetch(wanted, [_kind(entry) for entry in entries], _keys(entries), take, ready)
         for rank, part in enumerate(received):
             if rank == self._transport.rank:
                 continue
@@ -315,14 +409,15 @@ class Rows:
 class _Kept:
     """Memory that is handed out again from the start of each push on."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    def __init__(self, tables: Tables, most: int) -> None:
+        """``most`` is how many bytes may be kept."""
+        self._tables, self._most = tables, most
         self._memory = tables.empty((0,), _BYTES)
         self._room = self._used = 0
 
     def start(self) -> None:
         """Take back what was handed out; make room for as much."""
-        if self._room < self._used <= _MOST_KEPT:
+        if self._room < self._used <= self._most:
             self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
         self._used = 0
 
@@ -355,8 +450,9 @@ class _Owners:
                 edges.append(edges[-1] + count)
         self._width = max(prod(entry.shape[1:]), 1)
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
-        # Whether a row may have several owners, and whether it may have more than two.
-        self._cut = bool((self._edges % self._width).any())
+        self.cut = bool((self._edges % self._width).any())
+        """Whether a row may have several owners."""
+        # Whether it may have more than two.
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
         self.alone = len(self._owners) == 1
         """Whether one rank owns all elements."""
@@ -364,7 +460,7 @@ class _Owners:
     def _ends(self, ids: Array) -> tuple[Array, Array]:
         """Return in which ranges the first and the last element of each row are."""
         first = np.searchsorted(self._edges, ids * self._width, "right") - 1
-        if not self._cut:
+        if not self.cut:
             return first, first
         last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
         return first, last
@@ -380,7 +476,7 @@ class _Owners:
         parts = []
         for rank in range(size):
             needed = owner == rank
-            if self._cut:
+            if self.cut:
                 needed |= last_owner == rank
             if self._short:
                 needed |= last > first + 1
@@ -391,7 +487,7 @@ class _Owners:
         """Return which of some rows, as :meth:`split` gives them to a rank, are all that rank's, and its parts of the
         others: a position among them, and elements.
         """
-        if not self._cut:
+        if not self.cut:
             return slice(None), ()
         first, last = self._ends(ids)
         parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]

@@ -7,6 +7,7 @@ held to its contract by a class in :mod:`mpikv.testing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = [
     "Slots",
     "Span",
     "StepTable",
+    "StoreTables",
     "Stream",
     "Sum",
     "Tables",
@@ -104,6 +106,16 @@ class Tables(Protocol):
         ...
 
 
+class StoreTables(Tables, Protocol):
+    """What moves rows of a store's arrays."""
+
+    def over(self, memory: Array) -> AbstractContextManager[None]:
+        """Return a block in which new arrays are parts of this one (uint8), as far as they fit, and memory for numbers
+        is. On the host they are not, where memory is not scarce.
+        """
+        ...
+
+
 class Memory(Protocol):
     """Where a store's arrays lie, and what copies them: the host's memory, or a GPU's.
 
@@ -121,7 +133,7 @@ class Memory(Protocol):
         ...
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> StoreTables:
         """What moves rows of its arrays. What that returns is the store's, where :meth:`in_order` runs a call."""
         ...
 

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
     ("errors", "typing"),
-    ("arrays", "compiling", "config", "device", "halves", "memory", "waiting", "work", "world"),
+    ("arrays", "compiling", "config", "device", "halves", "memory", "spare", "waiting", "work", "world"),
     (
         *(
             "arena",
@@ -46,6 +46,7 @@ LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 SIDEWAYS = {
     ("arrays", "halves"),
     ("device", "arrays"),
+    ("device", "spare"),
     ("memory", "arrays"),
     ("memory", "work"),
     ("world", "arrays"),
