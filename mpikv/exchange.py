@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -46,6 +47,8 @@ _MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
 # cache, and finding out whether that is safe would take longer.
 _STREAMED_BYTES = 8 << 20
+
+_NONE: Mapping[Any, int] = MappingProxyType({})
 
 Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks what an update raised here, if it did, and learns what it did there."""
@@ -751,15 +754,13 @@ class Exchange:
     def _holds_rounded(self) -> bool:
         return any(block.exact is not None for block in self._arena.blocks)
 
-    def drop_residuals(self, keep_memory: bool = False) -> None:
-        """Forget what was left out of earlier pushes. Local. The memory may be kept for what is left out next."""
+    def drop_residuals(self, keeping: Mapping[Block, int] = _NONE) -> None:
+        """Forget what was left out of earlier pushes. Local. Of some blocks the memory of so many positions is kept."""
         self._forget_plans()
         for block in self._arena.blocks:
-            if keep_memory:
-                for residual in block.residuals:
-                    residual.fill(0)
-            else:
-                block.residuals.clear()
+            del block.residuals[keeping.get(block, 0) :]
+            for residual in block.residuals:
+                residual.fill(0)
             block.drop_sums()
         for entry in self.table.entries():
             entry.codec_state.clear()

@@ -24,6 +24,8 @@ class _StandIn(NamedTuple):
     array: Array
     gpu: Gpu
     out: Array
+    whole: Array | None
+    """Memory there, where the array has gaps, into which nothing is copied from the host at once."""
 
 
 class HostMemory:
@@ -130,8 +132,10 @@ class HostMemory:
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
         try:
             result = run(*arguments)
-            for stand_in in self._stand_ins:
-                stand_in.gpu.upload(stand_in.array, stand_in.out)
+            for array, gpu, out, whole in self._stand_ins:
+                gpu.upload(array, out if whole is None else whole)
+                if whole is not None:
+                    gpu.copy((out,), (whole,))
             return result
         finally:
             self.forget()
@@ -161,7 +165,8 @@ class HostMemory:
         arrays.check_mutable(out)
         gpu, there = self._found(out)
         array = np.empty(there.shape, there.dtype)
-        self._stand_ins.append(_StandIn(array, gpu, there))
+        whole = None if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
+        self._stand_ins.append(_StandIn(array, gpu, there, whole))
         self.orders = True
         return array
 

@@ -25,7 +25,7 @@ from .contents import CHUNK, VALUE, Contents, Header, SavedKey, check_byte_order
 from .files import NONCE, Draft, Reader, Source
 from .fits import check_keys, check_slots, found, restored_for_states, slot_names
 from .pieces import Piece, check_sums, contributed, cut, read_pieces, spans, windows, write_pieces
-from .residuals import Targets, held, make_room, taken, targeted, whole, with_residuals
+from .residuals import Targets, held, make_room, positions_of, taken, targeted, whole, with_residuals
 from .settings import check_dumpable, described, restored
 
 __all__ = ["Checkpoints"]
@@ -238,7 +238,7 @@ class Checkpoints:
         targets: tuple[Targets, Targets] = (), ()
         if contents.values:
             # Those that are there belong to pushes that these values have not seen.
-            self._exchange.drop_residuals(keep_memory=True)
+            self._exchange.drop_residuals(keeping=positions_of(self._exchange, contents))
             targets = self._together(call, taken, self._exchange, contents, room.over)
         own_pieces, common = (list(targeted(contents, each)) for each in targets)
         if self._transport.rank == 0:  # what all ranks read counts once

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..arena import Block
 from ..compression import ensure_residuals
 from ..exchange import Exchange
 from ..keys import Entry
@@ -21,7 +22,7 @@ from ..typing import Array, Transport
 from .contents import CHUNK, CodecArray, Contents, SavedKey, codec_slot, dtype_named, residual_slot
 from .pieces import Piece, cut
 
-__all__ = ["Targets", "held", "make_room", "taken", "targeted", "whole", "with_residuals"]
+__all__ = ["Targets", "held", "make_room", "positions_of", "taken", "targeted", "whole", "with_residuals"]
 
 _log = logging.getLogger("mpikv")
 
@@ -82,16 +83,28 @@ Targets = Sequence[Mapping[str, Target]]
 """For each key, where its arrays go, by their slots."""
 
 
+def positions_of(exchange: Exchange, contents: Contents) -> dict[Block, int]:
+    """Return for each block how many residuals its keys have in a checkpoint that the store can send. Local."""
+    codec = None if exchange.compression is None else exchange.compression.codec
+    positions: dict[Block, int] = {}
+    if codec is None or not codec.feedback:
+        return positions
+    for one, entry in _pairs(exchange, contents):
+        most = one.positions if codec.elementwise else min(one.positions, 1)
+        positions[entry.place.block] = max(positions.get(entry.place.block, 0), most)
+    return positions
+
+
 def make_room(exchange: Exchange, contents: Contents) -> None:
     """Have memory for the residuals of a checkpoint, whose keys the store has. Local.
 
     Raises:
         MemoryError: there is too little; nothing has changed but what memory there is.
     """
-    codec = None if exchange.compression is None else exchange.compression.codec
-    for one, entry in _pairs(exchange, contents):
-        if codec is not None and one.positions:
-            ensure_residuals(codec, entry.place.block, one.positions)
+    for block, positions in positions_of(exchange, contents).items():
+        assert exchange.compression is not None
+        if positions:
+            ensure_residuals(exchange.compression.codec, block, positions)
 
 
 def taken(exchange: Exchange, contents: Contents, on_host: Callable[[Array], Array]) -> tuple[Targets, Targets]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,41 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
     kv.push("w", np.ones(5))
     with pytest.raises(TransportError):
         kv.pull("w", out=np.empty(5))
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(5))
+    assert nccl.communicators[0].state == "aborted"
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("waits", ["for the GPU", "for a call", "for nothing"])
+def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(comm, ranks_per_host, transport, waits, monkeypatch):
+    """Whether their hosts wait for work in flight, or for the others, or come back later."""
+    gpu = FakeGpu(comm.rank)
+    config = Config(timeout=60.0, transport=transport, ranks_per_host=ranks_per_host if transport == "hosts" else 0)
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv.init("w", np.zeros(5))
+    began = time.monotonic()
+    if kv.rank == 0:
+
+        def reduce(*_: Any) -> Any:
+            raise ZeroDivisionError("planned")
+
+        monkeypatch.setattr(kv._exchange.placement, "reduce", reduce)
+        with pytest.raises(ZeroDivisionError):
+            kv.push("w", np.ones(5))
+    else:
+        kv.push("w", np.ones(5))
+        if waits == "for the GPU":
+            mover.memory.stream.synchronize()
+        elif waits == "for nothing":
+            time.sleep(1.0)
+        with pytest.raises(TransportError, match=r"rank 0 has left: .*ZeroDivisionError\('planned'\)"):
+            kv.pull("w")
+    assert time.monotonic() - began < 10
     with pytest.raises(Closed):
         kv.push("w", np.ones(5))
     assert nccl.communicators[0].state == "aborted"
