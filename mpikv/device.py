@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 
 from .arrays import check_mutable, is_array, lies_on_host, source, target
-from .errors import TransportError, Unsupported
+from .errors import MPIKVError, TransportError, Unsupported
 from .spare import SpareTables
 from .typing import Array, Event, Gpu, Graph, StoreTables, Stream
 
@@ -94,7 +94,7 @@ class DeviceMemory:
     def failed(self) -> bool:
         try:
             self._check()
-        except TransportError:
+        except MPIKVError:  # of another rank it is PeerFailed
             return True
         return False
 

@@ -636,11 +636,14 @@ def test_a_forked_child_leaves_it_alone(group, nccl):
 @pytest.mark.ranks(1, 2, 3)
 def test_too_little_memory_is_an_error_everywhere(group, nccl, monkeypatch):
     if group.rank == 0:
+        zeros = nccl.gpu.zeros
 
-        def zeros(nbytes: int) -> Array:
-            raise MemoryError("out of memory")
+        def large(nbytes: int) -> Any:
+            if nbytes > 1:  # what a memory has of its own is made before
+                raise MemoryError("out of memory")
+            return zeros(nbytes)
 
-        monkeypatch.setattr(nccl.gpu, "zeros", zeros)
+        monkeypatch.setattr(nccl.gpu, "zeros", large)
     with pytest.raises(MemoryError, match=r"ranks \[0\] have too little memory \(out of memory\)"):
         joined(group, nccl)
     assert not nccl.communicators
