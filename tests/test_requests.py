@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mpikv.errors import Stalled
+from mpikv.errors import Stalled, TransportError
 from mpikv.transports import requests
 from mpikv.transports.requests import Requests
 from mpikv.waiting import Waiting
@@ -15,7 +15,10 @@ from mpikv.waiting import Waiting
 
 class Group:
     def __init__(self, comm):
-        self.comm = comm
+        self.comm, self.left = comm, ""
+
+    def told_end(self):
+        return self.left
 
     def translated(self, doing):
         return contextlib.nullcontext()
@@ -95,6 +98,14 @@ def test_another_rank_has_given_up(comm, unfinished):
     assert len(unfinished) == 3
     with pytest.raises(Stalled, match="other ranks have given up"):
         Requests(Group(comm), Waiting(30)).check()
+
+
+def test_another_rank_has_given_up_as_a_third_has_left(comm, unfinished):
+    """Which says more than that."""
+    group = Group(comm)
+    comm.gone, group.left = True, "rank 2 has left: why"
+    with pytest.raises(TransportError, match="rank 2 has left: why"):
+        Requests(group, Waiting(30)).complete(Request(NEVER))
 
 
 def test_what_was_started_before_an_error_is_kept(comm, unfinished):
