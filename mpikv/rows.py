@@ -200,14 +200,11 @@ class Rows:
         """
         self._kept.start()
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
-        numbers, values, lengths = (
-            [ids for ids, _ in given],
-            [rows for _, rows in given],
-            [len(ids) for ids, _ in given],
-        )
+        numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
+        lengths, places = [ids.size for ids in numbers], list[Sequence[Any]]()
 
         def ready(told: Sequence[Sequence[Array]]) -> None:
-            self._reserve(dense + self._needed(entries, numbers, told), held)
+            self._reserve(dense + self._needed(entries, numbers, places, told), held)
 
         if not entries or self._transport.size == 1:
             ready(())
@@ -216,10 +213,8 @@ class Rows:
             terms, table = self._messages.to_all(numbers, values, kinds, label, lengths, ready)
             terms[rank] = list(given)
         else:
-            places = [
-                self._owners(entry).split(ids, self._transport.size)
-                for entry, ids in zip(entries, numbers, strict=True)
-            ]
+            for entry, ids in zip(entries, numbers, strict=True):
+                places.append(self._owners(entry).split(ids, self._transport.size))
             parts = [[ids[at] for ids, at in zip(numbers, each, strict=True)] for each in zip(*places, strict=True)]
             rows = list[Sequence[Array]]()
 
@@ -238,27 +233,32 @@ class Rows:
             for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
         ]
 
-    def _needed(self, entries: Sequence[Entry], mine: Sequence[Array], told: Sequence[Sequence[Array]]) -> int:
-        """Return how much memory of a GPU a push of rows takes at most, with ``mine`` and what this rank was ``told``
-        of the others': for each array of it, where it can be no more.
+    def _needed(
+        self,
+        entries: Sequence[Entry],
+        mine: Sequence[Array],
+        places: Sequence[Sequence[Any]],
+        told: Sequence[Sequence[Array]],
+    ) -> int:
+        """Return how much memory of a GPU a push of rows takes at most: with ``mine``, which are divided as ``places``
+        say, and what this rank was ``told`` of the others'.
         """
         size, nbytes = self._transport.size, 0
         levels = 1 + size.bit_length() if self._exchange.in_pairs else 1
         for item, entry in enumerate(entries):
-            kind, own = _kind(entry), mine[item].size
+            kind, present = _kind(entry), None if entry.present is None else entry.present.rows
             wide = kind.width * accumulator(kind.dtype).itemsize
             states = kind.width * sum(array.itemsize for array in entry.state.values())
-            rows = own + sum(numbers[item].size for numbers in told if numbers)
-            cleared = entry.shape[0] if entry.present is None or entry.present.rows is None else entry.present.rows.size
-            # A row that is cut is sent to each of its owners: to two of them, but where it is longer than their parts.
-            sent = size * own if self._may_be_cut(entry) else own
-            nbytes += sent * (kind.nbytes + 8) + rows * kind.nbytes
-            nbytes += levels * rows * (wide + 8) + rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * cleared
+            received = sum(numbers[item].size for numbers in told if numbers)
+            rows = mine[item].size + received
+            # Rows for others, with their numbers; what others send; sums, level by level; the sums of rows that are
+            # all this rank's, cast; the rows of the value and of each state; and those that are cleared.
+            if places and not self._owners(entry).alone:
+                nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
+            nbytes += received * kind.nbytes + levels * rows * (wide + 8)
+            nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * (0 if present is None else present.size)
             nbytes += (16 + size * (1 + 3 * levels) + len(entry.state)) * _APART
         return nbytes
-
-    def _may_be_cut(self, entry: Entry) -> bool:
-        return not self._exchange.placement.everywhere and self._owners(entry).cut
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
         """Return the root's rows."""
@@ -450,9 +450,8 @@ class _Owners:
                 edges.append(edges[-1] + count)
         self._width = max(prod(entry.shape[1:]), 1)
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
-        self.cut = bool((self._edges % self._width).any())
-        """Whether a row may have several owners."""
-        # Whether it may have more than two.
+        # Whether a row may have several owners, and whether it may have more than two.
+        self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
         self.alone = len(self._owners) == 1
         """Whether one rank owns all elements."""
@@ -460,7 +459,7 @@ class _Owners:
     def _ends(self, ids: Array) -> tuple[Array, Array]:
         """Return in which ranges the first and the last element of each row are."""
         first = np.searchsorted(self._edges, ids * self._width, "right") - 1
-        if not self.cut:
+        if not self._cut:
             return first, first
         last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
         return first, last
@@ -476,7 +475,7 @@ class _Owners:
         parts = []
         for rank in range(size):
             needed = owner == rank
-            if self.cut:
+            if self._cut:
                 needed |= last_owner == rank
             if self._short:
                 needed |= last > first + 1
@@ -487,7 +486,7 @@ class _Owners:
         """Return which of some rows, as :meth:`split` gives them to a rank, are all that rank's, and its parts of the
         others: a position among them, and elements.
         """
-        if not self.cut:
+        if not self._cut:
             return slice(None), ()
         first, last = self._ends(ids)
         parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]
