@@ -72,6 +72,7 @@ class Fixed(NamedTuple):
     """What the caller of the pushpull expects."""
 
 
+_NO_SPARE = np.empty(0, np.uint8)
 _log = logging.getLogger("mpikv")
 _COMPRESS = "set_gradient_compression"
 # What a push adds to its description when it takes the buffers.
@@ -519,14 +520,21 @@ class Calls:
     def _wanted(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> tuple[Sequence[Wanted], Array]:
         """Return what :meth:`_pull_rows` is given, for which a GPU may have too little memory. Local."""
         every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
-        nbytes = 0 if self._memory.on_host else spare_of(plan.entries, every)
-        return every, self._memory.empty((nbytes,), np.dtype(np.uint8))
+        if self._memory.on_host:
+            return every, _NO_SPARE
+        return every, self._memory.empty((spare_of(plan.entries, every),), _NO_SPARE.dtype)
 
     def _pull_rows(self, plan: Plan, every: Sequence[Wanted], spare: Array) -> None:
+        if self._memory.on_host:
+            self._fill_rows(plan, every)
+            return
         with self._memory.tables.over(spare):
-            self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
-            for entry, wanted in zip(plan.entries, every, strict=True):
-                deliver(entry, wanted)
+            self._fill_rows(plan, every)
+
+    def _fill_rows(self, plan: Plan, every: Sequence[Wanted]) -> None:
+        self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
+        for entry, wanted in zip(plan.entries, every, strict=True):
+            deliver(entry, wanted)
 
     def _run_rows(
         self,

@@ -120,6 +120,9 @@ class Made(NamedTuple):
     """For those in the dtype of an out."""
 
 
+_NOTHING_MADE = Made(None, None)
+
+
 class Wanted(NamedTuple):
     """The rows of a value that are to be pulled, their memory, and for whom they are."""
 
@@ -134,13 +137,13 @@ def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
     """Return what is to be pulled of a value, with the memory for it. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
-    return Wanted(ids, rows, asked, [_made(entry, ids, each) for each in asked])
-
-
-def _made(entry: Entry, ids: Array, each: Asked) -> Made:
-    memory, shape, out = entry.place.block.memory, (each.ids.size, *entry.shape[1:]), each.out
     if memory.on_host:
-        return Made(None, None)
+        return Wanted(ids, rows, asked, (_NOTHING_MADE,) * len(asked))
+    return Wanted(ids, rows, asked, [_made(entry, ids, each, memory) for each in asked])
+
+
+def _made(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
+    shape, out = (each.ids.size, *entry.shape[1:]), each.out
     casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
     return Made(
         None if each.ids is ids else memory.empty(shape, entry.dtype), memory.empty(shape, out.dtype) if casts else None

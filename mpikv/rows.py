@@ -30,6 +30,8 @@ _OWNERS = "owners of rows"
 # Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)
+# What a push on the host holds.
+_NOTHING_HELD = ExitStack()
 # What one array in a GPU's spare memory may take besides its bytes.
 _APART = 256
 
@@ -113,23 +115,31 @@ class Rows:
         Raises:
             MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
         """
+        if self._memory.on_host:
+            self._push(plan, given, steps, confirm, _NOTHING_HELD)
+            return
+        with ExitStack() as held:
+            self._push(plan, given, steps, confirm, held)
+
+    def _push(
+        self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None, held: ExitStack
+    ) -> None:
         crowded = self._crowded(plan, given)
         whole, sparse = crowded.nonzero()[0].tolist(), (~crowded).nonzero()[0].tolist()
         entries = [plan.entries[item] for item in sparse]
-        with ExitStack() as held:
-            # Sums first: what lacks memory raises before anything has changed.
-            dense = sum(plan.entries[item].value.nbytes + 8 * len(given[item]) + 2 * _APART for item in whole)
-            sums = self._sums(entries, [(given[item].indices, _flat(given[item])) for item in sparse], dense, held)
-            for item in whole:
-                self._push_whole(plan, item, given[item], steps)
-            if not sparse:
-                return
-            each = [steps.each[item] for item in sparse]
-            if confirm is None:
-                for entry, step, (ids, total) in zip(entries, each, sums, strict=True):
-                    self._update(entry, ids, total, step)
-            else:
-                self._call(entries, each, sums, confirm)
+        # Sums first: what lacks memory raises before anything has changed.
+        dense = sum([plan.entries[item].value.nbytes + 8 * len(given[item]) + 2 * _APART for item in whole])
+        sums = self._sums(entries, [(given[item].indices, _flat(given[item])) for item in sparse], dense, held)
+        for item in whole:
+            self._push_whole(plan, item, given[item], steps)
+        if not sparse:
+            return
+        each = [steps.each[item] for item in sparse]
+        if confirm is None:
+            for entry, step, (ids, total) in zip(entries, each, sums, strict=True):
+                self._update(entry, ids, total, step)
+        else:
+            self._call(entries, each, sums, confirm)
         indices = [entry.index for entry in entries]
         self._exchange.table.counts[indices] += 1
         if not self._exchange.current:
@@ -199,17 +209,29 @@ class Rows:
         memory for all of the push, with ``dense`` bytes for whole arrays.
         """
         self._kept.start()
-        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
+        if entries and self._transport.size > 1:
+            terms = self._exchanged(entries, given, dense, held)
+        else:
+            terms = [given]
+            if not self._memory.on_host:
+                self._reserve(dense + self._needed(entries, [ids for ids, _ in given], (), ()), held)
+        return [
+            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
+            for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
+        ]
+
+    def _exchanged(
+        self, entries: Sequence[Entry], given: Sequence[Selected], dense: int, held: ExitStack
+    ) -> Sequence[Sequence[Selected]]:
+        """Return what each rank brings of the rows of which this rank owns something."""
         numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
+        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
         lengths, places = [ids.size for ids in numbers], list[Sequence[Any]]()
 
         def ready(told: Sequence[Sequence[Array]]) -> None:
             self._reserve(dense + self._needed(entries, numbers, places, told), held)
 
-        if not entries or self._transport.size == 1:
-            ready(())
-            terms = [list(given)]
-        elif self._exchange.placement.everywhere:
+        if self._exchange.placement.everywhere:
             terms, table = self._messages.to_all(numbers, values, kinds, label, lengths, ready)
             terms[rank] = list(given)
         else:
@@ -225,13 +247,10 @@ class Rows:
 
             terms, table = self._messages.to_each(parts, split, kinds, label, lengths, ready)
             terms[rank] = list(zip(parts[rank], rows[rank], strict=True))
-        if self._transport.size > 1 and self._exchange.updater.assigns:
-            for entry, count in zip(entries, table.max(axis=0).tolist() if entries else (), strict=True):
+        if self._exchange.updater.assigns:
+            for entry, count in zip(entries, table.max(axis=0).tolist(), strict=True):
                 self._note(entry, count)
-        return [
-            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
-            for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
-        ]
+        return terms
 
     def _needed(
         self,
