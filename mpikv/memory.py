@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -135,6 +136,15 @@ class HostMemory:
     def forget(self) -> None:
         self._stand_ins.clear()
         self.orders = False
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def issue(self) -> None:
+        return None
+
+    def rejoin(self) -> None:
+        pass
 
     def wait(self) -> None:
         pass

@@ -7,6 +7,7 @@ held to its contract by a class in :mod:`mpikv.testing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = [
     "Gpu",
     "GpuKernels",
     "Graph",
+    "Issue",
     "Kernels",
     "Key",
     "Memory",
@@ -186,6 +188,18 @@ class Memory(Protocol):
         """Take note that the call is not made for which arrays were prepared."""
         ...
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread makes calls that others have issued."""
+        ...
+
+    def issue(self) -> Issue | None:
+        """Return a note of a call that this thread leaves to another; None where what it is given needs no order."""
+        ...
+
+    def rejoin(self) -> None:
+        """Let what this thread's present stream is given next come after all calls of other threads so far."""
+        ...
+
     def wait(self) -> None:
         """Wait until all that was queued is done."""
         ...
@@ -196,6 +210,20 @@ class Memory(Protocol):
 
     def abandon(self) -> None:
         """End what is in flight, where it may wait for ranks that do not come. In a forked child, nothing."""
+        ...
+
+
+class Issue(Protocol):
+    """A call that one thread has issued and another makes."""
+
+    def make(self, run: Callable[[], Any]) -> Any:
+        """Return ``run()``, which prepares the call and makes it: what that does to arrays comes after what the stream
+        had to do on which it was issued, at that moment. In :meth:`Memory.aside`.
+        """
+        ...
+
+    def rejoin(self) -> None:
+        """Let what this thread's present stream is given next come after the call, which was made."""
         ...
 
 
@@ -299,8 +327,11 @@ class Gpu(Tables, Protocol):
         """Return whether this is an array of the library, on this GPU."""
         ...
 
-    def adopt(self, value: Any) -> Array:
+    def adopt(self, value: Any, ordered: bool = False) -> Array:
         """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
+
+        ``ordered``: what the library's present stream of this thread has to do by now need not come before, where that
+        is what it knows.
 
         Raises:
             Unsupported: it lies on another device.
