@@ -311,7 +311,8 @@ class KVStore(KVStoreBase):
             priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
                 issued and that have not begun, the one with the highest comes first.
             wait: False returns a :class:`Work` at once, and a thread of the store makes the call while the caller goes
-                on. Until it has completed, the arrays and lists of the call must not be changed, what it fills not be
+                on. Until it has completed, and on GPUs until :meth:`Work.wait` or another call of all ranks has
+                returned, the arrays and lists of the call must not be changed, what it fills not be
                 read, and settings of the optimizer not be set. Such calls are made one after the other, in the order in
                 which they were issued but for priorities, on every rank alike; any other call waits for all of them
                 first. Whatever is wrong with the call is raised by :meth:`Work.wait`. A Python updater runs in that

@@ -261,6 +261,39 @@ def test_a_store_comes_after_what_another_has_pending(gpu, comm, kv):
                 opening.join()
 
 
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("it is not asked for")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+@ALL
+def test_arrays_of_other_libraries_are_in_order_already(gpu, kv, monkeypatch):
+    """What their library has to do when the call is made came after it."""
+    adopted = []
+
+    def adopt(value: Any, ordered: bool = False) -> Any:
+        adopted.append(ordered)
+        return value.array
+
+    monkeypatch.setattr(gpu, "adopt", adopt)
+    gradient, out = Foreign(full(gpu, 1)), Foreign(full(gpu, 0))
+    for wait in (True, False):
+        adopted.clear()
+        if (made := kv.pushpull("w", gradient, out, wait=wait)) is not out:
+            assert made.wait() is out
+        assert adopted
+        assert set(adopted) == {not wait}
+    np.testing.assert_array_equal(on_host(out.array), np.full(SIZE, kv.size))
+
+
 # --- The same as without
 
 
@@ -432,15 +465,17 @@ def on_gpu(gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests of stores on hosts make stores on GPUs."""
     equal = np.testing.assert_array_equal
 
-    def create(transport: str = "", **options: Any) -> KVStore:
+    def create(**options: Any) -> KVStore:
         return store_on(gpu, comm, **options)
 
     monkeypatch.setattr(mpikv, "create", create)
     monkeypatch.setattr(np.testing, "assert_array_equal", lambda found, other: equal(on_host(found), other))
 
 
-def run(test: Callable[..., None], **known: Any) -> None:
-    test(**{name: known.get(name, "") for name in inspect.signature(test).parameters})
+def run(test: Callable[..., None], comm: Any) -> None:
+    """Run a test, where ranks agree by MPI if it asks for a transport."""
+    known = {"comm": comm, "transport": "mpi"}
+    test(**{name: known[name] for name in inspect.signature(test).parameters})
 
 
 @ALL
@@ -464,7 +499,7 @@ def run(test: Callable[..., None], **known: Any) -> None:
     ids=lambda test: test.__name__,
 )
 def test_as_on_hosts(test, comm, on_gpu):
-    run(test, comm=comm)
+    run(test, comm)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -479,7 +514,7 @@ def test_as_on_hosts(test, comm, on_gpu):
     ids=lambda test: test.__name__,
 )
 def test_as_on_several_hosts(test, comm, on_gpu):
-    run(test, comm=comm)
+    run(test, comm)
 
 
 @pytest.mark.ranks(3)
@@ -493,7 +528,7 @@ def test_as_on_several_hosts(test, comm, on_gpu):
     ids=lambda test: test.__name__,
 )
 def test_who_is_late(test, comm, on_gpu):
-    run(test, comm=comm)
+    run(test, comm)
 
 
 # --- Ends
