@@ -82,6 +82,7 @@ class DeviceMemory:
         _GPUS.add(gpu)
         self.stream: Stream = gpu.stream()
         self._call = _Call()
+        # Whether calls were made that no stream of a caller comes after by itself.
         self._asides = False
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
@@ -119,20 +120,18 @@ class DeviceMemory:
         with self._call.caller:
             array = self.gpu.empty(shape, dtype)
         if self._call.aside:
-            self._wait_for_memory(self._call.caller)
+            # What the stream was given since the call was issued may use it yet.
+            self.stream.wait(self._call.caller.record())
         self._call.made.append(array)
         return array
 
-    def _wait_for_memory(self, caller: Stream) -> None:
-        """Have the store's stream wait until memory may be written that was taken on another thread's stream just now:
-        what that was given since the call was issued may use it yet.
-        """
-        if caller.handle == _PER_THREAD:
+    def check_new(self) -> None:
+        call = self._call
+        if call.aside and call.caller is not None and call.caller.handle == _PER_THREAD:
             raise Unsupported(
                 "with wait=False no new arrays are made for the default stream of a thread, as the thread that makes "
                 "the call has another; pass arrays to fill, or leave wait=False out"
             )
-        self.stream.wait(caller.record())
 
     def source(self, value: Any) -> Array:
         # That owns() knows it for an array is nothing that types can say.

@@ -135,6 +135,10 @@ class Memory(Protocol):
         """Return a new array of any content, for a caller to keep."""
         ...
 
+    def check_new(self) -> None:
+        """Raise Unsupported if whoever has issued the call that is prepared can be given no arrays of :meth:`empty`."""
+        ...
+
     def source(self, value: Any) -> Array:
         """Return an array of this memory to read ``value`` from, without a copy if it lies here.
 

@@ -196,6 +196,14 @@ def test_new_arrays_are_not_made_for_the_default_stream_of_a_thread(gpu, kv):
     with caller:
         with pytest.raises(Unsupported, match=r"no new arrays .* default stream of a thread"):
             kv.pull("w", wait=False).wait()
+        kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3))), (4, 3)))
+        rows = RowSparse([0], gpu.upload(np.ones((1, 3))), (4, 3))
+        with pytest.raises(Unsupported, match="no new arrays"):
+            kv.pushpull("rows", rows, wait=False).wait()
+        with pytest.raises(Unsupported, match="no new arrays"):
+            kv.pull("rows", rows, ignore_sparse=False, wait=False).wait()
+        kv.push("rows", [rows, rows], wait=False).wait()
+        np.testing.assert_array_equal(on_host(kv.row_sparse_pull("rows", row_ids=[0]).values), [[2 * kv.size] * 3])
         out = full(gpu, 7)
         assert kv.pull("w", out, wait=False).wait() is out
         kv.push("w", full(gpu, 1), wait=False).wait()
