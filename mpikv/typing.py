@@ -656,6 +656,14 @@ class StepTable(Protocol):
 class GpuKernels(WholeKernels, Protocol):
     """What runs on a GPU."""
 
+    def bind_ranges(
+        self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return a function of a step for each of some ranges, which follow one another and end at ``ends``, that makes
+        one update of each: what functions that :meth:`bind` returns for each would do.
+        """
+        ...
+
     def codec(self, codec: Codec) -> Codec:
         """Return what does on arrays of the GPU what a codec does on the host's, with the same bits, compiled when this
         returns; or the codec itself, where there is no kernel for it.

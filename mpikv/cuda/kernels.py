@@ -1,13 +1,16 @@
 """The rules of the optimizers on a GPU. A :class:`~mpikv.typing.Kernels`.
 
-An update is one launch, which reads each element once, makes all of the update of it, and writes it once. The bits are
+An update is one launch, also of many keys with numbers of their own, which reads each element once, makes all of the
+update of it, and writes it once. The bits are
 those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,28 +22,48 @@ from . import layerwise
 from .codes import CudaRanges, has_code
 from .copies import copy, prepare
 from .loading import Kernel, address_of, kernel, pointer
-from .steps import NUMBERS, Row, Table
+from .steps import NUMBERS, Row, Table, rows_of
 
-__all__ = ["UPDATE", "CudaKernels"]
+__all__ = ["MANY", "ONE", "CudaKernels", "update_of"]
 
 STATES = 3
-UPDATE = np.dtype(
-    [
-        ("total", np.uintp),
-        ("value", np.uintp),
-        ("master", np.uintp),
-        ("state", np.uintp, STATES),
-        ("size", np.int64),
-        ("numbers", np.float64, NUMBERS),
-        ("table", np.uintp),
-    ],
-    align=True,
-)
-"""What one launch is given: ``Update`` of rules.cu."""
+
+
+class Count(NamedTuple):
+    """How many ranges of elements a launch updates at most, and by how many different rows of numbers."""
+
+    name: str
+    ranges: int
+    rows: int
+
+
+ONE, MANY = Count("one", 1, 1), Count("many", 200, 16)
+
+
+def update_of(count: Count) -> np.dtype[Any]:
+    """Return what one launch is given: ``Update`` of rules.cu."""
+    return np.dtype(
+        [
+            ("total", np.uintp),
+            ("value", np.uintp),
+            ("master", np.uintp),
+            ("state", np.uintp, STATES),
+            ("table", np.uintp),
+            ("begin", np.int64),
+            ("count", np.int64),
+            ("end", np.int64, count.ranges),
+            ("row", np.int32, count.ranges),
+            ("numbers", np.float64, count.rows * NUMBERS),
+        ],
+        align=True,
+    )
+
+
+PART = 1 << 12
+"""How many elements a block updates before it takes others."""
 
 THREADS = 256
-# A GPU of 132 multiprocessors runs 1056 such blocks at once. With more of them a thread has fewer elements for which to
-# round the numbers.
+# A GPU of 132 multiprocessors runs about 1000 such blocks at once.
 MOST_BLOCKS = 2048
 
 
@@ -70,7 +93,8 @@ class CudaKernels:
                 layerwise.prepare(updater, dtype)
                 return
             form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
-            _kernel_of(form, dtype.name)
+            for count in (ONE, MANY):
+                _kernel_of(form, dtype.name, count)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return what launches one update of these arrays, which lives as long as they do.
@@ -87,7 +111,26 @@ class CudaKernels:
         if type(updater) in layerwise.KINDS:
             update = layerwise.bind(updater, [Whole(total, value, state)])
             return lambda step: update([step])
-        return _Update(updater, total, value, state)
+        several = _Updates(updater, total, value, state, (value.size,), ONE)
+        return lambda step: several((step,))
+
+    def bind_ranges(
+        self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return what makes one update of each of some ranges of these arrays, by as few launches as can be: one for
+        200 ranges of up to 16 different steps. It lives as long as the arrays.
+
+        Raises: as :meth:`bind`.
+        """
+        if isinstance(updater, Optimizer):
+            _refuse_unknown(updater)
+            return _Updates(updater, total, value, state, ends, MANY)
+        parts = [slice(low, high) for low, high in pairwise((0, *ends))]
+        updates = [
+            updater.bind(total[part], value[part], {name: array[part] for name, array in state.items()})
+            for part in parts
+        ]
+        return partial(_each, updates)
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
         """Return what makes one update of each of some whole values, by a step each; it lives as long as they do.
@@ -96,13 +139,7 @@ class CudaKernels:
         """
         if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
             return layerwise.bind(updater, wholes)
-        updates = [self.bind(updater, *whole) for whole in wholes]
-
-        def run(steps: Sequence[Any]) -> None:
-            for update, step in zip(updates, steps, strict=True):
-                update(step)
-
-        return run
+        return partial(_each, [self.bind(updater, *whole) for whole in wholes])
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # where a library adds, there is one term
@@ -112,7 +149,8 @@ class CudaKernels:
         _refuse_unknown(updater)
         table = Table(updater, memory.zeros(Table.nbytes(count)), count)
         for dtype in dtypes:
-            _kernel_of(table.form, dtype.name, "update_late")
+            for each in (ONE, MANY):
+                _kernel_of(table.form, dtype.name, each)
         return table
 
     def codec(self, codec: Codec) -> Codec:
@@ -144,41 +182,78 @@ def _nothing(step: Any) -> None:
     pass
 
 
-class _Update:
-    """One update of some arrays, to be launched for a step. It keeps the arrays."""
+def _each(updates: Sequence[Callable[[Any], None]], steps: Sequence[Any]) -> None:
+    for update, step in zip(updates, steps, strict=True):
+        update(step)
 
-    def __init__(self, optimizer: Optimizer, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+
+class _Updates:
+    """Updates of ranges of some arrays that follow one another, to be launched for a step each. It keeps the arrays."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total: Array,
+        value: Array,
+        state: Mapping[str, Array],
+        ends: Sequence[int],
+        count: Count,
+    ) -> None:
         slots = optimizer.slots(value.dtype)
         self._optimizer, self._arrays = optimizer, (total, value, *state.values())
-        self._dtype, self._blocks = value.dtype.name, min(-(-value.size // THREADS), MOST_BLOCKS)
-        self._arguments = np.zeros(1, UPDATE)
-        self._numbers = self._arguments["numbers"][0]
+        self._dtype, self._count = value.dtype.name, count
+        self._ends = np.array(ends, np.int64)
+        self._arguments = np.zeros(1, update_of(count))
         wide = np.dtype(np.float32) if _is_half(value.dtype) else value.dtype
-        given = self._arguments[0]
-        given["size"] = value.size
+        given = self._given = self._arguments[0]
+        self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
         given["total"] = address_of("the sum", total, wide, value.size)
         given["value"] = address_of("the value", value, value.dtype, value.size)
         if "master" in slots:
             given["master"] = address_of("master", state["master"], slots["master"], value.size)
         for place, name in enumerate(optimizer.states):
             given["state"][place] = address_of(name, state[name], slots[name], value.size)
+        self._cut, self._blocks = (0, 0), 0
 
-    def __call__(self, step: Step | Row) -> None:
-        if not self._blocks:
-            return
-        if isinstance(step, Row):
-            self._arguments["table"] = step.address
-            run = _kernel_of(step.form, self._dtype, "update_late")
-        else:
+    def __call__(self, steps: Sequence[Step | Row]) -> None:
+        low = 0
+        while low < len(steps):
+            some = steps[low : low + self._count.ranges]
+            form, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
+            if self._cut != (low, low + count):
+                self._take(low, low + count)
+            if self._blocks:
+                _kernel_of(form, self._dtype, self._count)((self._blocks,), (THREADS,), (self._arguments,))
+            low += count
+
+    def _point(self, steps: Sequence[Any]) -> tuple[str, int]:
+        """Let ranges be updated by rows of a table. Return the form, and how many ranges these are."""
+        self._given["table"] = steps[0].table
+        self._rows[: len(steps)] = [step.row for step in steps]
+        return steps[0].form, len(steps)
+
+    def _write(self, steps: Sequence[Any]) -> tuple[str, int]:
+        """Let ranges be updated by these steps, as far as there are rows for them. Return the same."""
+        rows, different = rows_of(steps, self._count.rows)
+        form = ""
+        for row, step in enumerate(different):
             # Options may have changed since the last call.
             form, numbers = call_of(self._optimizer, step)
-            self._numbers[: len(numbers)] = numbers
-            run = _kernel_of(form, self._dtype)
-        run((self._blocks,), (THREADS,), (self._arguments,))
+            self._numbers[row, : len(numbers)] = numbers
+        self._given["table"] = 0
+        self._rows[: len(rows)] = rows
+        return form, len(rows)
+
+    def _take(self, low: int, high: int) -> None:
+        """Let the next launch update these ranges."""
+        begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
+        self._given["begin"], self._given["count"] = begin, high - low
+        self._given["end"][: high - low] = self._ends[low:high]
+        self._cut, self._blocks = (low, high), min(-(-(end - begin) // PART), MOST_BLOCKS)
 
 
-def _kernel_of(form: str, dtype: str, name: str = "update") -> Kernel:
-    return kernel("rules.cu", f"{name}<{form}_rule, {dtype}_kind>")
+def _kernel_of(form: str, dtype: str, count: Count) -> Kernel:
+    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {count.name}>")
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:
