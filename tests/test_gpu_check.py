@@ -290,6 +290,17 @@ def test_the_lanes_of_sums(check, environ, monkeypatch):
         assert environ == {"CUDA_VISIBLE_DEVICES": "0", **shared, **added}
 
 
+@pytest.mark.usefixtures("check")
+def test_bytes_that_must_move():
+    """A sum is read; a value and its state are read and written."""
+    for name, optimizer, dtype, moved in module("kernels").optimizers():
+        if optimizer.elementwise:
+            slots = sum(slot.itemsize for slot in optimizer.slots(dtype).values())
+            # Where there is a master, the value is only written.
+            value = dtype.itemsize if "master" in optimizer.slots(dtype) else 2 * dtype.itemsize
+            assert moved == 4 + value + 2 * slots, name
+
+
 RANK = """
 import json, os, signal, sys, time
 how = sys.argv[2]

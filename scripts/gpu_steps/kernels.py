@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .step import MB, Numbers, Skip, store
@@ -35,34 +35,43 @@ def kernels() -> Numbers:
     halves = [cupy.empty(size, "f2")]
     found["cast_to_float16_GB_s"] = 6 * size / gpu_seconds(lambda: copy(halves, [total])) / 1e9
     halves.clear()
-    for name, moved, run in updates(total, value):
-        found[f"{name}_GB_s"] = moved * size / gpu_seconds(run) / 1e9
+    for name, updater, dtype, moved in optimizers():
+        weight = value if dtype == value.dtype else value.astype(dtype)
+        # Nothing keeps the state of one beyond its line, or there would be too little memory for the next.
+        found[f"{name}_GB_s"] = moved * size / gpu_seconds(update_of(updater, total, weight)) / 1e9
     return found
 
 
-def updates(total: Any, value: Any) -> Iterator[tuple[str, int, Any]]:
-    """Yield of some optimizers the name, how many bytes must move for an element, and what makes an update."""
-    import cupy
+def optimizers() -> list[tuple[str, Any, Any, int]]:
+    """Return names, optimizers, the dtypes of what they update, and how many bytes must move for an element."""
+    import numpy as np
 
     from mpikv import optimizers
     from mpikv.arrays import bfloat16
+
+    plain = np.dtype(np.float32)
+    return [
+        ("momentum", optimizers.SGD(learning_rate=1e-3, momentum=0.9), plain, 20),
+        ("adam", optimizers.Adam(learning_rate=1e-3), plain, 28),
+        # Of 4 bytes a sum, and a master, a mean and a variance, which are written, too; of 2 a value.
+        ("adam_bfloat16_with_master", optimizers.Adam(learning_rate=1e-3, multi_precision=True), bfloat16(), 30),
+        # Once for the norms, and once more for the update.
+        ("lars", optimizers.LARS(learning_rate=1e-3, momentum=0.9), plain, 28),
+        ("lamb", optimizers.LAMB(learning_rate=1e-3), plain, 40),
+    ]
+
+
+def update_of(updater: Any, total: Any, weight: Any) -> Callable[[], None]:
+    """Return what makes an update, with a state of its own."""
+    import cupy
+
     from mpikv.cuda.kernels import CudaKernels
 
-    for name, updater, moved in (
-        ("momentum", optimizers.SGD(learning_rate=1e-3, momentum=0.9), 20),
-        ("adam", optimizers.Adam(learning_rate=1e-3), 28),
-        # Of 4 bytes a sum, and a master, a mean and a variance, which are written, too; of 2 a value.
-        ("adam_bfloat16_with_master", optimizers.Adam(learning_rate=1e-3, multi_precision=True), 30),
-        # Once for the norms, and once more for the update.
-        ("lars", optimizers.LARS(learning_rate=1e-3, momentum=0.9), 28),
-        ("lamb", optimizers.LAMB(learning_rate=1e-3), 40),
-    ):
-        weight = value.astype(bfloat16()) if "bfloat16" in name else value
-        on_gpu = CudaKernels()
-        on_gpu.prepare(updater, weight.dtype, False)
-        state = {key: cupy.zeros(weight.size, dtype) for key, dtype in updater.slots(weight.dtype).items()}
-        update, step = on_gpu.bind(updater, total, weight, state), updater.step("w", 1)
-        yield name, moved, lambda update=update, step=step: update(step)
+    on_gpu = CudaKernels()
+    on_gpu.prepare(updater, weight.dtype, False)
+    state = {key: cupy.zeros(weight.size, dtype) for key, dtype in updater.slots(weight.dtype).items()}
+    update, step = on_gpu.bind(updater, total, weight, state), updater.step("w", 1)
+    return lambda: update(step)
 
 
 def rows() -> Numbers:
