@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -142,11 +143,16 @@ def answer_in(said: str, status: int | None) -> Any:
 
 
 def answer(questions: dict[str, Question], arguments: Sequence[str]) -> None:
-    """Answer a question on one rank, and end the process without any further call of NCCL."""
+    """Answer a question on one rank, and end the process."""
     name, rank, folder = arguments
     question = questions[name]
     prepare(int(rank), question.ranks, question.environ, question.one_gpu)
-    found = question.run(Peer(int(rank), question.ranks, Path(folder)))
-    print(json.dumps({"answer": found}), flush=True)
-    # At its end CuPy would destroy communicators, which may hang.
-    os._exit(0)
+    status = 1
+    try:
+        print(json.dumps({"answer": question.run(Peer(int(rank), question.ranks, Path(folder)))}), flush=True)
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        # At its end CuPy would destroy communicators, which may hang.
+        os._exit(status)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .step import MB, SCRIPT, Numbers, store, tell
+from .step import MB, SCRIPT, Numbers, own_rank, store, tell
 
 STRIKE = 0.5
 """Seconds after the first sum."""
@@ -76,6 +76,9 @@ def die(how: str) -> None:
     """Run the program of a rank."""
     from mpikv.errors import MPIKVError
 
+    if how == "lost" and own_rank() == 1:
+        die_unseen()
+        return
     kv = store(timeout=5.0, warn_after=2.0)
     gone = threading.Event()
     strike_later(kv, kill if how == "killed" else gone.set)
@@ -94,6 +97,12 @@ def die(how: str) -> None:
     say({"left": time.time()})
 
 
+def die_unseen() -> None:
+    """Have a child be the rank, and be killed: the launcher, who would end the job at once, does not see it."""
+    subprocess.run([sys.executable, SCRIPT, "--die", "killed"], close_fds=False, check=False)
+    time.sleep(40)
+
+
 def kill() -> None:
     say({"struck": time.time()})
     os.kill(os.getpid(), signal.SIGKILL)
@@ -105,6 +114,7 @@ def say(found: Numbers) -> None:
 
 DEATHS: dict[str, Callable[[int | None], bool]] = {
     "killed": lambda status: status not in (None, 0),
+    "lost": lambda status: status not in (None, 0),
     "raised": lambda status: status not in (None, 0),
     "unclosed": lambda status: status == 0,
 }
@@ -112,8 +122,8 @@ DEATHS: dict[str, Callable[[int | None], bool]] = {
 
 
 def deaths() -> Numbers:
-    """Say how, and how soon, jobs end of which a rank is killed in a sum, has an error that nobody catches, or leaves
-    without closing its store.
+    """Say how, and how soon, jobs end of which a rank is killed in a sum, seen by the launcher or missed by the
+    other rank alone, has an error that nobody catches, or leaves without closing its store.
     """
     found: Numbers = {}
     for how, is_right in DEATHS.items():

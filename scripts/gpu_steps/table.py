@@ -40,7 +40,7 @@ STEPS = {
     "graph_2": Step(stores.graph, 60, expected=8, ranks=2),
     "refused_2": Step(stores.refused, 60, expected=5, ranks=2, one_gpu=True),
     "ends_2": Step(ends.ends, 40, expected=5, ranks=2),
-    "host_cost_2": Step(costs.host_cost, 60, expected=12, ranks=2),
+    "host_cost_2": Step(costs.host_cost, 60, expected=10, ranks=2),
     "sums_4": Step(stores.sums, 60, expected=9, ranks=4),
     "sums_4_as_nccl_chooses": Step(stores.sums, 60, expected=10, ranks=4, environ=NCCL_CHOOSES),
     "bits_4": Step(stores.bits, 40, expected=8, ranks=4),
@@ -50,10 +50,10 @@ STEPS = {
     ),
     "tests_2": Step(programs.tests(2), 150, expected=60),
     "stopped_2": Step(ends.stopped, 60, expected=14, ranks=2, dies=True),
-    "deaths_2": Step(ends.deaths, 100, expected=18),
+    "deaths_2": Step(ends.deaths, 120, expected=26),
     **{
         name: Step(questions.together(name), question.seconds + 10, expected)
-        for (name, question), expected in zip(questions.TOGETHER.items(), (4, 6, 6, 14, 8), strict=True)
+        for (name, question), expected in zip(questions.TOGETHER.items(), (4, 6, 4, 14, 8), strict=True)
     },
     "tests_4": Step(programs.tests(4), 60, expected=15),
     "bench_1": Step(programs.bench(1, "--quick", "--rounds", "5"), 90, expected=20),
