@@ -219,6 +219,8 @@ class Exchange:
             return "an updater function is Python, which runs on the host"
         if self._whole:
             return f"{type(self.updater).__name__} updates whole values"
+        if isinstance(self._kernels, GpuKernels) and not (self.updater.assigns or self._kernels.has_rule(self.updater)):
+            return f"{type(self.updater).__name__} is Python, which runs on the host"
         if self.compression is not None:
             return "pushes are compressed"
         if self._in_pairs and self.transport.size > 1:

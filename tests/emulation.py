@@ -158,4 +158,8 @@ def cupy_on_host(kernels, launches):
 
             return start
 
-    return SimpleNamespace(RawModule=RawModule, empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice))
+    return SimpleNamespace(
+        RawModule=RawModule,
+        empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice),
+        zeros=lambda count, dtype: np.zeros(count, dtype).view(OnDevice),
+    )

@@ -415,14 +415,35 @@ class TestPreparation:
         Emulated().bind(Assign(), value, value, {})(None)
         assert unrun == []
 
-    def test_a_subclass_has_a_rule_of_its_own(self):
+    def test_a_subclass_has_a_rule_of_its_own(self, unrun):
         class Upwards(optimizers.SGD):
-            pass
+            def rule(self, step, block):
+                np.add(block.weight, block.gradient, out=block.weight)
 
-        with pytest.raises(mpikv.Unsupported, match=r"^Upwards has no CUDA kernel \(known: AdaDelta, .*LAMB, .*SGD"):
-            CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
-        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
-            Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
+        upwards, value = Upwards(), np.ones(3, np.float32)
+        assert not CudaKernels().has_rule(upwards)
+        CudaKernels().prepare(upwards, np.dtype(np.float32), False)
+        Emulated().bind(upwards, np.ones(3, np.float32), value, {})(upwards.step("key", 1))
+        assert value.tolist() == [2, 2, 2]
+        assert unrun == []
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_a_rule_that_a_gpu_cannot_run_is_refused_before_a_push(self, unrun, dtype):
+        class Sorting(optimizers.SGD):
+            def rule(self, step, block):
+                raise TypeError("unsupported: sort")
+
+        with pytest.raises(
+            mpikv.Unsupported, match=r"^Sorting cannot update arrays of a GPU \(TypeError: unsupported: s"
+        ):
+            CudaKernels().prepare(Sorting(multi_precision=True), dtype, False)
+
+    def test_a_rule_with_steps_of_its_own_is_not_tried(self, unrun):
+        class Known(optimizers.SGD):
+            def step(self, key, count):
+                return {"a": 1}[key]
+
+        CudaKernels().prepare(Known(), np.dtype(np.float32), False)
 
     def test_dtypes_without_a_rule(self, unrun):
         with pytest.raises(mpikv.Unsupported, match="SGD cannot update values of int32"):

@@ -21,7 +21,7 @@ from ..typing import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaRanges, has_code
 from .copies import copy, prepare
-from .loading import Kernel, address_of, kernel, pointer
+from .loading import Kernel, address_of, kernel, pointer, zeros
 from .steps import NUMBERS, Row, Table, rows_of
 
 __all__ = ["MANY", "ONE", "CudaKernels", "update_of"]
@@ -71,24 +71,31 @@ class CudaKernels:
     """The optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB, as CUDA kernels, for float32, float64,
     float16 and bfloat16, the latter two computed in float32, with a master or without.
 
-    Arrays are CuPy's, contiguous. Updaters that are no optimizers are left to themselves: they get CuPy's arrays.
+    Arrays are CuPy's, contiguous. Other updaters, and optimizers of one's own, are left to themselves: they get CuPy's
+    arrays, of which numpy's functions make CuPy do what they say.
     """
 
     rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
 
+    def has_rule(self, updater: Updater) -> bool:
+        return type(updater) in FORMS or type(updater) in layerwise.KINDS
+
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile what the updater's present options need for values of this dtype, or load it.
+        """Compile what the updater's present options need for values of this dtype, or load it. What is Python is tried
+        with one element.
 
         Raises:
-            Unsupported: the optimizer has no kernel, or none for this dtype.
+            Unsupported: the optimizer cannot update values of this dtype, or arrays of a GPU.
             TransportUnavailable: nothing can be compiled here.
         """
         if updater.assigns:
             # The sum of half precision is float32.
             prepare(np.dtype(np.float32) if _is_half(dtype) else dtype, dtype)
         elif isinstance(updater, Optimizer):
-            _refuse_unknown(updater)
             updater.slots(dtype)
+            if not self.has_rule(updater):
+                _try(updater, dtype)
+                return
             if type(updater) in layerwise.KINDS:
                 layerwise.prepare(updater, dtype)
                 return
@@ -100,14 +107,12 @@ class CudaKernels:
         """Return what launches one update of these arrays, which lives as long as they do.
 
         Raises:
-            Unsupported: the optimizer has no kernel.
-            ValueMismatch: an array is not as the optimizer needs it.
+            ValueMismatch: an array is not as a kernel needs it.
         """
         if updater.assigns:
             return _assignment(total, value)
-        if not isinstance(updater, Optimizer):
+        if not isinstance(updater, Optimizer) or not self.has_rule(updater):
             return updater.bind(total, value, state)
-        _refuse_unknown(updater)
         if type(updater) in layerwise.KINDS:
             update = layerwise.bind(updater, [Whole(total, value, state)])
             return lambda step: update([step])
@@ -122,8 +127,7 @@ class CudaKernels:
 
         Raises: as :meth:`bind`.
         """
-        if isinstance(updater, Optimizer):
-            _refuse_unknown(updater)
+        if isinstance(updater, Optimizer) and self.has_rule(updater):
             return _Updates(updater, total, value, state, ends, MANY)
         parts = [slice(low, high) for low, high in pairwise((0, *ends))]
         updates = [
@@ -146,7 +150,6 @@ class CudaKernels:
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         assert isinstance(updater, Optimizer)
-        _refuse_unknown(updater)
         table = Table(updater, memory.zeros(Table.nbytes(count)), count)
         for dtype in dtypes:
             for each in (ONE, MANY):
@@ -162,14 +165,19 @@ class CudaKernels:
         return CudaRanges(codec) if has_code(codec) else codec
 
 
-def _refuse_unknown(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    if kind not in FORMS and kind not in layerwise.KINDS:
-        known = ", ".join(sorted(each.__name__ for each in (*FORMS, *layerwise.KINDS)))
+def _try(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
+    """Raise if an optimizer's own rule cannot update arrays of a GPU, which a push would find out too late."""
+    if type(optimizer).step is not Optimizer.step:
+        return  # who knows of which keys
+    slots, wide = optimizer.slots(dtype), np.dtype(np.float32) if _is_half(dtype) else dtype
+    state = {name: zeros(1, each) for name, each in slots.items()}
+    try:
+        optimizer.bind(zeros(1, wide), zeros(1, dtype), state)(Step(0.0, 0.0, optimizer.correction(1)))
+    except Exception as error:
         raise Unsupported(
-            f"{kind.__name__} has no CUDA kernel (known: {known}); use one of these, an updater function, which is "
-            "given arrays on the GPU, or a store on the host"
-        )
+            f"{type(optimizer).__name__} cannot update arrays of a GPU ({type(error).__name__}: {error}); use "
+            "functions of numpy that CuPy has, too, on arrays that all lie on the GPU, or a store on the host"
+        ) from error
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:

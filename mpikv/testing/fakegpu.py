@@ -31,7 +31,7 @@ from ..arrays import accumulator
 from ..cuda.codes import code_of, has_code
 from ..errors import TransportError, Unsupported
 from ..optimizers import BLOCK
-from ..optimizers.forms import call_of
+from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
 from ..typing import Array, Memory, RangeCodec, Updater
 
@@ -761,6 +761,9 @@ class FakeKernels:
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         pass
+
+    def has_rule(self, updater: Updater) -> bool:
+        return type(updater) in FORMS
 
     def bind(
         self, updater: Updater, total: FakeArray, value: FakeArray, state: Mapping[str, FakeArray]
