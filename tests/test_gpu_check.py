@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import doctest
+import math
 import os
 import re
 import shutil
@@ -227,8 +228,9 @@ def test_aims_of_which_a_figure_is_missing():
         verdicts(recorded(kernels=small))[:5]
         == [("not measured (the GPU had room for 1048576 elements only)", "not measured")] * 5
     )
-    broken = {"status": "ok", "numbers": FIGURES["large"] | {"one_copy_ms": 0.0}}
-    assert verdicts(recorded(large=broken))[8] == ("not measured (large: one_copy_ms is 0.0)", "not measured")
+    for value in (0.0, -1.0, math.nan, math.inf):
+        broken = {"status": "ok", "numbers": FIGURES["large"] | {"one_copy_ms": value}}
+        assert verdicts(recorded(large=broken))[8] == (f"not measured (large: one_copy_ms is {value})", "not measured")
     assert {verdict for _, verdict in verdicts({})} == {"not measured"}
 
 
@@ -345,6 +347,73 @@ def test_an_exception_is_no_answer(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="RuntimeError: oh"):
         asking.answers_of_all({"works": asking.Question(nothing), "raises": asking.Question(nothing)})
     assert asking.answers_of_all({"works": asking.Question(nothing)}) == {"works": "works0"}
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.parametrize(
+    ("wrong", "status"), [(None, 0), ("killed", 0), ("lost", None), ("raised", 0), ("unclosed", 1), ("unclosed", None)]
+)
+def test_a_job_that_ends_wrongly_fails_its_step(monkeypatch, wrong, status):
+    ends = module("ends")
+    right = {how: 0 if how == "unclosed" else 137 for how in ends.DEATHS}
+    monkeypatch.setattr(ends, "job", lambda how: (status if how == wrong else right[how], "", 0.0))
+    if wrong is None:
+        assert ends.deaths() == {f"{how}_status": number for how, number in right.items()}
+    else:
+        with pytest.raises(AssertionError, match=f"{wrong}: exit status {status}"):
+            ends.deaths()
+
+
+class Clock:
+    """A GPU that begins what is queued a while after, in milliseconds, and an event of it."""
+
+    def __init__(self, late: float) -> None:
+        self.now = self.free = 0.0
+        self.late = late
+
+    def spin(self, milliseconds: float) -> None:
+        self.free = self.now + milliseconds
+
+    def work(self) -> None:
+        self.now += self.late  # the host's time, to queue it
+        self.free = max(self.free, self.now) + 3
+
+    def module(self) -> SimpleNamespace:
+        clock = self
+
+        class Event:
+            def record(self) -> None:
+                self.time = clock.free
+
+            @property
+            def done(self) -> bool:
+                return bool(self.time <= clock.now)
+
+            def synchronize(self) -> None:
+                clock.now = max(clock.now, self.time)
+
+        def synchronize() -> None:
+            clock.now = max(clock.now, clock.free)
+
+        return SimpleNamespace(
+            cuda=SimpleNamespace(
+                Event=Event,
+                get_elapsed_time=lambda first, last: last.time - first.time,
+                get_current_stream=lambda: SimpleNamespace(synchronize=synchronize),
+            )
+        )
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.parametrize("late", [0.1, 50.0, 300.0])
+def test_the_time_of_the_gpu_is_not_that_of_the_host(monkeypatch, late):
+    timing, clock = module("timing"), Clock(late)
+    monkeypatch.setitem(sys.modules, "cupy", clock.module())
+    monkeypatch.setattr(timing, "spin", clock.spin)
+    assert timing.device_seconds(clock.work) == pytest.approx(3e-3)
+    clock.late = 2000.0
+    with pytest.raises(AssertionError, match="the call waits for the GPU"):
+        timing.device_seconds(clock.work)
 
 
 @pytest.mark.usefixtures("check")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def figure(records: Records, step: str, name: str) -> float:
     value = record["numbers"].get(name)
     if not isinstance(value, int | float):
         raise NotMeasured(f"{step} has no {name}")
-    if value <= 0:
+    if not 0 < value < math.inf:
         raise NotMeasured(f"{step}: {name} is {value}")
     return float(value)
 

@@ -53,7 +53,9 @@ def read_late(keep: bool) -> tuple[bool, int]:
 
 
 def waits() -> Numbers:
-    """Say what comes out wrong where one of a store's two waits is left out: each is needed, and seen."""
+    """Say what comes out wrong where one of a store's two waits is left out. If nothing does, nothing here, nor in the
+    tests of order, would show that one is missing.
+    """
     found = {f"wrong_elements_without_the_{which}_wait": wrong_without(which) for which in ("store's", "caller's")}
     found["wrong_elements_with_both"] = wrong_without("")
     assert found["wrong_elements_with_both"] == 0
