@@ -219,6 +219,8 @@ class Exchange:
             return "an updater function is Python, which runs on the host"
         if self._whole:
             return f"{type(self.updater).__name__} updates whole values"
+        if isinstance(self._kernels, GpuKernels) and not (self.updater.assigns or self._kernels.has_rule(self.updater)):
+            return f"{type(self.updater).__name__} is Python, which runs on the host"
         if self.compression is not None:
             return "pushes are compressed"
         if self._in_pairs and self.transport.size > 1:
@@ -430,6 +432,9 @@ class Exchange:
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
+        if bucket.ranged and not steps.uniform:
+            self._take_ranged(bucket, terms, steps)
+            return
         parts: Sequence[Part] = bucket.runs if steps.uniform else bucket.parts
         summed = not parts or terms[0] is bucket.total
         for part in parts:
@@ -440,6 +445,14 @@ class Exchange:
                 self._add(terms, part.low, part.high, part.total)
             if part.update is not None:
                 part.update(steps.each[part.item])
+
+    def _take_ranged(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
+        """Do the same on a GPU, where keys have steps of their own."""
+        summed = terms[0] is bucket.total
+        for run, items, update in bucket.ranged:
+            if not summed:
+                self._add(terms, run.low, run.high, run.total)
+            update([steps.each[item] for item in items])
 
     def _deliver(self, bucket: Bucket, outs: Sequence[Sequence[Array]]) -> None:
         """Copy an updated bucket to the callers' flat arrays."""

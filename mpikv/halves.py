@@ -58,7 +58,7 @@ def widen(halves: Array, out: Array) -> None:
     >>> [float(each) for each in wide]
     [0.0999755859375, -65504.0]
     """
-    if halves.dtype != np.float16 or halves.size < _FEW or subnormals_vanish():
+    if type(halves) is not np.ndarray or halves.dtype != np.float16 or halves.size < _FEW or subnormals_vanish():
         np.copyto(out, halves)
         return
     for low in range(0, halves.size, _BLOCK):
@@ -89,7 +89,7 @@ def narrow(singles: Array, out: Array) -> None:
     >>> [float(each) for each in half]
     [0.0999755859375, 65504.0, 0.0]
     """
-    if out.dtype != np.float16 or singles.size < _FEW:
+    if type(out) is not np.ndarray or out.dtype != np.float16 or singles.size < _FEW:
         np.copyto(out, singles, casting="unsafe")
         return
     for low in range(0, singles.size, _BLOCK):

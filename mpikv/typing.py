@@ -691,6 +691,18 @@ class StepTable(Protocol):
 class GpuKernels(WholeKernels, Protocol):
     """What runs on a GPU."""
 
+    def has_rule(self, updater: Updater) -> bool:
+        """Return whether there is compiled code for an updater, which then is an optimizer. Others are Python."""
+        ...
+
+    def bind_ranges(
+        self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return a function of a step for each of some ranges, which follow one another and end at ``ends``, that makes
+        one update of each: what functions that :meth:`bind` returns for each would do.
+        """
+        ...
+
     def codec(self, codec: Codec) -> Codec:
         """Return what does on arrays of the GPU what a codec does on the host's, with the same bits, compiled when this
         returns; or the codec itself, where there is no kernel for it.
@@ -698,8 +710,8 @@ class GpuKernels(WholeKernels, Protocol):
         ...
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return memory for ``count`` steps of an optimizer with its present options, and compile its updates of values
-        of these dtypes, which :meth:`prepare` was called for. Local.
+        """Return memory for ``count`` steps of an optimizer with its present options, which has a rule, and compile its
+        updates of values of these dtypes, which :meth:`prepare` was called for. Local.
 
         Raises:
             MemoryError: there is too little.

@@ -63,7 +63,10 @@ def expressions(name):
             found += [f"{kernel}<uint{bits}_kind>" for bits in (8, 16, 32, 64)]
         else:
             rules = re.findall(r"struct (\w+_rule)", text)
-            found += [f"{kernel}<{rule}, {dtype}_kind>" for rule in rules for dtype in FLOATS]
+            counts = ("one", "many")
+            found += [
+                f"{kernel}<{rule}, {each}_kind, {count}>" for rule in rules for each in FLOATS for count in counts
+            ]
     return found
 
 
@@ -155,4 +158,8 @@ def cupy_on_host(kernels, launches):
 
             return start
 
-    return SimpleNamespace(RawModule=RawModule, empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice))
+    return SimpleNamespace(
+        RawModule=RawModule,
+        empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice),
+        zeros=lambda count, dtype: np.zeros(count, dtype).view(OnDevice),
+    )

@@ -24,12 +24,12 @@ from mpikv.testing.fakenccl import FakeNccl
 class SparingKernels(FakeKernels):
     """Kernels that leave the sum as it is, which those of CUDA do."""
 
-    def bind(self, updater: Any, total: Any, value: Any, state: Any) -> Callable[[Any], None]:
-        launch = super().bind(updater, total, value, state)
+    def _several(self, arrays: Any, updates: Any) -> Callable[[Any], None]:
+        launch, total = super()._several(arrays, updates), arrays[0]
 
-        def sparing(step: Any) -> None:
+        def sparing(steps: Any) -> None:
             kept = total._beneath.copy()
-            launch(step)
+            launch(steps)
             total._beneath[...] = kept
 
         return sparing

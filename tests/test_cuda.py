@@ -153,20 +153,21 @@ class TestLaunchesOfUpdates:
         total = np.ones(1000, np.float32)
         Emulated().bind(optimizer, total, value, state)(optimizer.step("key", 1))
         (launch,) = unrun
-        assert launch.expression == "update<adam_rule, float16_kind>"
-        assert (launch.grid, launch.block) == ((4,), (256,))
+        assert launch.expression == "update<adam_rule, float16_kind, one>"
+        assert (launch.grid, launch.block) == ((1,), (256,))
         (given,) = launch.arguments
         assert given["total"] == total.ctypes.data
         assert given["value"] == value.ctypes.data
         assert given["master"] == state["master"].ctypes.data
         assert list(given["state"]) == [state["mean"].ctypes.data, state["variance"].ctypes.data, 0]
-        assert given["size"] == 1000
+        assert (given["begin"], given["count"], given["end"].item(), given["row"].item()) == (0, 1, 1000, 0)
+        assert given["table"] == 0
         _, sent = call_of(optimizer, optimizer.step("key", 1))
         assert tuple(given["numbers"][: len(sent)]) == sent
         assert tuple(given["numbers"][:3]) == (0.5, 2.0, 0.25)
 
     def test_a_large_value_takes_few_blocks(self, unrun):
-        value = np.zeros(3_000_000, np.float32)
+        value = np.zeros(10_000_000, np.float32)
         optimizer = optimizers.SGD()
         self.bound(optimizer, value)(optimizer.step("key", 1))
         assert unrun[0].grid == (kernels.MOST_BLOCKS,)
@@ -185,8 +186,8 @@ class TestLaunchesOfUpdates:
         optimizer.learning_rate = 0.5
         update(optimizer.step("key", 2))
         assert [launch.expression for launch in unrun] == [
-            "update<momentum_rule, float64_kind>",
-            "update<nesterov_rule, float64_kind>",
+            "update<momentum_rule, float64_kind, one>",
+            "update<nesterov_rule, float64_kind, one>",
         ]
         assert [launch.arguments[0]["numbers"][3] for launch in unrun] == [0.1, 0.5]
 
@@ -249,22 +250,93 @@ class TestRulesOfATable:
         assert found == run(in_numpy, optimizer, arrays, state, updates)
 
 
+@pytest.mark.usefixtures("launching")
+class TestRanges:
+    """Many keys with numbers of their own, side by side, updated at once."""
+
+    def arrays(self, optimizer, dtype, size, seed):
+        random = np.random.default_rng(seed)
+        value = random.standard_normal(size).astype(dtype)
+        return random.standard_normal(size).astype(wide(dtype)), value, zeros(optimizer, value)
+
+    def expect(self, optimizer, ends, given, total, value, state):
+        """Update range by range, in numpy."""
+        for low, high, step in zip((0, *ends), ends, given, strict=False):
+            part = {name: array[low:high] for name, array in state.items()}
+            optimizer.update(step, total[low:high].copy(), value[low:high], part)
+
+    @pytest.mark.parametrize("late", [False, True])
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @settings(max_examples=30)
+    @given(
+        sizes=st.lists(st.integers(1, 3 * kernels.PART), min_size=1, max_size=6)
+        | st.lists(st.integers(1, 5), min_size=190, max_size=450),
+        different=st.integers(1, 40),
+        seed=st.integers(0, 99),
+    )
+    def test_same_bits_as_numpy(self, dtype, late, sizes, different, seed):
+        random, ends = np.random.default_rng(seed), np.cumsum(sizes).tolist()
+        keys = random.integers(0, different, len(sizes)).tolist()
+        factors = {key: 1.0 + key / 8 for key in range(different)}
+        optimizer = optimizers.Adam(wd=0.5, lr_mult=factors, wd_mult=factors, multi_precision=seed % 2 == 0)
+        found, expected = (self.arrays(optimizer, dtype, ends[-1], seed) for _ in range(2))
+        total, value, state = map(device, found[:2]), found[1], found[2]
+        there = {name: device(array) for name, array in state.items()}
+        update = CudaKernels().bind_ranges(optimizer, *total, there, ends)
+        table = CudaKernels().table(optimizer, device_memory([]), len(keys), [dtype])
+        for count in (1, 2):
+            given = [optimizer.step(key, count) for key in keys]
+            if late:
+                table.write(given)
+            update(table.rows if late else given)
+            self.expect(optimizer, ends, given, *expected)
+        assert value.tobytes() == expected[1].tobytes()
+        assert all(state[name].tobytes() == expected[2][name].tobytes() for name in state)
+
+    def test_of_updaters_without_kernels(self):
+        upwards = SimpleNamespace(bind=lambda total, value, state: lambda step: np.add(value, total * step, out=value))
+        value = np.zeros(5)
+        CudaKernels().bind_ranges(upwards, np.ones(5), value, {}, (2, 4, 5))([1, 2, 3])
+        assert value.tolist() == [1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "launched"),
+    [
+        ([0] * 500, [200, 200, 100]),
+        ([0, 1] * 100, [200]),
+        ([*range(16)] * 12, [192]),
+        ([*range(17)] * 2, [16, 16, 2]),
+        ([0] * 10 + [*range(1, 20)], [25, 4]),
+        ([7], [1]),
+    ],
+)
+def test_as_few_launches_of_ranges_as_can_be(unrun, keys, launched):
+    """Of 200 ranges at most, with 16 different steps."""
+    optimizer = optimizers.SGD(lr_mult={key: 1.0 + key for key in range(20)})
+    ends = [10 * (1 + number) for number in range(len(keys))]
+    total, value = (device(np.zeros(ends[-1], np.float32)) for _ in range(2))
+    CudaKernels().bind_ranges(optimizer, total, value, {}, ends)([optimizer.step(key, 1) for key in keys])
+    assert [launch.arguments[0]["count"] for launch in unrun] == launched
+    assert [launch.arguments[0]["begin"] for launch in unrun] == [0, *(10 * np.cumsum(launched[:-1])).tolist()]
+
+
 class TestTables:
     @pytest.fixture
     def adam(self):
         return optimizers.Adam(learning_rate=0.5, lr_mult={"b": 0.25})
 
-    @pytest.mark.parametrize("count", [1, 2, 42, 43, 200])
-    def test_rows_lie_where_they_say(self, launches, adam, count):
+    @pytest.mark.parametrize(("count", "different", "launched"), [(1, 1, 1), (40, 8, 1), (40, 10, 3), (5000, 5, 3)])
+    def test_rows_lie_where_they_say(self, launches, adam, count, different, launched):
         memory = []
         table = CudaKernels().table(adam, device_memory(memory), count, [np.dtype(np.float32)])
-        given = [adam.step("b" if row % 3 else "a", 1 + row % 5) for row in range(count)]
+        given = [adam.step("b" if row % 3 else "a", 1 + row % different) for row in range(count)]
         table.write(given)
-        assert len(launches) == -(-count * steps.NUMBERS // steps.WORDS)
+        assert len(launches) == launched
         (array,) = memory
         for row, step in zip(table.rows, given, strict=True):
             _, numbers = call_of(adam, step)
-            at = row.address - array.ctypes.data
+            at = row.table + row.row * steps.NUMBERS * 8 - array.ctypes.data
             assert array[at : at + len(numbers) * 8].view(np.float64).tolist() == list(numbers)
 
     def test_what_is_there_is_not_written_again(self, launches, adam):
@@ -274,16 +346,17 @@ class TestTables:
             ([1], 1),
             ([2], 2),
             ([2, 2, 3], 3),
-            ([2], 3),
             ([2, 2, 3], 3),
-            ([2, 2, 4], 4),
-            ([2], 4),
+            ([2, 3, 3], 4),
+            ([2], 5),
+            ([2, 3, 3], 6),
+            ([2], 7),
         ):
             table.write([adam.step("a", count) for count in counts])
             assert len(launches) == written
         adam.rescale_grad = 0.5
         table.write([adam.step("a", 2)])
-        assert len(launches) == 5
+        assert len(launches) == 8
 
     def test_another_form_does_not_fit(self, unrun):
         sgd = optimizers.SGD(momentum=0.5)
@@ -305,10 +378,11 @@ class TestTables:
         assert loading.kernel.cache_info().misses == loaded
         assert [launch.expression for launch in unrun] == [
             "write_numbers",
-            "update_late<adam_rule, float32_kind>",
-            "update_late<adam_rule, float16_kind>",
+            "update<adam_rule, float32_kind, one>",
+            "update<adam_rule, float16_kind, one>",
         ]
-        assert unrun[1].arguments[0]["table"] == table.rows[0].address
+        (given,) = unrun[1].arguments
+        assert (given["table"], given["row"].item()) == (table.rows[0].table, 0)
 
 
 class TestPreparation:
@@ -341,14 +415,35 @@ class TestPreparation:
         Emulated().bind(Assign(), value, value, {})(None)
         assert unrun == []
 
-    def test_a_subclass_has_a_rule_of_its_own(self):
+    def test_a_subclass_has_a_rule_of_its_own(self, unrun):
         class Upwards(optimizers.SGD):
-            pass
+            def rule(self, step, block):
+                np.add(block.weight, block.gradient, out=block.weight)
 
-        with pytest.raises(mpikv.Unsupported, match=r"^Upwards has no CUDA kernel \(known: AdaDelta, .*LAMB, .*SGD"):
-            CudaKernels().prepare(Upwards(), np.dtype(np.float32), False)
-        with pytest.raises(mpikv.Unsupported, match="Upwards has no CUDA kernel"):
-            Emulated().bind(Upwards(), np.zeros(1), np.zeros(1), {})
+        upwards, value = Upwards(), np.ones(3, np.float32)
+        assert not CudaKernels().has_rule(upwards)
+        CudaKernels().prepare(upwards, np.dtype(np.float32), False)
+        Emulated().bind(upwards, np.ones(3, np.float32), value, {})(upwards.step("key", 1))
+        assert value.tolist() == [2, 2, 2]
+        assert unrun == []
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_a_rule_that_a_gpu_cannot_run_is_refused_before_a_push(self, unrun, dtype):
+        class Sorting(optimizers.SGD):
+            def rule(self, step, block):
+                raise TypeError("unsupported: sort")
+
+        with pytest.raises(
+            mpikv.Unsupported, match=r"^Sorting cannot update arrays of a GPU \(TypeError: unsupported: s"
+        ):
+            CudaKernels().prepare(Sorting(multi_precision=True), dtype, False)
+
+    def test_a_rule_with_steps_of_its_own_is_not_tried(self, unrun):
+        class Known(optimizers.SGD):
+            def step(self, key, count):
+                return {"a": 1}[key]
+
+        CudaKernels().prepare(Known(), np.dtype(np.float32), False)
 
     def test_dtypes_without_a_rule(self, unrun):
         with pytest.raises(mpikv.Unsupported, match="SGD cannot update values of int32"):
@@ -364,7 +459,9 @@ class TestPreparation:
 
     def test_without_cupy(self, nothing_loaded, monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", None)
-        with pytest.raises(mpikv.TransportUnavailable, match=r"update<descent_rule, float32_kind>.*pip install 'cupy"):
+        with pytest.raises(
+            mpikv.TransportUnavailable, match=r"update<descent_rule, float32_kind, one>.*pip install 'cupy"
+        ):
             CudaKernels().prepare(optimizers.SGD(), np.dtype(np.float32), False)
 
 
@@ -867,8 +964,11 @@ class TestBfloat16(OnGpuContract):
 
 def test_layouts(tmp_path):
     for name, kind, dtype in [
-        ("rules.cu", "Update<float16_kind>", kernels.UPDATE),
-        ("rules.cu", "Update<float64_kind>", kernels.UPDATE),
+        *(
+            ("rules.cu", f"Update<{kind}_kind, {count.name}>", kernels.update_of(count))
+            for kind in ("float16", "float64")
+            for count in (kernels.ONE, kernels.MANY)
+        ),
         ("copies.cu", "Pairs", copies.PAIRS),
         ("rows.cu", "Rows", rows.ROWS),
         ("norms.cu", "Arrays", norms.ARRAYS),
@@ -885,8 +985,12 @@ def test_layouts(tmp_path):
 
 
 def test_constants(tmp_path):
-    printed = run_program("rules.cu", ['printf("%d %d\\n", STATES, NUMBERS);'], tmp_path)
-    assert list(map(int, printed)) == [kernels.STATES, steps.NUMBERS]
+    names = "STATES, NUMBERS, PART, one::ranges, one::rows, many::ranges, many::rows"
+    printed = run_program("rules.cu", [f'printf("%d %d %d %d %d %d %d\\n", {names});'], tmp_path)
+    assert list(map(int, printed)) == [
+        *(kernels.STATES, steps.NUMBERS, kernels.PART),
+        *(kernels.ONE.ranges, kernels.ONE.rows, kernels.MANY.ranges, kernels.MANY.rows),
+    ]
     printed = run_program("copies.cu", ['printf("%d %d %d\\n", PAIRS, PART, CAST_PART);'], tmp_path)
     assert list(map(int, printed)) == [copies.MOST, copies.PART, copies.CAST_PART]
     printed = run_program("norms.cu", ['printf("%d %d %d %d\\n", ARRAYS, CELL, SCALED_PART, BLOCK_THREADS);'], tmp_path)
@@ -894,7 +998,8 @@ def test_constants(tmp_path):
     printed = run_program("layerwise.cu", ['printf("%d %d %d\\n", LAYERS, NUMBERS, DESCENT_PART);'], tmp_path)
     assert list(map(int, printed)) == [layerwise.MOST, layerwise.NUMBERS, layerwise.DESCENT_PART]
     assert norms.CELL == optimizers.BLOCK
-    assert list(map(int, run_program("steps.cu", ['printf("%d\\n", WORDS);'], tmp_path))) == [steps.WORDS]
+    printed = run_program("steps.cu", ['printf("%d %d %d\\n", KEYS, ROWS, NUMBERS);'], tmp_path)
+    assert list(map(int, printed)) == [steps.KEYS, steps.ROWS, steps.NUMBERS]
 
 
 def test_the_numbers_of_every_form_fit():
@@ -949,7 +1054,9 @@ def test_cupy_passes_the_arguments_by_value():
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
     no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
-    for dtype in (kernels.UPDATE, copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN):
+    updates = [kernels.update_of(count) for count in (kernels.ONE, kernels.MANY)]
+    others = [copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN]
+    for dtype in (*updates, *others):
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):

@@ -1,13 +1,16 @@
 """The rules of the optimizers on a GPU. A :class:`~mpikv.typing.Kernels`.
 
-An update is one launch, which reads each element once, makes all of the update of it, and writes it once. The bits are
+An update is one launch, also of many keys with numbers of their own, which reads each element once, makes all of the
+update of it, and writes it once. The bits are
 those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happens).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,29 +21,49 @@ from ..typing import Array, Codec, Memory, Updater, Whole
 from . import layerwise
 from .codes import CudaRanges, has_code
 from .copies import copy, prepare
-from .loading import Kernel, address_of, kernel, pointer
-from .steps import NUMBERS, Row, Table
+from .loading import Kernel, address_of, kernel, pointer, zeros
+from .steps import NUMBERS, Row, Table, rows_of
 
-__all__ = ["UPDATE", "CudaKernels"]
+__all__ = ["MANY", "ONE", "CudaKernels", "update_of"]
 
 STATES = 3
-UPDATE = np.dtype(
-    [
-        ("total", np.uintp),
-        ("value", np.uintp),
-        ("master", np.uintp),
-        ("state", np.uintp, STATES),
-        ("size", np.int64),
-        ("numbers", np.float64, NUMBERS),
-        ("table", np.uintp),
-    ],
-    align=True,
-)
-"""What one launch is given: ``Update`` of rules.cu."""
+
+
+class Count(NamedTuple):
+    """How many ranges of elements a launch updates at most, and by how many different rows of numbers."""
+
+    name: str
+    ranges: int
+    rows: int
+
+
+ONE, MANY = Count("one", 1, 1), Count("many", 200, 16)
+
+
+def update_of(count: Count) -> np.dtype[Any]:
+    """Return what one launch is given: ``Update`` of rules.cu."""
+    return np.dtype(
+        [
+            ("total", np.uintp),
+            ("value", np.uintp),
+            ("master", np.uintp),
+            ("state", np.uintp, STATES),
+            ("table", np.uintp),
+            ("begin", np.int64),
+            ("count", np.int64),
+            ("end", np.int64, count.ranges),
+            ("row", np.int32, count.ranges),
+            ("numbers", np.float64, count.rows * NUMBERS),
+        ],
+        align=True,
+    )
+
+
+PART = 1 << 12
+"""How many elements a block updates before it takes others."""
 
 THREADS = 256
-# A GPU of 132 multiprocessors runs 1056 such blocks at once. With more of them a thread has fewer elements for which to
-# round the numbers.
+# A GPU of 132 multiprocessors runs about 1000 such blocks at once.
 MOST_BLOCKS = 2048
 
 
@@ -48,46 +71,70 @@ class CudaKernels:
     """The optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB, as CUDA kernels, for float32, float64,
     float16 and bfloat16, the latter two computed in float32, with a master or without.
 
-    Arrays are CuPy's, contiguous. Updaters that are no optimizers are left to themselves: they get CuPy's arrays.
+    Arrays are CuPy's, contiguous. Other updaters, and optimizers of one's own, are left to themselves: they get CuPy's
+    arrays, of which numpy's functions make CuPy do what they say.
     """
 
     rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
 
+    def has_rule(self, updater: Updater) -> bool:
+        return type(updater) in FORMS or type(updater) in layerwise.KINDS
+
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile what the updater's present options need for values of this dtype, or load it.
+        """Compile what the updater's present options need for values of this dtype, or load it. What is Python is tried
+        with one element.
 
         Raises:
-            Unsupported: the optimizer has no kernel, or none for this dtype.
+            Unsupported: the optimizer cannot update values of this dtype, or arrays of a GPU.
             TransportUnavailable: nothing can be compiled here.
         """
         if updater.assigns:
             # The sum of half precision is float32.
             prepare(np.dtype(np.float32) if _is_half(dtype) else dtype, dtype)
         elif isinstance(updater, Optimizer):
-            _refuse_unknown(updater)
             updater.slots(dtype)
+            if not self.has_rule(updater):
+                _try(updater, dtype)
+                return
             if type(updater) in layerwise.KINDS:
                 layerwise.prepare(updater, dtype)
                 return
             form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
-            _kernel_of(form, dtype.name)
+            for count in (ONE, MANY):
+                _kernel_of(form, dtype.name, count)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return what launches one update of these arrays, which lives as long as they do.
 
         Raises:
-            Unsupported: the optimizer has no kernel.
-            ValueMismatch: an array is not as the optimizer needs it.
+            ValueMismatch: an array is not as a kernel needs it.
         """
         if updater.assigns:
             return _assignment(total, value)
-        if not isinstance(updater, Optimizer):
+        if not isinstance(updater, Optimizer) or not self.has_rule(updater):
             return updater.bind(total, value, state)
-        _refuse_unknown(updater)
         if type(updater) in layerwise.KINDS:
             update = layerwise.bind(updater, [Whole(total, value, state)])
             return lambda step: update([step])
-        return _Update(updater, total, value, state)
+        several = _Updates(updater, total, value, state, (value.size,), ONE)
+        return lambda step: several((step,))
+
+    def bind_ranges(
+        self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return what makes one update of each of some ranges of these arrays, by as few launches as can be: one for
+        200 ranges of up to 16 different steps. It lives as long as the arrays.
+
+        Raises: as :meth:`bind`.
+        """
+        if isinstance(updater, Optimizer) and self.has_rule(updater):
+            return _Updates(updater, total, value, state, ends, MANY)
+        parts = [slice(low, high) for low, high in pairwise((0, *ends))]
+        updates = [
+            updater.bind(total[part], value[part], {name: array[part] for name, array in state.items()})
+            for part in parts
+        ]
+        return partial(_each, updates)
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
         """Return what makes one update of each of some whole values, by a step each; it lives as long as they do.
@@ -96,23 +143,17 @@ class CudaKernels:
         """
         if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
             return layerwise.bind(updater, wholes)
-        updates = [self.bind(updater, *whole) for whole in wholes]
-
-        def run(steps: Sequence[Any]) -> None:
-            for update, step in zip(updates, steps, strict=True):
-                update(step)
-
-        return run
+        return partial(_each, [self.bind(updater, *whole) for whole in wholes])
 
     def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
         return None  # where a library adds, there is one term
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         assert isinstance(updater, Optimizer)
-        _refuse_unknown(updater)
         table = Table(updater, memory.zeros(Table.nbytes(count)), count)
         for dtype in dtypes:
-            _kernel_of(table.form, dtype.name, "update_late")
+            for each in (ONE, MANY):
+                _kernel_of(table.form, dtype.name, each)
         return table
 
     def codec(self, codec: Codec) -> Codec:
@@ -124,14 +165,19 @@ class CudaKernels:
         return CudaRanges(codec) if has_code(codec) else codec
 
 
-def _refuse_unknown(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    if kind not in FORMS and kind not in layerwise.KINDS:
-        known = ", ".join(sorted(each.__name__ for each in (*FORMS, *layerwise.KINDS)))
+def _try(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
+    """Raise if an optimizer's own rule cannot update arrays of a GPU, which a push would find out too late."""
+    if type(optimizer).step is not Optimizer.step:
+        return  # who knows of which keys
+    slots, wide = optimizer.slots(dtype), np.dtype(np.float32) if _is_half(dtype) else dtype
+    state = {name: zeros(1, each) for name, each in slots.items()}
+    try:
+        optimizer.bind(zeros(1, wide), zeros(1, dtype), state)(Step(0.0, 0.0, optimizer.correction(1)))
+    except Exception as error:
         raise Unsupported(
-            f"{kind.__name__} has no CUDA kernel (known: {known}); use one of these, an updater function, which is "
-            "given arrays on the GPU, or a store on the host"
-        )
+            f"{type(optimizer).__name__} cannot update arrays of a GPU ({type(error).__name__}: {error}); use "
+            "functions of numpy that CuPy has, too, on arrays that all lie on the GPU, or a store on the host"
+        ) from error
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
@@ -144,41 +190,78 @@ def _nothing(step: Any) -> None:
     pass
 
 
-class _Update:
-    """One update of some arrays, to be launched for a step. It keeps the arrays."""
+def _each(updates: Sequence[Callable[[Any], None]], steps: Sequence[Any]) -> None:
+    for update, step in zip(updates, steps, strict=True):
+        update(step)
 
-    def __init__(self, optimizer: Optimizer, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+
+class _Updates:
+    """Updates of ranges of some arrays that follow one another, to be launched for a step each. It keeps the arrays."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total: Array,
+        value: Array,
+        state: Mapping[str, Array],
+        ends: Sequence[int],
+        count: Count,
+    ) -> None:
         slots = optimizer.slots(value.dtype)
         self._optimizer, self._arrays = optimizer, (total, value, *state.values())
-        self._dtype, self._blocks = value.dtype.name, min(-(-value.size // THREADS), MOST_BLOCKS)
-        self._arguments = np.zeros(1, UPDATE)
-        self._numbers = self._arguments["numbers"][0]
+        self._dtype, self._count = value.dtype.name, count
+        self._ends = np.array(ends, np.int64)
+        self._arguments = np.zeros(1, update_of(count))
         wide = np.dtype(np.float32) if _is_half(value.dtype) else value.dtype
-        given = self._arguments[0]
-        given["size"] = value.size
+        given = self._given = self._arguments[0]
+        self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
         given["total"] = address_of("the sum", total, wide, value.size)
         given["value"] = address_of("the value", value, value.dtype, value.size)
         if "master" in slots:
             given["master"] = address_of("master", state["master"], slots["master"], value.size)
         for place, name in enumerate(optimizer.states):
             given["state"][place] = address_of(name, state[name], slots[name], value.size)
+        self._cut, self._blocks = (0, 0), 0
 
-    def __call__(self, step: Step | Row) -> None:
-        if not self._blocks:
-            return
-        if isinstance(step, Row):
-            self._arguments["table"] = step.address
-            run = _kernel_of(step.form, self._dtype, "update_late")
-        else:
+    def __call__(self, steps: Sequence[Step | Row]) -> None:
+        low = 0
+        while low < len(steps):
+            some = steps[low : low + self._count.ranges]
+            form, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
+            if self._cut != (low, low + count):
+                self._take(low, low + count)
+            if self._blocks:
+                _kernel_of(form, self._dtype, self._count)((self._blocks,), (THREADS,), (self._arguments,))
+            low += count
+
+    def _point(self, steps: Sequence[Any]) -> tuple[str, int]:
+        """Let ranges be updated by rows of a table. Return the form, and how many ranges these are."""
+        self._given["table"] = steps[0].table
+        self._rows[: len(steps)] = [step.row for step in steps]
+        return steps[0].form, len(steps)
+
+    def _write(self, steps: Sequence[Any]) -> tuple[str, int]:
+        """Let ranges be updated by these steps, as far as there are rows for them. Return the same."""
+        rows, different = rows_of(steps, self._count.rows)
+        form = ""
+        for row, step in enumerate(different):
             # Options may have changed since the last call.
             form, numbers = call_of(self._optimizer, step)
-            self._numbers[: len(numbers)] = numbers
-            run = _kernel_of(form, self._dtype)
-        run((self._blocks,), (THREADS,), (self._arguments,))
+            self._numbers[row, : len(numbers)] = numbers
+        self._given["table"] = 0
+        self._rows[: len(rows)] = rows
+        return form, len(rows)
+
+    def _take(self, low: int, high: int) -> None:
+        """Let the next launch update these ranges."""
+        begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
+        self._given["begin"], self._given["count"] = begin, high - low
+        self._given["end"][: high - low] = self._ends[low:high]
+        self._cut, self._blocks = (low, high), min(-(-(end - begin) // PART), MOST_BLOCKS)
 
 
-def _kernel_of(form: str, dtype: str, name: str = "update") -> Kernel:
-    return kernel("rules.cu", f"{name}<{form}_rule, {dtype}_kind>")
+def _kernel_of(form: str, dtype: str, count: Count) -> Kernel:
+    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {count.name}>")
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:

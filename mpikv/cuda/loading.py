@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import TransportUnavailable, ValueMismatch
 from ..typing import Array
 
-__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "pointer", "room", "source"]
+__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "pointer", "room", "source", "zeros"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
@@ -60,6 +60,14 @@ def room(count: int) -> Array:
     import cupy
 
     memory: Array = cupy.empty(count, "float64")
+    return memory
+
+
+def zeros(count: int, dtype: np.dtype[Any]) -> Array:
+    """Return zeros in memory of the present GPU."""
+    import cupy
+
+    memory: Array = cupy.zeros(count, dtype)
     return memory
 
 

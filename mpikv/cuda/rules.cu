@@ -3,17 +3,24 @@
 // Every operation is that of the rule in numpy, in the same order and in the same dtype. Numbers are rounded to it
 // first, as numpy does. So the bits are the same as well, as long as the compiler fuses nothing.
 
-enum { COMMON = 3, NUMBERS = 12, STATES = 3 };
+enum { COMMON = 3, NUMBERS = 12, STATES = 3, PART = 1 << 12, AT_ONCE = 2 };
 
-// What one launch is given, by value; mpikv/cuda/kernels.py has the same.
-template <class Kind> struct Update {
+// How many ranges of elements a launch updates, and by how many different rows of numbers.
+struct one { enum { ranges = 1, rows = 1 }; };
+struct many { enum { ranges = 200, rows = 16 }; };
+
+// What one launch is given, by value: at most 4096 bytes. mpikv/cuda/kernels.py has the same.
+template <class Kind, class Count> struct Update {
     const typename Kind::computed* total;
     typename Kind::stored* value;
     typename Kind::computed* master;  // null where the value is all there is
     typename Kind::computed* state[STATES];
-    long long size;
-    double numbers[NUMBERS];  // scale, bound, wd, and those of the form
-    const double* table;      // the same, in memory
+    const double* table;  // rows in memory, which are read when it runs; null: those below
+    long long begin;      // where the first range begins, in elements; the others follow one another
+    long long count;
+    long long end[Count::ranges];
+    int row[Count::ranges];
+    double numbers[Count::rows * NUMBERS];  // rows of scale, bound, wd, and the numbers of the form
 };
 
 // --- Parts
@@ -206,30 +213,49 @@ template <class T> struct ftrl_rule : Decoupled<T> {
 
 // --- The walk
 
-template <template <class> class Rule, class Kind> INNER void walk(const Update<Kind>& given, const double* numbers) {
+// Update so many elements, which have one row of numbers. Threads load several of them before they store one: a load may
+// not pass a store, and memory is busy only while many are on their way.
+template <template <class> class Rule, class Kind, class Count>
+INNER void walk(const Update<Kind, Count>& given, const double* numbers, long long low, unsigned int count) {
     typedef typename Kind::computed T;
     const Rule<T> rule(numbers);
     const T scale = (T)numbers[0], bound = (T)numbers[1], wd = (T)numbers[2];
     const bool decays = Rule<T>::coupled && numbers[2] != 0;
-    const long long stride = (long long)gridDim.x * blockDim.x;
-#pragma unroll 1  // a thread has few elements: to count them in advance would take a division
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < given.size; i += stride) {
-        const T weight = given.master ? given.master[i] : Kind::widen(given.value[i]);
-        T state[STATES];
-        for (int each = 0; each < Rule<T>::states; each++) state[each] = given.state[each][i];
-        const T gradient = decayed(clipped(given.total[i] * scale, bound), weight, wd, decays);
-        const T changed = rule(weight, gradient, state);
-        for (int each = 0; each < Rule<T>::states; each++) given.state[each][i] = state[each];
-        if (given.master) given.master[i] = changed;
-        given.value[i] = Kind::narrow(changed);
+    for (unsigned int first = threadIdx.x; first < count; first += AT_ONCE * blockDim.x) {
+        T weight[AT_ONCE] = {}, gradient[AT_ONCE] = {}, state[AT_ONCE][STATES] = {};
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; each++) {
+            const unsigned int i = first + each * blockDim.x;
+            if (i >= count) continue;
+            gradient[each] = given.total[low + i];
+            weight[each] = given.master ? given.master[low + i] : Kind::widen(given.value[low + i]);
+            for (int kept = 0; kept < Rule<T>::states; kept++) state[each][kept] = given.state[kept][low + i];
+        }
+#pragma unroll
+        for (int each = 0; each < AT_ONCE; each++) {
+            const unsigned int i = first + each * blockDim.x;
+            if (i >= count) continue;
+            const T descent = decayed(clipped(gradient[each] * scale, bound), weight[each], wd, decays);
+            const T changed = rule(weight[each], descent, state[each]);
+            for (int kept = 0; kept < Rule<T>::states; kept++) given.state[kept][low + i] = state[each][kept];
+            if (given.master) given.master[low + i] = changed;
+            given.value[low + i] = Kind::narrow(changed);
+        }
     }
 }
 
-template <template <class> class Rule, class Kind> __global__ void update(const GRID_CONSTANT Update<Kind> given) {
-    walk<Rule>(given, given.numbers);
-}
-
-// The numbers are read when it runs: what is recorded in a graph has the same arguments each time.
-template <template <class> class Rule, class Kind> __global__ void update_late(const GRID_CONSTANT Update<Kind> given) {
-    walk<Rule>(given, given.table);
+// A block updates part after part, and in each the ranges that reach into it.
+template <template <class> class Rule, class Kind, class Count> __global__ void update(
+    const GRID_CONSTANT Update<Kind, Count> given) {
+    const double* rows = given.table ? given.table : given.numbers;
+    const long long end = given.end[given.count - 1];
+    for (long long part = given.begin + (long long)blockIdx.x * PART; part < end; part += (long long)gridDim.x * PART) {
+        const long long last = part + PART < end ? part + PART : end;
+        int range = range_of(given.end, given.count, part);
+        for (long long low = part; low < last; range++) {
+            const long long high = given.end[range] < last ? given.end[range] : last;
+            walk<Rule>(given, rows + (long long)given.row[range] * NUMBERS, low, (unsigned int)(high - low));
+            low = high;
+        }
+    }
 }

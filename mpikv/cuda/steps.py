@@ -14,24 +14,48 @@ from ..optimizers.optimizer import Optimizer, Step
 from ..typing import Array
 from .loading import kernel, pointer
 
-__all__ = ["NUMBERS", "WRITTEN", "Row", "Table"]
+__all__ = ["NUMBERS", "WRITTEN", "Row", "Table", "rows_of"]
 
 NUMBERS = 12
 """How many a row has: those of an ``Update`` of rules.cu."""
 
-WORDS = 510
-WRITTEN = np.dtype([("target", np.uintp), ("count", np.int64), ("numbers", np.float64, WORDS)], align=True)
+KEYS, ROWS = 2400, 16
+WRITTEN = np.dtype(
+    [("target", np.uintp), ("count", np.int64), ("numbers", np.float64, ROWS * NUMBERS), ("row", np.uint8, KEYS)],
+    align=True,
+)
 """What one launch is given: ``Numbers`` of steps.cu."""
 
-THREADS = 128
+THREADS = 256
 _WIDTH = NUMBERS * np.dtype(np.float64).itemsize
+
+
+def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
+    """Return which of the different steps each is, and these, as far as there are ``most`` of them.
+
+    >>> one, other = "one", "other"
+    >>> rows_of([one, other, one, "third", one], 2)
+    ([0, 1, 0], ['one', 'other'])
+    """
+    known: dict[int, int] = {}
+    rows, different = list[int](), list[Any]()
+    for step in steps:
+        row = known.setdefault(id(step), len(known))
+        if row == most:
+            break
+        if row == len(different):
+            different.append(step)
+        rows.append(row)
+    return rows, different
 
 
 class Row(NamedTuple):
     """Stands for a step that an update finds when it runs."""
 
     form: str
-    address: int
+    table: int
+    """Where the first row is."""
+    row: int
 
 
 class Table:
@@ -42,9 +66,9 @@ class Table:
         self._optimizer, self._memory = optimizer, memory
         self.form = call_of(optimizer, optimizer.step("", 1))[0]
         self._address = pointer(memory)
-        self.rows: Sequence[Any] = [Row(self.form, self._address + row * _WIDTH) for row in range(count)]
-        self._given = np.zeros((count, NUMBERS))
-        self._written = 0
+        self.rows: Sequence[Any] = [Row(self.form, self._address, row) for row in range(count)]
+        # The rows that each launch of the last writing gave to keys, and their numbers.
+        self._told: list[tuple[list[int], list[tuple[float, ...]]]] = []
         self._arguments = np.zeros(1, WRITTEN)
         kernel("steps.cu", "write_numbers")
 
@@ -57,22 +81,21 @@ class Table:
         return call_of(self._optimizer, step)[0] == self.form
 
     def write(self, steps: Sequence[Step]) -> None:
-        # Most keys share their step.
-        known = {id(step): call_of(self._optimizer, step)[1] for step in steps}
-        width = len(known[id(steps[0])])
-        given = np.array([known[id(step)] for step in steps])
-        rows = self._given[: len(steps)]
-        if len(steps) <= self._written and np.array_equal(rows[:, :width], given):
-            return
-        rows[:, :width] = given
-        self._written = len(steps)
-        self._queue(rows.reshape(-1))
+        told, low = [], 0
+        while low < len(steps):
+            rows, different = rows_of(steps[low : low + KEYS], ROWS)
+            told.append((rows, [call_of(self._optimizer, step)[1] for step in different]))
+            low += len(rows)
+        if told != self._told:
+            self._told = told
+            self._queue()
 
-    def _queue(self, numbers: Array) -> None:
-        run, arguments = kernel("steps.cu", "write_numbers"), self._arguments[0]
-        for low in range(0, numbers.size, WORDS):
-            some = numbers[low : low + WORDS]
-            arguments["target"] = self._address + low * numbers.itemsize
-            arguments["count"] = some.size
-            arguments["numbers"][: some.size] = some
-            run((1,), (THREADS,), (self._arguments,))
+    def _queue(self) -> None:
+        run, given, low = kernel("steps.cu", "write_numbers"), self._arguments[0], 0
+        table = given["numbers"].reshape(ROWS, NUMBERS)
+        for rows, numbers in self._told:
+            given["target"], given["count"] = self._address + low * _WIDTH, len(rows)
+            given["row"][: len(rows)] = rows
+            table[: len(numbers), : len(numbers[0])] = numbers
+            run((-(-len(rows) * NUMBERS // THREADS),), (THREADS,), (self._arguments,))
+            low += len(rows)

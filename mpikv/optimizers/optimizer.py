@@ -285,7 +285,8 @@ class Optimizer:
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Step], None]:
         """Return a function of a step that makes one update of these arrays, under the caller's rules for overflows."""
-        if type(self).update is not Optimizer.update:
+        # On a GPU blocks are as large as the arrays: memory for as many would be kept for each.
+        if type(self).update is not Optimizer.update or not isinstance(value, np.ndarray):
             return lambda step: self.update(step, total, value, state)
         return self._bound(total, value, state)
 
@@ -326,17 +327,22 @@ class Optimizer:
             np.add(gradient, decay, out=gradient)
 
     def blocks(self, total: Array, value: Array, state: Mapping[str, Array]) -> list[Block]:
-        """Cut contiguous arrays of any shape into blocks. Each is to be loaded, changed, and stored."""
+        """Cut contiguous arrays of any shape into blocks. Each is to be loaded, changed, and stored. Arrays of a GPU,
+        which has no cache to stay in, are one.
+        """
         precision = self._precision(value.dtype)
         kept = self._has_master(value.dtype, precision)
         own = not kept and value.dtype == precision
-        spare = self.scratch(precision, self.spares + 1)
         total, value = total.reshape(-1), value.reshape(-1)
+        on_host, number = isinstance(value, np.ndarray), self.spares + 1
+        length = BLOCK if on_host else max(value.size, 1)
+        new = [] if on_host else [np.empty_like(value, dtype=precision) for _ in range(number)]
+        spare = new or self.scratch(precision, number)
         weight = state["master"].reshape(-1) if kept else value
         states = [state[name].reshape(-1) for name in self.states]
         blocks = []
-        for start in range(0, value.size, BLOCK):
-            part = slice(start, min(start + BLOCK, value.size))
+        for start in range(0, value.size, length):
+            part = slice(start, min(start + length, value.size))
             *spares, wide = (array[: part.stop - start] for array in spare[: self.spares + 1])
             blocks.append(
                 Block(

@@ -32,7 +32,7 @@ from ..arrays import accumulator
 from ..cuda.codes import code_of, has_code
 from ..errors import TransportError, Unsupported
 from ..optimizers import BLOCK
-from ..optimizers.forms import call_of
+from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
 from ..typing import Array, Memory, RangeCodec, Updater
 
@@ -769,17 +769,48 @@ class FakeKernels:
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         pass
 
+    def has_rule(self, updater: Updater) -> bool:
+        return type(updater) in FORMS
+
     def bind(
         self, updater: Updater, total: FakeArray, value: FakeArray, state: Mapping[str, FakeArray]
     ) -> Callable[[Any], None]:
         beneath = {name: array._beneath for name, array in state.items()}
-        update = updater.bind(total._beneath, value._beneath, beneath)
+        several = self._several(
+            [total, value, *state.values()], [updater.bind(total._beneath, value._beneath, beneath)]
+        )
+        return lambda step: several((step,))
 
-        def launch(step: Any) -> None:
-            late = isinstance(step, FakeRow)
-            run = partial(step.cell.run, update) if late else partial(update, step)
+    def bind_ranges(
+        self,
+        updater: Updater,
+        total: FakeArray,
+        value: FakeArray,
+        state: Mapping[str, FakeArray],
+        ends: Sequence[int],
+    ) -> Callable[[Sequence[Any]], None]:
+        updates = []
+        for part in (slice(low, high) for low, high in itertools.pairwise((0, *ends))):
+            beneath = {name: array._beneath[part] for name, array in state.items()}
+            updates.append(updater.bind(total._beneath[part], value._beneath[part], beneath))
+        return self._several([total, value, *state.values()], updates)
+
+    def _several(
+        self, arrays: Sequence[FakeArray], updates: Sequence[Callable[[Any], None]]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return what makes all of some updates by one launch."""
+
+        def launch(steps: Sequence[Any]) -> None:
+            rows = [step.memory for step in steps if isinstance(step, FakeRow)]
             # An updater may overwrite the sum.
-            self._gpu.launch("update", [step.memory] if late else [], [total, value, *state.values()], run)
+            self._gpu.launch("update", rows, arrays, partial(run, steps))
+
+        def run(steps: Sequence[Any]) -> None:
+            for update, step in zip(updates, steps, strict=True):
+                if isinstance(step, FakeRow):
+                    step.cell.run(update)
+                else:
+                    update(step)
 
         return launch
 

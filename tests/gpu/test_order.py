@@ -186,20 +186,26 @@ def test_tensors_of_torch(kv, cupy, dtype):
         assert (out == (number + 1) * kv.size).all()
 
 
-def test_a_stream_of_torch(kv, cupy, late):
+@pytest.mark.parametrize("own", [False, True])
+def test_a_stream_of_torch(kv, cupy, late, own):
+    """The default one, or one of torch's own, on which gradients come late and are written over after the push."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
     device = torch.device("cuda", cupy.cuda.get_device_id())
-    side = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device) if own else torch.cuda.default_stream(device)
     kv.init("w", cupy.zeros(SIZE, np.float32))
-    with torch.cuda.stream(side), cupy.cuda.Stream.from_external(Named(side.cuda_stream)):
-        gradient = torch.zeros(SIZE, device=device)
-        late(cupy.from_dlpack(gradient), 5)
-        kv.push("w", gradient)
-        out = torch.zeros(SIZE, device=device)
-        kv.pull("w", out)
-        assert float((out - 5 * kv.size).abs().max()) == 0
+    with torch.cuda.stream(stream), cupy.cuda.Stream.from_external(Named(stream.cuda_stream)):
+        gradient, out = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
+        for number in range(1, 6):
+            late(cupy.from_dlpack(gradient), number)
+            kv.push("w", gradient)
+            gradient.fill_(float("nan"))
+            late(cupy.from_dlpack(out), np.nan)
+            kv.pull("w", out)
+            doubled = out * 2
+            out.fill_(float("nan"))
+            assert float((doubled - 2 * number * kv.size).abs().max()) == 0
 
 
 class Named:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpikv
 from mpikv import optimizers
 from mpikv.cuda import kernels
 from mpikv.cuda.copies import copy
@@ -26,6 +27,59 @@ UPDATERS = {
     "lamb": lambda: optimizers.LAMB(wd=0.01, clip_gradient=0.75),
 }
 EXACT = ("sgd", "momentum", "clipped", "lars", "lars, of masters", "lamb")
+
+
+class Lion(optimizers.Optimizer):
+    """Of sign(0.9 m + 0.1 g), in numpy's functions: no optimizer that there is a kernel for."""
+
+    states = ("mean",)
+
+    def rule(self, step, block):
+        (mean,) = block.state
+        np.multiply(mean, 0.9, out=block.spare[0])
+        np.multiply(block.gradient, 0.1, out=mean)
+        np.add(mean, block.spare[0], out=mean)
+        np.sign(mean, out=block.gradient)
+        np.multiply(block.gradient, step.rate, out=block.gradient)
+        np.subtract(block.weight, block.gradient, out=block.weight)
+
+
+UPDATERS["one's own"] = lambda: Lion(wd=0.01, clip_gradient=0.75, rescale_grad=0.5)
+UPDATERS["one's own, of masters"] = lambda: Lion(wd=0.01, multi_precision=True)
+EXACT += ("one's own", "one's own, of masters")
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_optimizer_of_ones_own_on_a_store(cupy):
+    with mpikv.create("nccl") as kv, mpikv.create("dist_sync") as host:
+        for each, place in ((kv, cupy.asarray), (host, np.copy)):
+            each.init(["a", "b"], [place(np.ones(shape, np.float32)) for shape in (3, 1000)])
+            each.set_optimizer(Lion(learning_rate=0.5, wd=0.25, lr_mult={"b": 0.5}))
+        step = kv.compile(["a", "b"], [cupy.full(size, 0.25, "f4") for size in (3, 1000)])
+        for _ in range(3):
+            found = step()
+            expected = host.pushpull(["a", "b"], [np.full(size, 0.25, np.float32) for size in (3, 1000)])
+            assert [one.get().tolist() for one in found] == [one.tolist() for one in expected]
+        assert step.reason == "Lion is Python, which runs on the host"
+
+
+@pytest.mark.parametrize("keys", [7, 500])
+@pytest.mark.parametrize("different", [3, 40])
+def test_many_keys_with_steps_of_their_own(cupy, keys, different):
+    random = np.random.default_rng(keys)
+    sizes, factors = random.integers(1, 9000, keys), {number: 1 + number / 8 for number in range(different)}
+    optimizer = optimizers.Adam(learning_rate=0.1, wd=0.25, lr_mult=factors, wd_mult=factors)
+    value, total = random.standard_normal((2, sizes.sum())).astype(np.float32)
+    state, ends = zeros(optimizer, value), np.cumsum(sizes).tolist()
+    there, states = cupy.asarray(value), {key: cupy.asarray(array) for key, array in state.items()}
+    update = kernels.CudaKernels().bind_ranges(optimizer, cupy.asarray(total), there, states, ends)
+    for count in (1, 2):
+        steps = [optimizer.step(number % different, count) for number in range(keys)]
+        update(steps)
+        for low, high, step in zip((0, *ends), ends, steps, strict=False):
+            part = {key: array[low:high] for key, array in state.items()}
+            optimizer.update(step, total[low:high].copy(), value[low:high], part)
+    compare(there.get(), value, 2)
 
 
 @pytest.mark.parametrize("name", UPDATERS)

@@ -191,7 +191,16 @@ def double(key: Any, received: Any, stored: Any) -> None:
     stored += 2 * received
 
 
+class Upwards(optimizers.SGD):
+    """No optimizer that there is a kernel for."""
+
+
 LACKS: dict[str, tuple[str, dict[str, Any], Callable[[Both], Any]]] = {
+    "own optimizer": (
+        "Upwards is Python",
+        {},
+        lambda both: both.set_optimizer(lambda: Upwards(learning_rate=0.5, momentum=0.5, lr_mult={"b": 2.0})),
+    ),
     "updater": ("function is Python", {}, lambda both: [kv.set_updater(double) for kv in (both.here, both.there)]),
     "compression": (
         "pushes are compressed",
@@ -236,7 +245,7 @@ def test_what_cannot_be_recorded_is_pushed_plainly(comm: Any, lack: str) -> None
         step = both.here.compile(both.keys, both.sent, both.outs)
     for _ in range(4):
         version = both.here.version("w")
-        if lack in ("updater", "order", "compression"):
+        if lack in ("own optimizer", "updater", "order", "compression"):
             both.step(step)
         else:
             step()
@@ -793,3 +802,29 @@ def change(kv: KVStore, action: str, number: int) -> None:
         kv.init("b", np.full(5, number, np.float32), overwrite=True)
     elif kv.optimizer is not None and kv.optimizer.lr_scheduler is None:
         kv.set_learning_rate(0.5 ** (number % 4))
+
+
+@ALL
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_keys_with_rates_of_their_own_are_updated_by_no_more_launches(
+    comm: Any, compiled: bool, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[str] = []
+    launch = FakeGpu.launch
+
+    def counted(self: FakeGpu, work: str, *arguments: Any) -> None:
+        launched.append(work)
+        launch(self, work, *arguments)
+
+    monkeypatch.setattr(FakeGpu, "launch", counted)
+    both = Both(comm, 5, {f"{number}": (number % 7 + 1, 3) for number in range(40)}, placement=placement)
+    updates = []
+    for rates in ({}, {f"{number}": 1 / (1 + number % 3) for number in range(0, 40, 2)}):
+        both.set_optimizer(lambda rates=rates: optimizers.Adam(learning_rate=0.5, wd=0.25, lr_mult=rates))
+        step = both.here.compile(both.keys, both.sent, both.outs) if compiled else None
+        launched.clear()
+        both.step(step or (lambda: both.here.pushpull(both.keys, both.sent, out=both.outs)))
+        updates.append(launched.count("update"))
+    assert updates[0] == updates[1] <= 1
+    both.close()
