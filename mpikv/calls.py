@@ -157,6 +157,8 @@ class Calls:
                 _log.info("pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it", entry.key)
         if ignore_sparse:
             sparse = []
+        elif any(sparse):
+            self._memory.check_new()
         arrays = targets(plan.entries, dense)
         return self._planned("pull", plan, priority), (self._run_pull_into_rows, plan, arrays, sparse, out)
 
@@ -186,6 +188,8 @@ class Calls:
             result = value if out is None else out
             groups = outs_of(key, result, plan.keys).groups
         rows = [[each for each in group if type(each) is RowSparse] for group in groups]
+        if any(rows):
+            self._memory.check_new()
         asked = [
             paired(entry, [each.indices for each in group], group)
             for entry, group in zip(plan.entries, rows, strict=True)
@@ -371,6 +375,8 @@ class Calls:
             plan = self._exchange.plan(form.keys)
             return plan, targets(plan.entries, form.groups), key
         plan = plan or self.known(key)
+        if out is None:
+            self._memory.check_new()
         result = new_arrays(key, plan, self._memory) if out is None else out
         return plan, self._targets(plan, key, result), result
 

@@ -3,6 +3,9 @@
 A store has one stream, on which everything that a call does to arrays is queued; a call returns when it is queued. By
 events the stream begins after what the caller's stream has to do so far, and the caller's stream goes on after it. So
 whoever uses one stream finds arrays as if each call had been done at once, and nobody waits for a GPU.
+
+A call that another thread makes is after what the caller's stream had to do when it was issued, and before what the
+stream is given that somebody has waited for it on.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -22,10 +25,13 @@ from .errors import MPIKVError, TransportError, Unsupported
 from .spare import SpareTables
 from .typing import Array, Event, Gpu, Graph, StoreTables, Stream
 
-__all__ = ["DeviceMemory", "found", "read"]
+__all__ = ["DeviceMemory", "Issued", "found", "read"]
 
 Door: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
 """Returns the context in which something is queued that is known by this text."""
+
+# The handle of CUDA's default stream of a thread: in each thread it is another stream.
+_PER_THREAD = 2
 
 _GPUS: WeakSet[Gpu] = WeakSet()
 """Those that stores of this process use, or used."""
@@ -78,6 +84,8 @@ class DeviceMemory:
         self.stream: Stream = gpu.stream()
         self._flag = self.zeros(1)
         self._call = _Call()
+        # Whether calls were made that no stream of a caller comes after by itself.
+        self._asides = False
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
         self._said = False
@@ -115,15 +123,26 @@ class DeviceMemory:
         # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
         with self._call.caller:
             array = self.gpu.empty(shape, dtype)
+        if self._call.aside:
+            # What the stream was given since the call was issued may use it yet.
+            self.stream.wait(self._call.caller.record())
         self._call.made.append(array)
         return array
+
+    def check_new(self) -> None:
+        call = self._call
+        if call.aside and call.caller is not None and call.caller.handle == _PER_THREAD:
+            raise Unsupported(
+                "with wait=False no new arrays are made for the default stream of a thread, as the thread that makes "
+                "the call has another; pass arrays to fill, or leave wait=False out"
+            )
 
     def source(self, value: Any) -> Array:
         # That owns() knows it for an array is nothing that types can say.
         if self.gpu.owns(value):
             return value  # type: ignore[no-any-return]
         if is_array(value) and not lies_on_host(value):
-            return self.gpu.adopt(value)
+            return self._adopted(value)
         array = source(value)
         self._say_that_arrays_travel()
         return self.gpu.upload(array)
@@ -138,10 +157,14 @@ class DeviceMemory:
             return out  # type: ignore[no-any-return]
         if is_array(out) and not lies_on_host(out):
             check_mutable(out)
-            return self.gpu.adopt(out)
+            return self._adopted(out)
         array = target(out)
         self._say_that_arrays_travel()
         return array
+
+    def _adopted(self, value: Any) -> Array:
+        # Of a call that was issued it comes after what the caller's stream had to do then.
+        return self.gpu.adopt(value, ordered=self._call.aside)
 
     def view(self, array: Array) -> Array:
         view: Array = array.view()
@@ -180,7 +203,11 @@ class DeviceMemory:
         return found
 
     def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        call, caller, made = self._call, self.gpu.current(), list[Array]()
+        call = self._call
+        if call.aside:  # on the store's stream all along
+            call.made.append(arguments)
+            return run(*arguments)
+        caller, made = self.gpu.current(), list[Any]()
         outer = call.caller, call.made
         self.stream.wait(caller.record())
         call.caller, call.made = caller, made
@@ -192,6 +219,39 @@ class DeviceMemory:
             done = self.stream.record()
             caller.wait(done)
             self._keep(done, (arguments, made))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        call = self._call
+        self.gpu.use()
+        self._asides = call.aside = True
+        call.made = []
+        try:
+            with self.stream:
+                yield
+        finally:
+            call.aside = False
+
+    def issue(self) -> Issued:
+        return Issued(self)
+
+    def make(self, issued: Issued, run: Callable[[], Any]) -> Any:
+        """Return ``run()``, a call that was issued in another thread. In :meth:`aside`, and in another such call."""
+        call, made = self._call, list[Any]()
+        outer = call.caller, call.made
+        self.stream.wait(issued.begin)
+        call.caller, call.made = issued.caller, made
+        try:
+            return run()
+        finally:
+            call.caller, call.made = outer
+            issued.done = self.stream.record()
+            # What was given, too: of a call that is refused, it may have been read before that.
+            self._keep(issued.done, (run, made))
+
+    def rejoin(self) -> None:
+        if self._asides:
+            self.gpu.current().wait(self.stream.record())
 
     def _keep(self, done: Event, arguments: Any) -> None:
         self._in_use.append((done, arguments))
@@ -262,12 +322,32 @@ class DeviceMemory:
             )
 
 
+class Issued:
+    """The :class:`~mpikv.typing.Issue` of a :class:`DeviceMemory`."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self.caller = memory.gpu.current()
+        self.begin: Event = self.caller.record()
+        self.done: Event | None = None
+        """Behind what the call has queued; None if it was not made."""
+
+    def make(self, run: Callable[[], Any]) -> Any:
+        return self._memory.make(self, run)
+
+    def rejoin(self) -> None:
+        if self.done is not None:
+            self._memory.gpu.current().wait(self.done)
+
+
 class _Call(threading.local):
     """What a thread runs in the order of a store's stream, if it does."""
 
     caller: Stream | None = None
-    made: list[Array]
-    """What was made for the caller, which is to live as long as the arguments."""
+    aside = False
+    """Whether this thread makes calls that others have issued."""
+    made: list[Any]
+    """What is to live as long as the arguments: what was made for the caller."""
 
     def __init__(self) -> None:
         self.made = []

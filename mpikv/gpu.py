@@ -258,7 +258,7 @@ class CupyGpu:
     def owns(self, value: object) -> bool:
         return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
 
-    def adopt(self, value: Any) -> Array:
+    def adopt(self, value: Any, ordered: bool = False) -> Array:
         kind, ordinal = map(int, value.__dlpack_device__())
         if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
             where = f"cuda:{ordinal}" if kind == _DEVICE else f"DLPack's device ({kind}, {ordinal})"
@@ -267,7 +267,7 @@ class CupyGpu:
                 f"'cupy.cuda.Device({self.ordinal}).use()'"
             )
         if type(value).__module__.partition(".")[0] == "torch":
-            value = value.detach()
+            value = _Ordered(value.detach()) if ordered else value.detach()
         with self.present():
             try:
                 return self.cupy.from_dlpack(value)  # type: ignore[no-any-return]
@@ -395,6 +395,21 @@ class CupyGpu:
         return total
 
 
+class _Ordered:
+    """A tensor of torch that CuPy's present stream comes after. Torch would have it come after all that its own present
+    stream of this thread was given, too.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        return self._tensor.__dlpack__(stream=-1, **options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
 class CupyStream:
     """The :class:`~mpikv.typing.Stream` of CuPy."""
 
@@ -402,7 +417,7 @@ class CupyStream:
         self.gpu = gpu
         self.handle = int(stream.ptr)
         self._stream = stream
-        self._entered: list[Any] = []
+        self._entered = _Entered()
 
     # CUDA knows the default stream, and makes an event, of the present GPU only.
 
@@ -441,12 +456,19 @@ class CupyStream:
         present = self.gpu.present()
         present.__enter__()
         self._stream.__enter__()
-        self._entered.append(present)
+        self._entered.presents.append(present)
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._stream.__exit__(*failure)
-        self._entered.pop().__exit__(*failure)
+        self._entered.presents.pop().__exit__(*failure)
+
+
+class _Entered(threading.local):
+    """What was present before a thread entered a stream, as often as it has."""
+
+    def __init__(self) -> None:
+        self.presents: list[Any] = []
 
 
 class CupyGraph:

@@ -30,7 +30,7 @@ from .rows import Rows
 from .scope import Scope
 from .typing import Array, GpuKernels, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
-from .work import Pending, Work, urgency
+from .work import Pending, Work, makes_calls, urgency
 from .world import Group
 
 __all__ = ["LOST", "OPEN", "KVStore"]
@@ -102,7 +102,7 @@ class KVStore(KVStoreBase):
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
-        self._pending = Pending(self._least, board.aside)
+        self._pending = Pending(self._least, board.aside if transport.memory.on_host else self._aside)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
@@ -311,7 +311,8 @@ class KVStore(KVStoreBase):
             priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
                 issued and that have not begun, the one with the highest comes first.
             wait: False returns a :class:`Work` at once, and a thread of the store makes the call while the caller goes
-                on. Until it has completed, the arrays and lists of the call must not be changed, what it fills not be
+                on. Until it has completed, and on GPUs until :meth:`Work.wait` or another call of all ranks has
+                returned, the arrays and lists of the call must not be changed, what it fills not be
                 read, and settings of the optimizer not be set. Such calls are made one after the other, in the order in
                 which they were issued but for priorities, on every rank alike; any other call waits for all of them
                 first. Whatever is wrong with the call is raised by :meth:`Work.wait`. A Python updater runs in that
@@ -544,6 +545,7 @@ class KVStore(KVStoreBase):
         """
         self._check_open("view")
         self._pending.drain()
+        self._transport.memory.rejoin()
         self._check_open("view")  # a pending call may have ended it
         plan = self._calls.known(key)
         return in_form(key, plan, plan.views)
@@ -1007,6 +1009,7 @@ class KVStore(KVStoreBase):
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         self._pending.drain()
+        self._transport.memory.rejoin()
         self._in_join = True
         try:
             yield
@@ -1146,18 +1149,28 @@ class KVStore(KVStoreBase):
     def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
         self._check_free(verb)
-        if not self._transport.memory.on_host:
-            self.refuse(
-                Unsupported("wait=False is for stores of the host; on a GPU a call returns when it is queued"), verb
-            )
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         text = partial(_called, verb, arguments[:1])
         keys = None if self._exchange.pause is None else _keys_of(arguments[0])
-        work = partial(self._collective, verb, prepare, *arguments)
-        return self._pending.add(urgency(arguments[-1]), text, work, keys)
+        work, rejoin = partial(self._collective, verb, prepare, *arguments), None
+        if (issue := self._transport.memory.issue()) is not None:
+            self._let_others_queue()
+            work, rejoin = partial(issue.make, work), issue.rejoin
+        return self._pending.add(urgency(arguments[-1]), text, work, keys, rejoin)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        with self._board.aside(), self._transport.memory.aside():
+            yield
+
+    def _let_others_queue(self) -> None:
+        """Wait for what other stores of GPUs have pending: all ranks are to use NCCL in the order of the program."""
+        for other in () if makes_calls() else tuple(OPEN):
+            if other is not self and other._pending.active and not other._transport.memory.on_host:
+                other._pending.drain()
 
     def _pause(self) -> None:
         """Make what is more urgent than the call that runs, between two of its messages. Collective."""
@@ -1180,7 +1193,12 @@ class KVStore(KVStoreBase):
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
         quietly = run_quietly if self._exchange.updater.fallible else self._quiet
         memory = self._transport.memory
-        return memory.in_order(quietly, run, *arguments) if memory.orders else quietly(run, *arguments)
+        if not memory.orders:
+            return quietly(run, *arguments)
+        if not memory.on_host:
+            self._let_others_queue()
+        result: Result = memory.in_order(quietly, run, *arguments)
+        return result
 
     def _check_open(self, verb: str) -> None:
         if self._ended is not None:

@@ -21,6 +21,7 @@ __all__ = [
     "Gpu",
     "GpuKernels",
     "Graph",
+    "Issue",
     "Kernels",
     "Key",
     "Memory",
@@ -145,6 +146,10 @@ class Memory(Protocol):
         """Return a new array of any content, for a caller to keep."""
         ...
 
+    def check_new(self) -> None:
+        """Raise Unsupported if whoever has issued the call that is prepared can be given no arrays of :meth:`empty`."""
+        ...
+
     def source(self, value: Any) -> Array:
         """Return an array of this memory to read ``value`` from, without a copy if it lies here.
 
@@ -198,6 +203,18 @@ class Memory(Protocol):
         """Take note that the call is not made for which arrays were prepared."""
         ...
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread makes calls that others have issued."""
+        ...
+
+    def issue(self) -> Issue | None:
+        """Return a note of a call that this thread leaves to another; None where what it is given needs no order."""
+        ...
+
+    def rejoin(self) -> None:
+        """Let what this thread's present stream is given next come after all calls of other threads so far."""
+        ...
+
     def wait(self) -> None:
         """Wait until all that was queued is done."""
         ...
@@ -210,6 +227,20 @@ class Memory(Protocol):
         """End what is in flight, where it may wait for ranks that do not come; there tell the others why, unless that
         is "", as they may wait for this one. In a forked child, nothing.
         """
+        ...
+
+
+class Issue(Protocol):
+    """A call that one thread has issued and another makes."""
+
+    def make(self, run: Callable[[], Any]) -> Any:
+        """Return ``run()``, which prepares the call and makes it: what that does to arrays comes after what the stream
+        had to do on which it was issued, at that moment. In :meth:`Memory.aside`.
+        """
+        ...
+
+    def rejoin(self) -> None:
+        """Let what this thread's present stream is given next come after the call, which was made."""
         ...
 
 
@@ -313,8 +344,11 @@ class Gpu(Tables, Protocol):
         """Return whether this is an array of the library, on this GPU."""
         ...
 
-    def adopt(self, value: Any) -> Array:
+    def adopt(self, value: Any, ordered: bool = False) -> Array:
         """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
+
+        ``ordered``: what the library's present stream of this thread has to do by now need not come before, where that
+        is what it knows.
 
         Raises:
             Unsupported: it lies on another device.

@@ -55,9 +55,11 @@ class Work:
         text: Callable[[], str],
         run: Callable[[], Any],
         keys: Set[Any] | None = None,
+        rejoin: Callable[[], None] | None = None,
     ) -> None:
         self._pending, self._urgency, self._text, self._keys = pending, urgent, text, keys
         self._run: Callable[[], Any] | None = run
+        self._rejoin = rejoin
         self._completed = threading.Event()
         self._result: Any = None
         self.answer: Any = None
@@ -71,7 +73,7 @@ class Work:
 
     @property
     def done(self) -> bool:
-        """Whether the call has completed, well or not. Local."""
+        """Whether the call has completed, well or not. Local. On a GPU it has when it is queued."""
         return self._completed.is_set()
 
     @property
@@ -86,6 +88,8 @@ class Work:
         Local: every rank may wait when it likes, more than once, or not at all. What a call raised and nobody has seen
         is logged, and raised by the next call that does not itself have ``wait=False``, in its place.
 
+        On a GPU it waits until the call is queued, and what this thread's present stream is given next comes after it.
+
         Args:
             timeout: seconds; None waits until it has completed, which the store's own timeout bounds unless an updater
                 never returns.
@@ -98,6 +102,8 @@ class Work:
         self._pending.check_progress(self)
         if not self._completed.wait(timeout):
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it goes on")
+        if self._rejoin is not None:
+            self._rejoin()
         if (error := self.error) is not None:
             self._pending.saw(self)
             raise error
@@ -141,13 +147,21 @@ class Pending:
         self.waiting = False
         """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
 
-    def add(self, urgent: int, text: Callable[[], str], run: Callable[[], Any], keys: Set[Any] | None = None) -> Work:
-        """Queue a call; one whose keys are not known passes none that has begun.
+    def add(
+        self,
+        urgent: int,
+        text: Callable[[], str],
+        run: Callable[[], Any],
+        keys: Set[Any] | None = None,
+        rejoin: Callable[[], None] | None = None,
+    ) -> Work:
+        """Queue a call; one whose keys are not known passes none that has begun. ``rejoin`` is called in each thread
+        that has waited for it.
 
         Raises:
             Closed: the store has ended.
         """
-        work = Work(self, urgent, text, run, keys)
+        work = Work(self, urgent, text, run, keys, rejoin)
         with self._changed:
             if self._ending:
                 raise Closed(f"{text()}: the store has ended; create a new store")

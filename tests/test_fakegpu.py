@@ -113,6 +113,20 @@ def test_memory_may_be_freed_once_its_stream_comes_after_its_use(gpu):
     gpu.checker.assert_clean()
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_memory_may_be_in_use_yet_when_it_is_taken(gpu, ordered):
+    """By what the stream that it is taken on had to do: an allocator gives back at once what was let go of."""
+    stream = gpu.stream()
+    stream.wait(gpu.current().record())
+    gpu.upload(np.zeros(3))
+    array = gpu.empty((3,), np.dtype("f8"))
+    if ordered:
+        stream.wait(gpu.current().record())
+    said = "fill on stream 1 writes what what had the memory before on stream 0 writes"
+    with stream, nullcontext() if ordered else pytest.raises(RaceError, match=said):
+        array.fill(1)
+
+
 def test_memory_that_was_never_written_is_no_number(gpu):
     assert np.isnan(DeviceMemory(gpu).to_host(gpu.empty((3,), np.dtype(np.float32)))).all()
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv.config import visible_gpus
+from mpikv.device import _PER_THREAD
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
 from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
 
@@ -540,6 +542,65 @@ def test_arrays_of_others(gpu, cupy):
     cupy.from_dlpack = refuse
     with pytest.raises(Unsupported, match="cannot use the memory of a SimpleNamespace: it is conjugated"):
         gpu.adopt(SimpleNamespace(__dlpack_device__=lambda: (2, 1)))
+
+
+def test_tensors_of_torch_that_come_in_order_already(gpu, cupy):
+    """Torch is asked to order nothing, and else it would; the arrays of other libraries are asked as ever."""
+    asked = []
+
+    class Tensor(StandinArray):
+        detach = SimpleNamespace
+
+        def __init__(self) -> None:
+            super().__init__(np.zeros(3), 1)
+            self.detach = lambda: self
+
+        def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> StandinArray:
+            asked.append((stream, max_version))
+            return self
+
+    def from_dlpack(value: Any) -> StandinArray:
+        assert value.__dlpack_device__() == (2, 1)
+        return value.__dlpack__(stream=77, max_version=(1, 0))  # as CuPy asks
+
+    cupy.from_dlpack = from_dlpack
+    for module, ordered in (("torch", True), ("torch.nn", True), ("torch", False), ("jax", True)):
+        Tensor.__module__ = module
+        tensor = Tensor()
+        assert gpu.adopt(tensor, ordered=ordered) is tensor
+    assert asked == [(-1, (1, 0)), (-1, (1, 0)), (77, (1, 0)), (77, (1, 0))]
+
+
+def test_threads_that_are_in_one_stream_leave_it_for_what_they_came_from(gpu, cupy):
+    """Each goes back to its own GPU, in whatever order they leave."""
+    found, entered, left = [], threading.Event(), threading.Event()
+    stream = gpu.stream()
+    stream._stream = nullcontext()
+
+    def enter() -> None:
+        with stream:
+            entered.set()
+            assert left.wait(20)
+            found.append(list(stream._entered.presents))
+
+    with stream:
+        (own,) = stream._entered.presents
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert entered.wait(20)
+        assert stream._entered.presents == [own]
+    left.set()
+    thread.join(20)
+    assert len(found[0]) == 1
+    assert found[0] != [own]
+    cupy.present = 0  # that thread came from what is one for all threads here
+
+
+@needs_cupy
+def test_the_handle_of_the_default_stream_of_a_thread():
+    import cupy
+
+    assert cupy.cuda.Stream.ptds.ptr == _PER_THREAD
 
 
 def test_failures_of_cuda(gpu, cupy):

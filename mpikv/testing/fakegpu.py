@@ -4,7 +4,8 @@ Work is done at once, so that results can be compared. What is wrong with the or
 knows what a GPU would have been free to do: each stream has a vector clock, an event takes a copy of it, and waiting
 joins them. An access that is not ordered after the last conflicting one is a :class:`RaceError`, whatever numpy made of
 it; so is memory that goes back to its allocator while a use of it is not ordered before the stream of its allocation,
-whose next work may be given it.
+whose next work may be given it, and a use of memory that is not ordered after what that stream had to do when it was
+taken.
 
 Work on a stream that is captured is recorded, and checked and done at each launch of its graph; what CUDA forbids
 meanwhile is a :class:`MisuseError`.
@@ -165,7 +166,8 @@ class Block:
     def __init__(self, gpu: FakeGpu, nbytes: int, base: int) -> None:
         self.memory = np.full(nbytes, _JUNK, np.uint8)
         self.base, self.stream = base, gpu.current()
-        self.accesses: list[Access] = []
+        # It is what the stream has let go of, and may be in use there yet.
+        self.accesses = [Access(0, nbytes, True, self.stream.number, self.stream.time, "what had the memory before")]
         self._gpu = gpu
 
     def __del__(self) -> None:
@@ -264,6 +266,11 @@ class FakeStream:
         self.capture: FakeGraph | None = None
         """What work is recorded in, as long as it is."""
         self._gpu = gpu
+
+    @property
+    def time(self) -> int:
+        """How much work it has been given."""
+        return self.clock.get(self.number, 0)
 
     def begin_capture(self) -> None:
         if not self.handle or self.capture is not None:
@@ -562,7 +569,7 @@ class FakeGpu:
     def owns(self, value: object) -> bool:
         return isinstance(value, FakeArray) and value._gpu is self
 
-    def adopt(self, value: Any) -> FakeArray:
+    def adopt(self, value: Any, ordered: bool = False) -> FakeArray:
         if isinstance(value, FakeArray) and self.owns(value):
             return value
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")

@@ -264,6 +264,22 @@ class StoreContract:
         for value, number in zip(kv.pull(["a", "b"], priority=1), (3, 2), strict=True):
             same(value, full(number * kv.size))
 
+    def test_calls_that_nobody_waits_for(self, kv: KVStore) -> None:
+        kv.init(["a", "b"], [full(0), full(0)])
+        out = np.zeros(SHAPE)
+        works = [kv.push(["a", "b"], [full(1), full(2)], wait=False) for _ in range(3)]
+        works += [kv.pull("b", wait=False), kv.pushpull("a", full(5), out, priority=1, wait=False)]
+        same(works[3].wait(), full(2 * kv.size))
+        assert works[4].wait() is out
+        assert works[4].done
+        assert out[0, 0] in (kv.size, 5 * kv.size)  # one that is more urgent may come first
+        assert works[0].wait() is None
+        bad = kv.push("a", np.ones(7), wait=False)
+        with pytest.raises(ValueMismatch, match="shape"):
+            bad.wait()
+        kv.pull("a", out=out)
+        assert kv.version("b") == 3
+
     # --- pushpull, broadcast, set, delete
 
     def test_pushpull(self, kv: KVStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,63 @@ def test_calls_return_when_they_are_queued(kv, cupy, late, stream):
     assert (gradient.get() == kv.size).all()
 
 
+def test_calls_that_nobody_waits_for(kv, cupy, late, stream):
+    gradient, out = cupy.zeros(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+    kv.init("w", gradient)
+    for number in range(1, 6):
+        late(gradient, number)
+        late(out, np.nan)
+        work = kv.pushpull("w", gradient, out, wait=False)
+        assert work.wait() is out
+        gradient.fill(np.nan)
+        assert (out.get() == number * kv.size).all()
+
+
+def test_their_streams_go_on(kv, cupy, late, stream):
+    """What a stream is given after the call is not waited for."""
+    gradient, busy = cupy.ones(SIZE, np.float32), cupy.zeros(SIZE, np.float32)
+    kv.init("w", gradient)
+    kv.pushpull("w", gradient)  # all is compiled
+    late(busy, 1)
+    stream.synchronize()
+    work = kv.push("w", gradient, wait=False)
+    late(busy, 1, cycles=1_000_000_000)
+    end = stream.record()
+    while not work.done:
+        time.sleep(1e-3)
+    kv._transport.memory.stream.synchronize()
+    assert not end.done, "the call has waited for what came after it"
+    work.wait()
+    assert (kv.pull("w").get() == kv.size**2).all()
+
+
+def test_their_memory_is_not_taken_too_early(kv, cupy, late, stream):
+    kv.init("w", cupy.zeros(SIZE, np.float32))
+    for number in range(1, 20):
+        gradient = cupy.empty(SIZE, np.float32)
+        late(gradient, number)
+        kv.push("w", gradient, wait=False)
+        del gradient
+        others = [cupy.full(SIZE, np.nan, np.float32) for _ in range(3)]
+        assert (kv.pull("w").get() == number * kv.size).all()
+        del others
+
+
+def test_their_new_arrays(kv, cupy, late, stream):
+    """They are memory that the stream may use yet, when the thread that makes the call takes it."""
+    kv.init("w", cupy.full(SIZE, 3, np.float32))
+    if stream.ptr == cupy.cuda.Stream.ptds.ptr:
+        with pytest.raises(mpikv.Unsupported, match="default stream of a thread"):
+            kv.pull("w", wait=False).wait()
+        return
+    for _ in range(10):
+        work = kv.pull("w", wait=False)
+        before = cupy.empty(SIZE, np.float32)
+        late(before, np.nan)
+        del before
+        assert (work.wait().get() == 3).all()
+
+
 def test_arrays_of_the_host(kv, cupy):
     array = np.arange(1000, dtype=np.float32)
     kv.init("w", array)
@@ -122,22 +180,32 @@ def test_tensors_of_torch(kv, cupy, dtype):
         out = torch.zeros_like(gradient)
         kv.pull("w", out)
         assert (out == number * kv.size).all()
+        gradient.fill_(number + 1)
+        assert kv.pushpull("w", gradient, out, wait=False).wait() is out
+        gradient.fill_(float("nan"))
+        assert (out == (number + 1) * kv.size).all()
 
 
-def test_a_stream_of_torch(kv, cupy, late):
+@pytest.mark.parametrize("own", [False, True])
+def test_a_stream_of_torch(kv, cupy, late, own):
+    """The default one, or one of torch's own, on which gradients come late and are written over after the push."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
     device = torch.device("cuda", cupy.cuda.get_device_id())
-    side = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device) if own else torch.cuda.default_stream(device)
     kv.init("w", cupy.zeros(SIZE, np.float32))
-    with torch.cuda.stream(side), cupy.cuda.Stream.from_external(Named(side.cuda_stream)):
-        gradient = torch.zeros(SIZE, device=device)
-        late(cupy.from_dlpack(gradient), 5)
-        kv.push("w", gradient)
-        out = torch.zeros(SIZE, device=device)
-        kv.pull("w", out)
-        assert float((out - 5 * kv.size).abs().max()) == 0
+    with torch.cuda.stream(stream), cupy.cuda.Stream.from_external(Named(stream.cuda_stream)):
+        gradient, out = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
+        for number in range(1, 6):
+            late(cupy.from_dlpack(gradient), number)
+            kv.push("w", gradient)
+            gradient.fill_(float("nan"))
+            late(cupy.from_dlpack(out), np.nan)
+            kv.pull("w", out)
+            doubled = out * 2
+            out.fill_(float("nan"))
+            assert float((doubled - 2 * number * kv.size).abs().max()) == 0
 
 
 class Named:

@@ -14,7 +14,7 @@ import mpikv
 from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
-from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
+from mpikv.errors import Closed, PeerFailed, TransportUnavailable
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
@@ -189,17 +189,6 @@ def test_what_is_in_flight_is_aborted_with_the_store(comm: Any) -> None:
         kv.pull("w")
     (communicator,) = kv._transport._nccl.communicators
     assert communicator.state == "aborted"
-
-
-@pytest.mark.ranks(1, 2)
-def test_what_a_gpu_store_cannot_do(comm: Any) -> None:
-    """It is refused by name, and the store goes on."""
-    with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
-        kv.init("w", np.ones((3, 3)))
-        with pytest.raises(Unsupported, match="GPU"):
-            kv.pull("w", wait=False)
-        kv.push("w", np.ones((3, 3)))
-        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full((3, 3), kv.size))
 
 
 @pytest.mark.ranks(1, 2, 3)

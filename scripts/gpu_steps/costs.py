@@ -1,0 +1,118 @@
+"""What calls cost the host, and a step of a thousand small keys on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .kernels import find_torch
+from .step import MB, Numbers, store
+from .timing import device_seconds, gpu_seconds, host_seconds
+
+COUNT, EACH = 1000, 1024
+"""Keys of a step, of 4 KB of float32."""
+
+
+def launches() -> Numbers:
+    """Say how long the host takes to queue a kernel that does nothing, and whether one takes 20,000 bytes by value."""
+    import cupy
+    import numpy as np
+
+    small = cupy.RawKernel('extern "C" __global__ void nothing(int) {}', "nothing")
+    found: Numbers = {"launch_us": 1e6 * host_seconds(lambda: small((1,), (32,), (np.int32(0),)))}
+    array = cupy.ones(32, "f4")
+    found["elementwise_us"] = 1e6 * host_seconds(lambda: cupy.add(array, 1, out=array))
+    large = (
+        'struct Large { int many[5000]; }; extern "C" __global__ void last(Large l, int* out) { *out = l.many[4999]; }'
+    )
+    given, out = np.zeros(1, np.dtype([("many", np.int32, 5000)])), cupy.zeros(1, np.int32)
+    given["many"][0, 4999] = 7
+    try:
+        cupy.RawKernel(large, "last")((1,), (1,), (given, out))
+        found["by_value_20000_B"] = "yes" if int(out[0]) == 7 else "wrong"
+    except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as error:
+        found["by_value_20000_B"] = f"no: {error}"[:200]
+    return found
+
+
+def host_cost() -> Numbers:
+    """Say how long calls take to be queued; with the comparison of calls, and without: the difference is its price."""
+    import cupy
+
+    found: Numbers = {}
+    for check in (True, False):
+        with store(check=check) as kv:
+            for count in (1, 160, 1000):
+                keys = [f"{count}/{number}" for number in range(count)]
+                arrays = [cupy.ones(256, "f4") for _ in keys]
+                kv.init(keys, arrays)
+                for name, call in (("push", lambda k, a: kv.push(k, a)), ("pull", lambda k, a: kv.pull(k, out=a))):
+                    call(keys, arrays)
+                    taken = host_seconds(lambda: call(keys, arrays), 60)  # noqa: B023
+                    found[f"{name}_{count}{'' if check else '_unchecked'}_us"] = taken * 1e6
+    for count in (1, 160):
+        push = found[f"push_{count}_us"]
+        found[f"push_{count}_agreement_share"] = (push - found[f"push_{count}_unchecked_us"]) / push
+    return found
+
+
+def compiled_cost() -> Numbers:
+    """Say how long a step of a thousand keys takes: compiled, as a list, and key by key."""
+    import cupy
+
+    keys = [str(number) for number in range(COUNT)]
+    with store() as kv:
+        sent, outs = [cupy.ones(EACH, "f4") for _ in keys], [cupy.ones(EACH, "f4") for _ in keys]
+        kv.init(keys, outs)
+        kv.set_optimizer("adam")
+        step = kv.compile(keys, sent, outs)
+
+        def key_by_key() -> None:
+            for key, gradient, out in zip(keys, sent, outs, strict=True):
+                kv.pushpull(key, gradient, out=out)
+
+        for _ in range(3):
+            step()
+        assert step.captured, step.reason
+        kv.pushpull(keys, sent, out=outs)
+        key_by_key()
+        return {
+            "compiled_us": host_seconds(step, 100) * 1e6,
+            "list_us": host_seconds(lambda: kv.pushpull(keys, sent, out=outs), 100) * 1e6,
+            "key_by_key_us": host_seconds(key_by_key, 5) * 1e6,
+            **of_device("compiled", step),
+            **of_device("list", lambda: kv.pushpull(keys, sent, out=outs)),
+        }
+
+
+def of_device(name: str, step: Callable[[], object]) -> Numbers:
+    """Return how long the GPU takes for a step that is queued as a whole, and how many it makes in a second."""
+    return {f"{name}_gpu_us": device_seconds(step) * 1e6, f"{name}_per_s": 1 / gpu_seconds(step)}
+
+
+def torch_cost() -> Numbers:
+    """Say the same of torch's Adam, fused and foreach, on as many tensors: it updates in place, and copies nothing."""
+    torch = find_torch()
+    found: Numbers = {"torch": torch.__version__}
+    for name in ("fused", "foreach"):
+        weights: list[Any] = [torch.ones(EACH, device="cuda", requires_grad=True) for _ in range(COUNT)]
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        step = torch.optim.Adam(weights, lr=1e-3, **{name: True}).step
+        found |= {f"{name}_us": host_seconds(step, 20) * 1e6, **of_device(name, step)}
+    return found
+
+
+def large() -> Numbers:
+    """Push and pull 256 MB on one rank, beside the copies that this takes."""
+    import cupy
+
+    size = 64 * MB
+    gradient, out = cupy.ones(size, "f4"), cupy.empty(size, "f4")
+    found: Numbers = {"one_copy_ms": gpu_seconds(lambda: cupy.copyto(out, gradient)) * 1e3}
+    with store() as kv:
+        kv.init("w", gradient)
+        found["push_ms"] = gpu_seconds(lambda: kv.push("w", gradient)) * 1e3
+        found["pull_ms"] = gpu_seconds(lambda: kv.pull("w", out)) * 1e3
+        found["pushpull_ms"] = gpu_seconds(lambda: kv.pushpull("w", gradient, out=out)) * 1e3
+    return found

@@ -1,0 +1,148 @@
+"""The bandwidth of kernels: the bytes that they must move, by the time that the GPU takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .step import MB, Numbers, Skip, store
+from .timing import gpu_seconds
+
+LARGE = 256 * MB
+"""Elements: 1 GB of float32."""
+
+
+def fitting(bytes_each: int) -> int:
+    """Return how many elements there is room for, LARGE where all of these fit."""
+    import cupy
+
+    return min(LARGE, int(0.8 * cupy.cuda.runtime.memGetInfo()[0]) // bytes_each // MB * MB)
+
+
+def kernels() -> Numbers:
+    """Say at what bandwidth copies, casts and updates run, beside a copy on the device."""
+    import cupy
+
+    from mpikv.cuda.copies import copy
+
+    size = fitting(18)
+    total, value = cupy.full(size, 1e-3, "f4"), cupy.ones(size, "f4")
+    found: Numbers = {"elements": size}
+    found["copy_GB_s"] = 8 * size / gpu_seconds(lambda: cupy.copyto(value, total)) / 1e9
+    part = size // 160
+    parts, targets = ([array[i * part : (i + 1) * part] for i in range(160)] for array in (total, value))
+    found["pack_GB_s"] = 8 * part * 160 / gpu_seconds(lambda: copy(targets, parts)) / 1e9
+    halves = [cupy.empty(size, "f2")]
+    found["cast_to_float16_GB_s"] = 6 * size / gpu_seconds(lambda: copy(halves, [total])) / 1e9
+    halves.clear()
+    for name, updater, dtype, moved in optimizers():
+        weight = value if dtype == value.dtype else value.astype(dtype)
+        # Nothing keeps the state of one beyond its line, or there would be too little memory for the next.
+        found[f"{name}_GB_s"] = moved * size / gpu_seconds(update_of(updater, total, weight)) / 1e9
+    return found
+
+
+def optimizers() -> list[tuple[str, Any, Any, int]]:
+    """Return names, optimizers, the dtypes of what they update, and how many bytes must move for an element."""
+    import numpy as np
+
+    from mpikv import optimizers
+    from mpikv.arrays import bfloat16
+
+    plain = np.dtype(np.float32)
+    return [
+        ("momentum", optimizers.SGD(learning_rate=1e-3, momentum=0.9), plain, 20),
+        ("adam", optimizers.Adam(learning_rate=1e-3), plain, 28),
+        # Of 4 bytes a sum, and a master, a mean and a variance, which are written, too; of 2 a value.
+        ("adam_bfloat16_with_master", optimizers.Adam(learning_rate=1e-3, multi_precision=True), bfloat16(), 30),
+        # Once for the norms, and once more for the update.
+        ("lars", optimizers.LARS(learning_rate=1e-3, momentum=0.9), plain, 28),
+        ("lamb", optimizers.LAMB(learning_rate=1e-3), plain, 40),
+    ]
+
+
+def update_of(updater: Any, total: Any, weight: Any) -> Callable[[], None]:
+    """Return what makes an update, with a state of its own."""
+    import cupy
+
+    from mpikv.cuda.kernels import CudaKernels
+
+    on_gpu = CudaKernels()
+    on_gpu.prepare(updater, weight.dtype, False)
+    state = {key: cupy.zeros(weight.size, dtype) for key, dtype in updater.slots(weight.dtype).items()}
+    update, step = on_gpu.bind(updater, total, weight, state), updater.step("w", 1)
+    return lambda: update(step)
+
+
+def rows() -> Numbers:
+    """Say at what bandwidth rows are taken, put and added, a quarter of a table's, beside a copy of as many bytes."""
+    import cupy
+    import numpy as np
+
+    from mpikv.cuda import rows as on_gpu
+
+    count, width = MB, 64
+    table = cupy.ones((count, width), "f4")
+    ids = cupy.asarray(np.random.default_rng(1).permutation(count)[: count // 4].astype(np.int64))
+    some = cupy.empty((ids.size, width), "f4")
+    row, other = 4 * width, cupy.empty_like(some)
+    found: Numbers = {"copy_GB_s": 2 * row * ids.size / gpu_seconds(lambda: cupy.copyto(other, some)) / 1e9}
+    for name, moved, run in (
+        ("take", 2 * row, lambda: on_gpu.take(table, ids, some)),
+        ("put", 2 * row, lambda: on_gpu.put(table, ids, some)),
+        ("add", 3 * row, lambda: on_gpu.add(table, ids, some)),
+    ):
+        found[f"{name}_GB_s"] = (moved + 8) * ids.size / gpu_seconds(run) / 1e9
+    return found
+
+
+def codes() -> Numbers:
+    """Say at what bandwidth gradients are looked at, packed and unpacked, and how long compressed pushes take."""
+    import cupy
+
+    from mpikv import codecs
+    from mpikv.cuda.codes import CudaRanges
+    from mpikv.cuda.copies import exceeding
+
+    size = 64 * MB
+    gradient, residual, total = cupy.full(size, 1e-3, "f4"), cupy.zeros(size, "f4"), cupy.zeros(size, "f4")
+    flags = cupy.zeros(1, "u1")
+    found: Numbers = {"look_GB_s": 4 * size / gpu_seconds(lambda: exceeding([gradient], flags, 2.0**100)) / 1e9}
+    with store() as kv:
+        kv.init("w", gradient)
+        for name in ("2bit", "1bit", "fp16", "bf16"):
+            codec = CudaRanges(codecs.create(name))
+            payload = cupy.empty(codec.nbytes(size), "u1")
+            pack = gpu_seconds(lambda: codec.encode(gradient, payload, residual))  # noqa: B023
+            found[f"{name}_pack_GB_s"] = (12 * size + payload.size) / pack / 1e9
+            unpack = gpu_seconds(lambda: codec.decode_add(payload, total))  # noqa: B023
+            found[f"{name}_unpack_GB_s"] = (8 * size + payload.size) / unpack / 1e9
+            kv.set_gradient_compression(name)
+            found[f"{name}_push_ms"] = gpu_seconds(lambda: kv.push("w", gradient)) * 1e3
+    return found
+
+
+def find_torch() -> Any:
+    """Return torch, if it is here with CUDA."""
+    try:
+        import torch
+    except ImportError:
+        raise Skip("torch is not installed") from None
+    if not torch.cuda.is_available():
+        raise Skip("this torch has no CUDA")
+    return torch
+
+
+def torch_updates() -> Numbers:
+    """Say at what bandwidth torch's fused optimizers run, on 1 GB."""
+    torch = find_torch()
+    found: Numbers = {"torch": torch.__version__, "elements": fitting(16)}
+    for name, kind, options, moved in (
+        ("momentum", torch.optim.SGD, {"momentum": 0.9}, 20),
+        ("adam", torch.optim.Adam, {}, 28),
+    ):
+        weight = torch.ones(found["elements"], device="cuda", requires_grad=True)
+        weight.grad = torch.full_like(weight, 1e-3)
+        optimizer = kind([weight], lr=1e-3, fused=True, **options)
+        found[f"{name}_GB_s"] = moved * weight.numel() / gpu_seconds(optimizer.step) / 1e9
+    return found

@@ -1,0 +1,83 @@
+"""What the machine has, and what passes between it and its GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from .step import MB, Numbers
+
+
+def command(*arguments: str, seconds: float = 20) -> str:
+    """Return what a command prints, or why there is none."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"none ({type(error).__name__})"
+    return done.stdout.strip()
+
+
+def version_of(name: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def loaded(name: str) -> str:
+    """Return where a library that this process has loaded lies."""
+    with open("/proc/self/maps") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if f"/{name}" in line}
+    return ", ".join(sorted(paths)) or "not loaded"
+
+
+def versions() -> Numbers:
+    """Say what the machine has."""
+    import cupy
+
+    from mpikv.cli.launchers import environment, find_launcher, find_library
+    from mpikv.gpu import survey
+
+    found = survey()
+    library = find_library(environment())
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)
+    return {
+        "gpus": found.devices,
+        "compute_capability": f"{gpu['major']}.{gpu['minor']}",
+        "memory_GB": round(gpu["totalGlobalMem"] / 1e9, 1),
+        "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        "cuda_of_driver": cupy.cuda.runtime.driverGetVersion(),
+        "cuda_of_cupy": cupy.cuda.runtime.runtimeGetVersion(),
+        "cupy": found.cupy,
+        "nccl": found.nccl,
+        "nccl_file": loaded("libnccl"),
+        "mpi": library.version,
+        "launcher": str(find_launcher(library, environment()).path),
+        "python": sys.version.split()[0],
+        "numpy": version_of("numpy"),
+        "torch": version_of("torch"),
+        "nccl_wheel": version_of("nvidia-nccl-cu13") or version_of("nvidia-nccl-cu12"),
+        "problems": found.problems,
+    }
+
+
+def staging() -> Numbers:
+    """Say how fast arrays of the host come and go."""
+    import numpy as np
+
+    from mpikv.config import visible_gpus
+    from mpikv.gpu import find_gpu
+
+    gpu, array = find_gpu(0, 1, visible=visible_gpus()), np.ones(64 * MB // 4, np.float32)
+    there = gpu.upload(array)
+    found = {}
+    for name, call in (("upload", lambda: gpu.upload(array)), ("download", lambda: gpu.download(there, array))):
+        begin = time.perf_counter()
+        for _ in range(10):
+            call()
+        gpu.current().synchronize()
+        found[f"{name}_GB_s"] = 10 * array.nbytes / (time.perf_counter() - begin) / 1e9
+    return found

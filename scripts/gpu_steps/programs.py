@@ -1,0 +1,98 @@
+"""Programs of the project, run on GPUs: its tests, its benchmark, and its workload."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .step import ROOT, Numbers, count_gpus, said_by
+
+
+def tests(ranks: int) -> Callable[[], Numbers]:
+    def run() -> Numbers:
+        """Run ``pytest -m gpu`` on a number of ranks, of which some must pass and none be skipped for want of a GPU."""
+        from mpikv.gpu import survey
+
+        if problems := survey().problems:
+            raise AssertionError("; ".join(problems))
+        only = ["-k", f"ranks={ranks}"] if ranks > 1 else []
+        arguments = ["-m", "pytest", "tests/gpu", "-m", "gpu", f"--ranks={ranks}", *only, "-q", "--no-header"]
+        arguments += ["-p", "no:cacheprovider", "--color=no", "--tb=short"]
+        # The limit of the step ends it: what is said here must be said before.
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        lines = done.stdout.splitlines() or [done.stderr[-500:]]
+        if done.returncode or " passed" not in lines[-1]:
+            raise AssertionError(
+                "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E  ")))[-3000:]
+            )
+        return {"pytest": lines[-1].strip("= "), "skipped": [line for line in lines if line.startswith("SKIPPED")]}
+
+    return run
+
+
+def environment(ranks: int) -> dict[str, str]:
+    """Return the environment of a job of several ranks, which may have to share a GPU."""
+    return {**os.environ, **({"MPIKV_GPU_SHARING": "1"} if count_gpus() < ranks else {})}
+
+
+def bench(ranks: int, *arguments: str) -> Callable[[], Numbers]:
+    def run() -> Numbers:
+        """Run ``mpikv bench`` on GPUs, shortly, whose results it checks."""
+        with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+            path = Path(folder) / "bench.json"
+            line = ["bench", "--device", "gpu", "-n", str(ranks), *arguments, "--json", str(path)]
+            said = said_by([sys.executable, "-m", "mpikv", *line], environment(ranks))
+            if not path.exists():
+                raise AssertionError(said)
+            return bench_numbers(json.loads(path.read_text()))
+
+    return run
+
+
+# The cases of a group that are the store's, by their first word.
+OURS = ("store", "push", "pull", "pushpull", "update", "pack")
+
+
+def bench_numbers(document: Numbers) -> Numbers:
+    """Return of each case of ``mpikv bench`` its time on the GPU, and its bandwidth where that is known."""
+    (job,) = document["jobs"]
+    found: Numbers = {"label": job["functional_only"]} if job["functional_only"] else {}
+    for group in job["groups"]:
+        for case in group["cases"]:
+            name = f"{group['name']} {case['name']}"
+            found[f"{name} us"] = case["median"] * 1e6
+            if case.get("algbw") is not None:
+                found[f"{name} algbw_GB_s"] = case["algbw"]
+            if case.get("floor"):
+                found[f"{name} GB_s"] = 1e-9 * case["floor"] * group["elements"] / case["median"]
+        # Any error of a store leaves out its cases; only where peers may be missing is that well.
+        lost = {case: why for case, why in group["skipped"].items() if case.split()[0] in OURS and "LAMB" not in why}
+        if lost:
+            raise AssertionError(f"{group['name']}: {lost}")
+        found |= {f"{group['name']} {case} skipped": why for case, why in group["skipped"].items()}
+    return found
+
+
+def synthetic(ranks: int, gigabytes: float) -> Callable[[], Numbers]:
+    def run() -> Numbers:
+        """Train layers whose optimizer state fills gigabytes, and check the values."""
+        start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
+        options = ["--device", "gpu", "--gigabytes", str(gigabytes), "--steps", "5"]
+        line = [*start, str(ROOT / "scripts/train_synthetic.py"), *options]
+        return synthetic_numbers(said_by(line, environment(ranks)))
+
+    return run
+
+
+def synthetic_numbers(said: str) -> Numbers:
+    """Return the figures that ``train_synthetic.py`` has printed: a name and a number each."""
+    if "check passed" not in said:
+        raise AssertionError(said[-3000:])
+    words = said.split()
+    names = ("values_bytes", "state_bytes", "step_ms", "update_GB_s")
+    return {name: float(words[words.index(name) + 1]) for name in names}

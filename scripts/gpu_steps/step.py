@@ -1,0 +1,92 @@
+"""What a step is, and what every step may need."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/gpu_step.py"
+Numbers: TypeAlias = "dict[str, Any]"
+Variables: TypeAlias = "Mapping[str, str | None]"
+"""Variables of the environment, None for one that is not to be there."""
+MB = 1 << 20
+
+
+class Skip(Exception):
+    """The step cannot be done on this machine."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to run, on how many ranks."""
+
+    run: Callable[[], Numbers]
+    seconds: float
+    """How long it may take."""
+    expected: float
+    """How long it will, on an H200, as is thought: together these are to stay below the limit of all."""
+    ranks: int = 1
+    dies: bool = False
+    """Whether a rank is killed, so that the job's exit status is none of success."""
+    environ: Variables = field(default_factory=dict)
+    one_gpu: bool = False
+    """Whether ranks are to use one GPU, even where there are more."""
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the driver shows to this process, without any package."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    works = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if works else 0
+
+
+def prepare(rank: int, size: int, environ: Variables, one_gpu: bool = False) -> None:
+    """Set the environment of a rank. It counts from the import of CuPy and the first call of NCCL on."""
+    from mpikv.testing.gpus import sharing
+
+    if one_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]
+    if size > 1 and (one_gpu or count_gpus() < size):
+        os.environ |= sharing(rank)
+    for name, value in environ.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
+def own_rank() -> int:
+    from mpikv.config import launch_of
+
+    launch = launch_of()
+    return launch.rank if launch is not None else 0
+
+
+def tell(found: Numbers) -> None:
+    """Print a record, on the first rank."""
+    if own_rank() == 0:
+        print(json.dumps(found), flush=True)
+
+
+def store(**options: Any) -> Any:
+    import mpikv
+
+    return mpikv.create("nccl", **options)
+
+
+def said_by(line: list[str], environ: Mapping[str, str] | None = None) -> str:
+    """Return what a program prints that ends well. The limit of the step ends it."""
+    done = subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssertionError(f"exit status {done.returncode}: {(done.stdout + done.stderr)[-3000:]}")
+    return done.stdout

@@ -1,0 +1,94 @@
+"""Stores of one rank and of several: sums, their bits, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from .step import MB, Numbers, own_rank, store
+from .timing import gpu_seconds, host_seconds
+
+REPLAYS = 100
+
+
+def sums() -> Numbers:
+    """Say how long a store, and sums of three sizes, take on ranks that share a GPU: that they work, no more."""
+    import cupy
+
+    begin = time.perf_counter()
+    with store() as kv:
+        found: Numbers = {"create_s": time.perf_counter() - begin}
+        for size, name in ((1, "4_B_ms"), (MB // 4, "1_MB_ms"), (4 * MB, "16_MB_ms")):
+            kv.init(name, cupy.zeros(size, "f4"))
+            gradient = cupy.full(size, kv.rank + 1, "f4")
+            found[name] = gpu_seconds(lambda name=name, gradient=gradient: kv.push(name, gradient), 10) * 1e3
+            assert (kv.pull(name).get() == kv.size * (kv.size + 1) / 2).all()
+    return found
+
+
+def bits() -> Numbers:
+    """In a fixed order a store on GPUs adds as one on the host does, to the bit, and so does the next one."""
+    import numpy as np
+
+    import mpikv
+
+    random = np.random.default_rng(own_rank())
+    sent = random.standard_normal(100_003).astype(np.float32)
+    found = []
+    for name in ("nccl", "nccl", "dist_sync"):
+        with mpikv.create(name, deterministic=True) as kv:
+            kv.init("w", np.zeros_like(sent))
+            kv.push("w", sent)
+            value = kv.pull("w")
+            found.append(value.get() if hasattr(value, "get") else value)
+    for what, other in (("from one run to the next", found[1]), ("from the host's", found[2])):
+        assert found[0].tobytes() == other.tobytes(), f"{(found[0] != other).sum()} elements differ {what}"
+    return {"elements": sent.size}
+
+
+def refused() -> Numbers:
+    """What cannot work is refused on every rank, and soon."""
+    from mpikv.errors import MPIKVError
+
+    found: Numbers = {}
+    own = os.environ.pop("NCCL_HOSTID", "")
+    for name, variables, why in (
+        ("two_ranks_on_a_gpu", {}, "ranks 0 and 1 use one GPU"),
+        ("not_blocking", {"NCCL_COMM_BLOCKING": "0", "NCCL_HOSTID": own}, "NCCL_COMM_BLOCKING=0 is set"),
+    ):
+        os.environ.update(variables)
+        begin = time.perf_counter()
+        try:
+            store(timeout=20.0).close()
+        except MPIKVError as error:
+            if why not in str(error):
+                raise
+            found[name] = f"{type(error).__name__}: {error}"
+            found[f"{name}_s"] = time.perf_counter() - begin
+        else:
+            raise AssertionError(f"{name} was not refused")
+    return found
+
+
+def graph() -> Numbers:
+    """Record a pushpull, with NCCL in it on several ranks, launch it a hundred times, and close the store."""
+    import cupy
+
+    begin = time.perf_counter()
+    with store(timeout=30.0) as kv:
+        weight, gradient = cupy.zeros(MB, "f4"), cupy.full(MB, kv.rank + 1, "f4")
+        kv.init("w", weight)
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        step = kv.compile({"w": gradient}, out={"w": weight})
+        found: Numbers = {"create_s": time.perf_counter() - begin}
+        step()
+        step()
+        assert step.captured, step.reason
+        found["replay_us"] = host_seconds(step, REPLAYS) * 1e6
+        found["replay_ms_of_gpu"] = gpu_seconds(step, 20) * 1e3
+        # One more begins the mean of the GPU's time.
+        launched = 2 + REPLAYS + 1 + 20
+        assert (weight.get() == -launched * kv.size * (kv.size + 1) / 2).all()
+        begin = time.perf_counter()
+    found["close_s"] = time.perf_counter() - begin
+    return found
