@@ -581,7 +581,7 @@ class Exchange:
         """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
         which there may be too little memory. Local.
         """
-        if self._memory.on_host or self.transport.rank != self._root:
+        if self._memory.on_host or self.transport.rank != self._root or not any(map(self._arena.holds, arrays)):
             return arrays
         kept: Sequence[Array] = self._memory.in_order(lambda given: list(map(self.apart, given)), arrays)
         return kept

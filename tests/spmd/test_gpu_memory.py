@@ -189,6 +189,12 @@ def callable_updater(kv: KVStore, gpu: FakeGpu) -> Run:
     return lambda: kv.pushpull(list(SHAPES), values)
 
 
+def pending(kv: KVStore, gpu: FakeGpu) -> Run:
+    filled(kv).set_optimizer("adam")
+    values, outs = drawn(gpu, lists=2, here=False), drawn(gpu)
+    return lambda: kv.pushpull(list(SHAPES), values, out=outs, wait=False).wait()
+
+
 def compiled(kv: KVStore, gpu: FakeGpu) -> Run:
     filled(kv).set_optimizer("sgd", learning_rate=0.25, momentum=0.5)
     values, outs = drawn(gpu), drawn(gpu)
@@ -238,6 +244,7 @@ SCENARIOS: dict[str, tuple[Callable[[KVStore, FakeGpu], Run], dict[str, Any]]] =
     "buffers": (buffers, {}),
     "gaps": (strided, {}),
     "compiled": (compiled, {}),
+    "wait=False": (pending, {}),
     "init": (new_values("init"), {}),
     "set": (new_values("set"), {}),
     "broadcast": (new_values("broadcast"), {}),
