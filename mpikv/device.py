@@ -310,6 +310,9 @@ class DeviceMemory:
         self.wait()
         self.drop_graphs()
 
+    def release(self) -> None:
+        self.gpu.release(self.stream)
+
     def abandon(self, why: str) -> None:
         self._abort(why)
 

@@ -255,6 +255,10 @@ class CupyGpu:
     def zeros(self, nbytes: int) -> Array:
         return self.cupy.zeros(nbytes, np.uint8)  # type: ignore[no-any-return]
 
+    @_translated
+    def release(self, stream: Any) -> None:
+        self.cupy.get_default_memory_pool().free_all_blocks(stream=stream.beneath)
+
     def owns(self, value: object) -> bool:
         return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
 
@@ -416,23 +420,23 @@ class CupyStream:
     def __init__(self, gpu: CupyGpu, stream: Any) -> None:
         self.gpu = gpu
         self.handle = int(stream.ptr)
-        self._stream = stream
+        self.beneath = stream
         self._entered = _Entered()
 
     # CUDA knows the default stream, and makes an event, of the present GPU only.
 
     def record(self) -> Event:
         with self.gpu.present():
-            return CupyEvent(self.gpu, self._stream.record(self.gpu.cuda.Event(disable_timing=True)))
+            return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
 
     def wait(self, event: Any) -> None:
         with self.gpu.present():
-            self._stream.wait_event(event.beneath)
+            self.beneath.wait_event(event.beneath)
 
     def synchronize(self) -> None:
         with self.gpu.present():
             try:
-                self._stream.synchronize()
+                self.beneath.synchronize()
             except self.gpu.cuda.runtime.CUDARuntimeError as error:
                 raise TransportError(f"what was queued on {self.gpu.name} failed: {error}") from error
 
@@ -441,26 +445,26 @@ class CupyStream:
         mode = self.gpu.cuda.runtime.streamCaptureModeRelaxed
         with self.gpu.present():
             try:
-                self._stream.begin_capture(mode)
+                self.beneath.begin_capture(mode)
             except self.gpu.cuda.runtime.CUDARuntimeError as error:
                 raise TransportError(f"work of {self.gpu.name} cannot be recorded: {error}") from error
 
     def end_capture(self) -> Graph:
         with self.gpu.present():
             try:
-                return CupyGraph(self.gpu, self._stream.end_capture())
+                return CupyGraph(self.gpu, self.beneath.end_capture())
             except self.gpu.cuda.runtime.CUDARuntimeError as error:
                 raise TransportError(f"work of {self.gpu.name} could not be recorded: {error}") from error
 
     def __enter__(self) -> CupyStream:
         present = self.gpu.present()
         present.__enter__()
-        self._stream.__enter__()
+        self.beneath.__enter__()
         self._entered.presents.append(present)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._stream.__exit__(*failure)
+        self.beneath.__exit__(*failure)
         self._entered.presents.pop().__exit__(*failure)
 
 

@@ -165,6 +165,9 @@ class HostMemory:
     def close(self) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
     def abandon(self, why: str) -> None:
         pass
 

@@ -340,7 +340,8 @@ def _end_in_child() -> None:
     """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
     for store in OPEN.copy():
         store.abandon(
-            "the store was made before a fork, which MPI does not survive; use it in the parent (see docs/mpi.md)"
+            "the store was made before a fork, which neither MPI nor CUDA survives; use it in the parent "
+            "(see docs/mpi.md)"
         )
     LOST.clear()  # the parent's affair
     disown()

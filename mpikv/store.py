@@ -1278,6 +1278,7 @@ class KVStore(KVStoreBase):
     def _free(self) -> None:
         self._exchange.close()
         self._transport.close()  # it may wait, and warn by the board
+        self._transport.memory.release()
         self._board.close()
         self._group.close()
 

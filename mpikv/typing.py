@@ -223,6 +223,10 @@ class Memory(Protocol):
         """Wait, and give up what was recorded. The memory can be used again."""
         ...
 
+    def release(self) -> None:
+        """Give back to the GPU what nothing uses any more, when all else of a store has ended."""
+        ...
+
     def abandon(self, why: str) -> None:
         """End what is in flight, where it may wait for ranks that do not come; there tell the others why, unless that
         is "", as they may wait for this one. In a forked child, nothing.
@@ -338,6 +342,10 @@ class Gpu(Tables, Protocol):
         Raises:
             MemoryError: the GPU has too little.
         """
+        ...
+
+    def release(self, stream: Stream) -> None:
+        """Give back what memory was taken on a stream and is not in use: others than CuPy may need it."""
         ...
 
     def owns(self, value: object) -> bool:

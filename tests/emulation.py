@@ -108,10 +108,10 @@ def launched(name, folder):
     compiler()
     launches = []
     with pytest.MonkeyPatch.context() as patch:
-        loading.kernel.cache_clear()
+        loading.loaded.cache_clear()
         patch.setitem(sys.modules, "cupy", cupy_on_host({name: emulated(name, folder)}, launches))
         yield launches
-    loading.kernel.cache_clear()
+    loading.loaded.cache_clear()
 
 
 class OnDevice(np.ndarray):
@@ -131,20 +131,25 @@ class Launch:
 
 
 def cupy_on_host(kernels, launches):
-    """Return a module with a ``RawModule`` of CuPy's form, which finds kernels by their sources. Each launch is noted,
-    and run where there is a kernel.
+    """Return a module with what of CuPy loads kernels, which finds them by their sources. Each launch is noted, and run
+    where there is a kernel.
     """
 
-    class RawModule:
-        def __init__(self, *, code, options, name_expressions):
-            assert {"--fmad=false", "-std=c++17"} <= set(options)
-            (self._names,) = [name for name in kernels if loading.source(name) == code]
-            self._expressions = name_expressions
+    def compile_using_nvrtc(code, options, *, name_expressions, cache_in_memory):
+        assert {"--fmad=false", "--ftz=false", "-std=c++17"} <= set(options)
+        assert cache_in_memory
+        (name,) = [name for name in kernels if loading.source(name) == code]
+        (expression,) = name_expressions
+        assert expression in expressions(name)
+        return (name, expression), {expression: f"lowered {expression}"}
 
-        def get_function(self, expression):
-            assert expression in self._expressions
-            assert expression in expressions(self._names)
-            run = kernels[self._names].get(expression)
+    class Module:
+        def load(self, image):
+            self._name, self._expression = image
+
+        def get_function(self, lowered):
+            assert lowered == f"lowered {self._expression}"
+            expression, run = self._expression, kernels[self._name].get(self._expression)
 
             def start(grid, block, arguments):
                 (given,) = arguments
@@ -158,8 +163,13 @@ def cupy_on_host(kernels, launches):
 
             return start
 
+    cuda = SimpleNamespace(
+        compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
+        function=SimpleNamespace(Module=Module),
+        runtime=SimpleNamespace(getDevice=lambda: 0),
+    )
     return SimpleNamespace(
-        RawModule=RawModule,
+        cuda=cuda,
         empty=lambda count, dtype: np.full(count, np.nan, dtype).view(OnDevice),
         zeros=lambda count, dtype: np.zeros(count, dtype).view(OnDevice),
     )

@@ -48,9 +48,9 @@ def on_host(tmp_path_factory):
 
 @pytest.fixture
 def nothing_loaded():
-    loading.kernel.cache_clear()
+    loading.loaded.cache_clear()
     yield
-    loading.kernel.cache_clear()
+    loading.loaded.cache_clear()
 
 
 @pytest.fixture
@@ -104,10 +104,10 @@ def on_emulated_gpu(optimizer, left, right, weight, state, step):
 def launching(on_host):
     """As `launches`, for classes of tests that draw examples."""
     with pytest.MonkeyPatch.context() as patch:
-        loading.kernel.cache_clear()
+        loading.loaded.cache_clear()
         patch.setitem(sys.modules, "cupy", cupy_on_host(on_host, []))
         yield
-    loading.kernel.cache_clear()
+    loading.loaded.cache_clear()
 
 
 @pytest.mark.usefixtures("launching")
@@ -370,12 +370,12 @@ class TestTables:
     def test_all_is_compiled_with_the_table(self, unrun, adam):
         kinds = [np.dtype(np.float32), np.dtype(np.float16)]
         table = CudaKernels().table(adam, device_memory([]), 1, kinds)
-        loaded = loading.kernel.cache_info().misses
+        loaded = loading.loaded.cache_info().misses
         table.write([adam.step("a", 1)])
         for dtype in kinds:
             value = np.zeros(3, dtype)
             Emulated().bind(adam, np.zeros(3, np.float32), value, zeros(adam, value))(table.rows[0])
-        assert loading.kernel.cache_info().misses == loaded
+        assert loading.loaded.cache_info().misses == loaded
         assert [launch.expression for launch in unrun] == [
             "write_numbers",
             "update<adam_rule, float32_kind, one>",
@@ -392,22 +392,22 @@ class TestPreparation:
             name, options = plain(rule)
             optimizer = optimizers.create(name, **options)
             CudaKernels().prepare(optimizer, dtype, False)
-            loaded = loading.kernel.cache_info().misses
+            loaded = loading.loaded.cache_info().misses
             value = np.zeros(3, dtype)
             Emulated().bind(optimizer, np.zeros(3, wide(dtype)), value, zeros(optimizer, value))(
                 optimizer.step("key", 1)
             )
-            assert loading.kernel.cache_info().misses == loaded
+            assert loading.loaded.cache_info().misses == loaded
         assert len(unrun) == len(RULES)
 
     @pytest.mark.parametrize("dtype", CAST, ids=str)
     def test_nor_does_one_that_assigns(self, unrun, dtype):
         CudaKernels().prepare(Assign(), dtype, False)
-        loaded = loading.kernel.cache_info().misses
+        loaded = loading.loaded.cache_info().misses
         assert loaded == 1
         half = dtype.name in ("float16", "bfloat16")
         Emulated().bind(Assign(), np.zeros(3, np.float32 if half else dtype), np.zeros(3, dtype), {})(None)
-        assert loading.kernel.cache_info().misses == loaded
+        assert loading.loaded.cache_info().misses == loaded
         assert len(unrun) == 1
 
     def test_a_sum_in_its_place_is_not_copied(self, unrun):
@@ -748,7 +748,7 @@ def test_rows_with_gaps_are_refused(unrun):
 def test_rows_load_nothing_after_they_are_prepared(unrun, dtype):
     wide = accumulator(dtype)
     rows.prepare(dtype, wide)
-    loaded = loading.kernel.cache_info().misses
+    loaded = loading.loaded.cache_info().misses
     ids = device(np.zeros(1, np.int64))
     for kind in (dtype, wide):
         some = device(np.zeros((1, 2), kind))
@@ -757,7 +757,7 @@ def test_rows_load_nothing_after_they_are_prepared(unrun, dtype):
         rows.put(some, ids, None)
         rows.add(device(np.zeros((1, 2), wide)), ids, some)
     copies.copy([device(np.zeros(2, dtype))], [device(np.zeros(2, wide))])
-    assert loading.kernel.cache_info().misses == loaded
+    assert loading.loaded.cache_info().misses == loaded
 
 
 # --- Arrays that are looked at
@@ -1061,6 +1061,25 @@ def test_cupy_passes_the_arguments_by_value():
             no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
         with pytest.raises(TypeError, match="size one"):
             no_kernel((1,), (1,), (np.zeros(2, dtype),), stream=cupy.cuda.Stream.null)
+
+
+def test_nvrtc_is_told_no_other_rounding(nvrtc, nothing_loaded, monkeypatch):
+    """Of what CuPy adds to the options, and of several that say the same the last one counts."""
+    import cupy
+
+    given, told = [], {name: getattr(nvrtc, name) for name in dir(nvrtc)}
+    told["compileProgram"] = lambda program, options: given.append(options) or nvrtc.compileProgram(program, options)
+    module = SimpleNamespace(load=lambda image: None, get_function=lambda name: name)
+    compiler = cupy.cuda.compiler
+    monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch: ("-arch=compute_80", "ptx"))
+    monkeypatch.setattr(compiler, "nvrtc", SimpleNamespace(**told))
+    monkeypatch.setattr(cupy.cuda, "runtime", SimpleNamespace(getDevice=lambda: 0))
+    monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=lambda: module))
+    assert "encode" in loading.kernel("codes.cu", "encode<two_bits>")
+    (options,) = given
+    assert options[: len(loading.OPTIONS)] == loading.OPTIONS
+    about = ("fmad", "ftz", "prec", "fast", "O0", "debug")
+    assert not [option for option in options[len(loading.OPTIONS) :] if any(word in option for word in about)]
 
 
 @pytest.mark.deadline(300)

@@ -124,9 +124,9 @@ def test_a_push_loads_nothing(launches):
     for optimizer in (optimizers.LARS(), optimizers.LARS(momentum=0.9), optimizers.LAMB()):
         for dtype in FLOATS:
             CudaKernels().prepare(optimizer, dtype, False)
-            loaded = loading.kernel.cache_info().misses
+            loaded = loading.loaded.cache_info().misses
             CudaKernels().bind_whole(optimizer, layers_of(optimizer, 3, dtype))([optimizer.step("key", 1)] * 3)
-            assert loading.kernel.cache_info().misses == loaded
+            assert loading.loaded.cache_info().misses == loaded
 
 
 def test_nothing_to_update(launches):

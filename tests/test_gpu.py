@@ -426,7 +426,7 @@ def test_everything_is_done_on_its_gpu(gpu, cupy):
 
 
 def test_a_stream_is_urgent_and_waits_for_no_other(gpu, cupy):
-    assert gpu.stream()._stream.options == {"non_blocking": True, "priority": -100}
+    assert gpu.stream().beneath.options == {"non_blocking": True, "priority": -100}
 
 
 def test_hosts_arrays_come_and_go(gpu, monkeypatch):
@@ -575,7 +575,7 @@ def test_threads_that_are_in_one_stream_leave_it_for_what_they_came_from(gpu, cu
     """Each goes back to its own GPU, in whatever order they leave."""
     found, entered, left = [], threading.Event(), threading.Event()
     stream = gpu.stream()
-    stream._stream = nullcontext()
+    stream.beneath = nullcontext()
 
     def enter() -> None:
         with stream:

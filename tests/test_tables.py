@@ -67,14 +67,14 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
         fake.checker.assert_clean()
     else:
         kernels = request.getfixturevalue("kernels")
-        loading.kernel.cache_clear()
+        loading.loaded.cache_clear()
         monkeypatch.setitem(sys.modules, "cupy", cupy_on_host(kernels, []))
         standin = CupyOnHost()
         gpu = CupyGpu(standin, 1)
         yield Kind(gpu, gpu.upload, np.asarray)
         assert standin.present == 0
         assert {present for _, present in standin.notes} == {1}
-        loading.kernel.cache_clear()
+        loading.loaded.cache_clear()
 
 
 def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:

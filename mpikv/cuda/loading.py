@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import TransportUnavailable, ValueMismatch
 from ..typing import Array
 
-__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "pointer", "room", "source", "zeros"]
+__all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "loaded", "pointer", "room", "source", "zeros"]
 
 Kernel: TypeAlias = Callable[[tuple[int], tuple[int], tuple[Any]], None]
 """``kernel(grid, block, (arguments,))`` queues a launch on the present stream. The arguments are a numpy array of one
@@ -32,9 +32,9 @@ def source(name: str) -> str:
     return "".join((folder / part).read_text() for part in ("numbers.h", *HEADERS.get(name, ()), name))
 
 
-@cache
 def kernel(name: str, expression: str) -> Kernel:
-    """Return the kernel of a C++ name, as ``cast<int32_kind, float32_kind>``, in a file of this package, ready to run.
+    """Return the kernel of a C++ name, as ``cast<int32_kind, float32_kind>``, in a file of this package, ready to run
+    on the present GPU.
 
     Raises:
         TransportUnavailable: CuPy, its compiler or a GPU is missing.
@@ -42,14 +42,27 @@ def kernel(name: str, expression: str) -> Kernel:
     try:
         import cupy
 
-        module = cupy.RawModule(code=source(name), options=OPTIONS, name_expressions=(expression,))
-        found: Kernel = module.get_function(expression)
+        return loaded(name, expression, cupy.cuda.runtime.getDevice())
     except Exception as error:
         # NVRTC that is missing, of another version or for older GPUs: CuPy has an exception for each.
         raise TransportUnavailable(
             f"the CUDA kernel {expression} could not be loaded ({type(error).__name__}: {error}); "
             "it needs a GPU, CuPy and NVRTC: pip install 'cupy-cuda13x[ctk]' (cupy-cuda12x with an older driver)"
         ) from error
+
+
+@cache
+def loaded(name: str, expression: str, ordinal: int) -> Kernel:
+    """Return the kernel on a GPU, which is the present one."""
+    import cupy
+
+    # What cupy.RawModule compiles takes subnormal numbers for zero, whatever it is told: it adds -ftz=true.
+    image, names = cupy.cuda.compiler.compile_using_nvrtc(
+        source(name), OPTIONS, name_expressions=(expression,), cache_in_memory=True
+    )
+    module = cupy.cuda.function.Module()
+    module.load(image)
+    found: Kernel = module.get_function(names[expression])  # which keeps the module
     return found
 
 

@@ -566,6 +566,9 @@ class FakeGpu:
         array.fill(0)
         return array
 
+    def release(self, stream: FakeStream) -> None:
+        pass
+
     def owns(self, value: object) -> bool:
         return isinstance(value, FakeArray) and value._gpu is self
 

@@ -14,7 +14,8 @@ import mpikv
 from mpikv.config import Config, visible_gpus
 from mpikv.device import DeviceMemory
 from mpikv.gpu import find_gpu, find_nccl
-from mpikv.testing import StoreContract, TransportContract
+from mpikv.testing import StoreContract
+from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.transports.device import open_device_transport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
@@ -54,18 +55,43 @@ def test_training_is_that_of_numpy(cupy, ranks, placement, deterministic):
 
 
 @pytest.mark.ranks(2)
-class TestTransport(TransportContract):
+class TestTransport(DeviceTransportContract):
     gathers = False
+
+    @pytest.fixture(autouse=True)
+    def counting(self, cupy):
+        class Counting(cupy.cuda.MemoryHook):
+            name, count = "counting", 0
+
+            def malloc_preprocess(self, **_):
+                self.count += 1
+
+        with Counting() as self._counting:
+            yield
+
+    def allocations(self):
+        return self._counting.count
 
     def make(self, group, limit, timeout):
         config = Config.read(bucket_bytes=limit, timeout=timeout, deterministic=self.gathers)
         gpu = find_gpu(group.local_rank, len(group.host_ranks), sharing=config.gpu_sharing, visible=visible_gpus())
-        return open_device_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None)
+        return InOrder(open_device_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None))
 
 
 @pytest.mark.ranks(2)
 class TestTransportThatGathers(TestTransport):
     gathers = True
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_closed_store_gives_its_memory_back(cupy):
+    held = []
+    for _ in range(3):
+        with mpikv.create("nccl") as kv:
+            kv.init("w", cupy.zeros(1 << 20, "f4"))
+            kv.push("w", cupy.ones(1 << 20, "f4"))
+        held.append(cupy.get_default_memory_pool().total_bytes())
+    assert held[2] < held[1] + (1 << 20)
 
 
 KILLED = """

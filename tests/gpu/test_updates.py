@@ -104,6 +104,21 @@ def test_updates_are_those_of_numpy(cupy, name, dtype, size):
             compare({"value": there, **states}[key].get(), expected, 0 if name in EXACT else 2)
 
 
+@pytest.mark.parametrize("dtype", [each for each in available() if each.name in ("float32", "bfloat16")], ids=str)
+def test_subnormal_numbers_are_no_zeros(cupy, dtype):
+    """CuPy's own kernels take them for zeros."""
+    tiny = np.linspace(-4, 4, 1001).astype(np.float32) * np.finfo(np.float32).smallest_normal / 8
+    value, updater, on_gpu = tiny.astype(dtype), optimizers.SGD(learning_rate=0.5), kernels.CudaKernels()
+    there, total = cupy.asarray(value), cupy.asarray(tiny[::-1].copy())
+    on_gpu.bind(updater, total, there, {})(updater.step("key", 1))
+    updater.update(updater.step("key", 1), tiny[::-1].copy(), value, {})
+    assert there.get().tobytes() == value.tobytes()
+    assert there.get().any()
+    wide, narrow = cupy.asarray(tiny.astype(np.float64)), cupy.empty(1001, dtype)
+    copy([narrow], [wide])
+    assert narrow.get().tobytes() == tiny.astype(np.float64).astype(dtype).tobytes()
+
+
 def compare(found: np.ndarray[Any, Any], expected: np.ndarray[Any, Any], ulps: int) -> None:
     integer = np.dtype(f"i{expected.itemsize}")
     apart = np.abs(found.view(integer).astype(np.float64) - expected.view(integer).astype(np.float64))

@@ -1,0 +1,75 @@
+"""Transports whose messages lie in the memory of a GPU: how a store calls them, and what they promise besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import accumulator
+from ..typing import Array, Transport
+from .faulty import Wrapper
+from .transport import TransportContract, divisions
+
+__all__ = ["DeviceTransportContract", "InOrder"]
+
+
+class InOrder(Wrapper):
+    """Makes the calls that move data as a store does: in the order of the caller's stream."""
+
+    def ordered(self, verb: str, *arguments: Any) -> Any:
+        return self.memory.in_order(getattr(self._transport, verb), *arguments)
+
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        terms: Sequence[Array] = self.ordered("reduce", send, recv, root)
+        return terms
+
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        terms: Sequence[Array] = self.ordered("allreduce", send, recv)
+        return terms
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        terms: Sequence[Array] = self.ordered("reduce_scatter", send, recv, counts)
+        return terms
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        parts: Sequence[Array] = self.ordered("all_to_all", send, counts)
+        return parts
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        self.ordered("all_gather", buffer, counts)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        self.ordered("broadcast", buffer, root)
+
+
+class DeviceTransportContract(TransportContract):
+    """The promises of :class:`mpikv.typing.Transport`, of one whose messages lie on a GPU. ``make`` returns it in
+    :class:`InOrder`.
+    """
+
+    def allocations(self) -> int:
+        """Return how often memory of this rank's GPU was asked for so far."""
+        raise AssertionError("a subclass of DeviceTransportContract defines allocations()")
+
+    def address(self, transport: Transport, array: Array) -> int:
+        gpu: Any = transport.memory
+        return int(gpu.gpu.address(array))
+
+    def test_sums_allocate_nothing(self, comm: Any) -> None:
+        group = self.group(comm)
+        transport = self.make(group, self.limit, 20.0)
+        for dtype in (np.dtype(np.float32), np.dtype(np.float16), np.dtype(np.int16)):
+            send = transport.memory.source(np.ones(self.limit // dtype.itemsize, dtype))
+            recv = transport.memory.source(np.empty(send.size, accumulator(dtype)))
+            counts = divisions(send.size, transport.size)[0]
+            transport.all_to_all(send.view(np.uint8), None)
+            before = self.allocations()
+            transport.allreduce(send, recv)
+            transport.reduce(send, recv, 0)
+            transport.reduce_scatter(send, recv[: counts[transport.rank]], counts)
+            transport.all_to_all(send.view(np.uint8), [count * dtype.itemsize for count in counts])
+            assert self.allocations() == before
+        transport.close()
+        group.close()
