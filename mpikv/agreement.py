@@ -105,6 +105,8 @@ class Agreement:
         self._board.write(self.calls, call.note)
         if self.check and not self._transport.agree(_FAILED):
             self._tell(call, error)
+        if isinstance(error, MemoryError):
+            self.name(call, error)
         raise self.at_rank(call.verb, error)
 
     def confirm(self, call: Call, error: BaseException | None) -> None:
@@ -162,12 +164,20 @@ class Agreement:
         """Add the verb and this rank to the error's message, unless an earlier call has."""
         if getattr(error, "settled", False):
             return error
-        text = str(error)
-        text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{verb}: {text}"
-        where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
-            error.args = (text if text.endswith(where) else text + where,)
+            error.args = (self._placed(verb, verb, error),)
         return settled(error)
+
+    def name(self, call: Call, error: MemoryError) -> None:
+        """Have the message of a lack of memory begin with its call, and end with this rank."""
+        error.args = (self._placed(str(call), call.verb, error),)
+
+    def _placed(self, begin: str, verb: str, error: BaseException) -> str:
+        """Return an error's text with its beginning, unless it begins with the verb, and with this rank."""
+        text = str(error)
+        text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
+        where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
+        return text if text.endswith(where) else text + where
 
     def _noted(self, call: Call, error: BaseException) -> BaseException:
         return settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))

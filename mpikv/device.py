@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .arrays import check_mutable, is_array, lies_on_host, source, target
+from .arrays import check_mutable, is_array, lies_on_host, source, storable, target
 from .errors import MPIKVError, TransportError, Unsupported
 from .spare import SpareTables
 from .typing import Array, Event, Gpu, Graph, StoreTables, Stream
@@ -144,6 +144,7 @@ class DeviceMemory:
         if is_array(value) and not lies_on_host(value):
             return self._adopted(value)
         array = source(value)
+        storable(array.dtype)  # of another kind nothing can be there
         self._say_that_arrays_travel()
         return self.gpu.upload(array)
 

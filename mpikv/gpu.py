@@ -204,9 +204,11 @@ def _translated(method: Method) -> Method:
         with self.present():
             try:
                 return method(self, *arguments)
+            except self.cuda.memory.OutOfMemoryError as error:
+                raise self._lacking(error) from error
             except self.cuda.runtime.CUDARuntimeError as error:
                 if error.status == _OUT_OF_MEMORY:
-                    raise MemoryError(f"{self.name}: {error}") from error
+                    raise self._lacking(error) from error
                 raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
 
     # CuPy has no types to check: what it returns is Any here, and in the methods below.
@@ -230,6 +232,13 @@ class CupyGpu:
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
         self._staging: Staging | None = None
         self._making = threading.Lock()
+
+    def _lacking(self, error: Exception) -> MemoryError:
+        why = str(error).rstrip(".")
+        return MemoryError(
+            f"{self.name} has too little memory ({why}); use fewer or smaller values, or smaller bucket_bytes: a store "
+            "takes 7 times that for messages"
+        )
 
     def present(self) -> Any:
         """Return a context in which this is the thread's present GPU."""

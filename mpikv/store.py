@@ -1110,7 +1110,11 @@ class KVStore(KVStoreBase):
             except Exception as error:
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
             self._agreement.begin(call, self._exchange.staged is not None)
-            return self._quietly(*work)
+            try:
+                return self._quietly(*work)
+            except MemoryError as error:
+                self._agreement.name(call, error)
+                raise
         except BaseException as error:
             self._exchange.staged = None
             self._transport.memory.forget()

@@ -90,8 +90,8 @@ class CallableUpdater:
             return
         if type(value) is not np.ndarray and type(result) is not type(value):
             raise TypeError(
-                f"the updater returned a {type(result).__name__} for key {step!r}, not a {type(value).__name__} as its "
-                "value is"
+                f"the updater returned a {_kind(result)} for key {step!r}, whose value is a {_kind(value)}; return an "
+                "array of the GPU, or None and change the value in place"
             )
         changed = result if type(result) is type(value) else np.asarray(result)
         if changed.shape != value.shape:
@@ -104,3 +104,8 @@ class CallableUpdater:
     def settings(self) -> str:
         module = getattr(self._function, "__module__", "")
         return f"callable {module}.{getattr(self._function, '__qualname__', type(self._function).__name__)}"
+
+
+def _kind(value: object) -> str:
+    """Return the name of an object's type with the library that it is of."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -194,6 +194,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the gradients (%(default)s)")
     options = parser.parse_args()
+    try:
+        return run(parser, options)
+    except MemoryError as error:
+        print(f"train_synthetic: {error}; or ask for fewer --gigabytes", file=sys.stderr)
+        return 1
+
+
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.steps < 1 or options.gigabytes <= 0:
         parser.error("--steps and --gigabytes must be more than nothing")
     if options.device == "cpu":

@@ -305,6 +305,10 @@ class Failure(RuntimeError):
         self.status = status
 
 
+class OutOfMemory(MemoryError):
+    pass
+
+
 class Standin:
     """What :class:`CupyGpu` uses of CuPy, over the host's memory; notes on which GPU each thing was done."""
 
@@ -325,6 +329,7 @@ class Standin:
             Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
             get_current_stream=lambda ordinal=0: self.streams[-1],
             alloc_pinned_memory=bytearray,
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemory),
             runtime=SimpleNamespace(
                 CUDARuntimeError=Failure,
                 memcpyDefault=4,
@@ -603,11 +608,18 @@ def test_the_handle_of_the_default_stream_of_a_thread():
     assert cupy.cuda.Stream.ptds.ptr == _PER_THREAD
 
 
-def test_failures_of_cuda(gpu, cupy):
+def test_failures_of_cuda(gpu, cupy, monkeypatch):
+    def lacking(count, dtype):
+        raise OutOfMemory(f"Out of memory allocating {count} bytes.")
+
     stream = gpu.stream()
     cupy.status = 2
-    with pytest.raises(MemoryError, match="cuda:1"):
+    with pytest.raises(MemoryError, match="^cuda:1 has too little memory .*bucket_bytes"):
         gpu.zeros(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy, "zeros", lacking)
+        with pytest.raises(MemoryError, match=r"^cuda:1 has too little memory \(Out of memory allocating 8 bytes\); "):
+            gpu.zeros(8)
     cupy.status = 700
     with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'zeros': status 700"):
         gpu.zeros(8)

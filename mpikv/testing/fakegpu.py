@@ -50,6 +50,8 @@ __all__ = [
     "RaceError",
 ]
 
+# The characters of dtypes that CuPy knows.
+_DTYPES = "?bhilqBHILQefdFD"
 _ALIGNMENT = 256
 _FIRST_ADDRESS = 0x7F00_0000_0000
 # Bytes of NaN in each kind of float, so that what was never written is noticed.
@@ -579,6 +581,8 @@ class FakeGpu:
 
     def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:
         self.check_running("memory of the host is copied")
+        if array.dtype.char not in _DTYPES and array.dtype.name != "bfloat16":
+            raise ValueError(f"Unsupported dtype {array.dtype}")  # as CuPy's
         if out is None:
             out = self.empty(array.shape, array.dtype)
         elif not out.flags.c_contiguous:

@@ -17,9 +17,10 @@ def allocate_everywhere(
     make: Callable[[int], Array],
     nbytes: int,
     take_back: Callable[[], None] = lambda: None,
+    what: str = "values",
 ) -> Array:
     """Return the memory that ``make(nbytes)`` returns; where another rank has too little, ``take_back`` is called.
-    Collective over the group, as ``agree`` is.
+    Collective over the group, as ``agree`` is. ``what`` it is for, in words.
 
     Raises:
         MemoryError: on every rank, if it was raised on one.
@@ -33,6 +34,6 @@ def allocate_everywhere(
         if memory is not None:
             take_back()
         short = {rank: why for rank, why in enumerate(group.gather(reason)) if why}
-        text = f"{nbytes} bytes for values are needed and ranks {list(short)} have too little memory"
+        text = f"{nbytes} bytes for {what} are needed and ranks {list(short)} have too little memory"
         raise settled(MemoryError(f"{text} ({next(iter(short.values()))})"))
     return memory

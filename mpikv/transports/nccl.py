@@ -132,11 +132,11 @@ class NcclTransport:
         self._device = memory
         memory.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())
-        self.outboxes: tuple[Array, ...] = (self.allocate(limit),)
+        self.outboxes: tuple[Array, ...] = (self._for_messages(limit),)
         self.turn = 0
         # Sums of short integers and of half precision are twice as wide, and so are their terms.
-        self._gathered = self.allocate(group.size * _aligned(2 * limit) if gathers else 0)
-        self._wide = self.allocate(2 * limit), self.allocate(2 * limit)
+        self._gathered = self._for_messages(group.size * _aligned(2 * limit) if gathers else 0)
+        self._wide = self._for_messages(2 * limit), self._for_messages(2 * limit)
         self._join(waiting)
 
     def _join(self, waiting: Waiting) -> None:
@@ -197,6 +197,10 @@ class NcclTransport:
 
     def allocate(self, nbytes: int) -> Array:
         return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes)
+
+    def _for_messages(self, nbytes: int) -> Array:
+        what = f"messages (bucket_bytes is {self.limit})"
+        return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
 
     # --- Sums
 
@@ -307,7 +311,7 @@ class NcclTransport:
         stride = _aligned(nbytes)
         if self._gathered.size < self.size * _aligned(max(elements) * send.itemsize):
             # Where NCCL adds, few stores ever need it, and it is large. All ranks come here together.
-            self._gathered = self.allocate(self.size * _aligned(2 * self.limit))
+            self._gathered = self._for_messages(self.size * _aligned(2 * self.limit))
         received = self._gathered
         parts = [received[rank * stride : rank * stride + nbytes].view(send.dtype) for rank in range(self.size)]
         parts[self.rank] = send[low : low + mine]

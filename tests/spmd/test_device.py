@@ -155,6 +155,40 @@ def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[
     return []
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("dtype", ["O", "U1", "longdouble", "M8[s]"])
+def test_host_arrays_of_a_dtype_that_cannot_be_stored(comm, dtype):
+    with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
+        kv.init("w", np.ones(2))
+        for call in (kv.init, kv.push, kv.set):
+            with pytest.raises(mpikv.ValueMismatch, match=f"^{call.__name__}: dtype .* cannot be stored"):
+                call("x" if call == kv.init else "w", np.zeros(2, dtype))
+        assert "x" not in kv
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_lack_of_memory_is_told_with_the_call(comm):
+    gpu = FakeGpu(comm.rank if comm else 0)
+    with store_on(gpu, comm, timeout=5) as kv:
+        where = rf" \[rank {kv.rank}/{kv.size}\]$" if kv.size > 1 else "$"
+        kv.init("w", np.ones(3))
+        gpu.spare = 0
+        with pytest.raises(MemoryError, match=rf"^push\('w'\): fake:{kv.rank} has no .*{where}"):
+            kv.push("w", np.ones(3))
+        value = gpu.upload(np.ones(1 << 20))
+        gpu.spare = 0
+        with pytest.raises(MemoryError, match=rf"^init\('x'\): .*fake:0 has no .*{where}"):
+            kv.init("x", value)
+
+
+@pytest.mark.ranks(2)
+def test_a_lack_of_memory_for_messages_names_their_size(comm):
+    gpu = FakeGpu(comm.rank)
+    gpu.spare = 3
+    with pytest.raises(MemoryError, match=r"\d+ bytes for messages \(bucket_bytes is 16384\) are needed"):
+        store_on(gpu, comm, timeout=5)
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_too_little_memory_for_updates_of_whole_values(comm, monkeypatch):
     """It is taken before the ranks agree on a push, so that all learn of it, and nothing is lost."""
