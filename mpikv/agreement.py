@@ -205,13 +205,20 @@ def _difference(said: Mapping[int, Said]) -> str:
     other = next(other for _, other in others if other.token != first.token)
     where = ""
     if other.text == first.text:
-        sides = enumerate(zip_longest(first.parts, other.parts, fillvalue="nothing"))
-        where = next((f" (item {at}: {_apart(left, right)})" for at, (left, right) in sides if left != right), "")
+        sides = enumerate(zip_longest(first.parts, other.parts))
+        where = next((f" (item {at}: {_between(left, right)})" for at, (left, right) in sides if left != right), "")
     like = [rank for rank, one in said.items() if one.token == other.token]
     return f"rank {rank} calls {first.text}; {_ranks(like)} {other.text}{where}"
 
 
 _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
+
+
+def _between(left: str | None, right: str | None) -> str:
+    """Show in what two calls differ: a text of each, None where a call has none."""
+    if left is None or right is None:
+        return f"{left or right}, only in the {'first' if right is None else 'second'} of these calls"
+    return _apart(left, right)
 
 
 def _apart(left: str, right: str) -> str:

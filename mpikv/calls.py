@@ -78,7 +78,9 @@ _COMPRESS = "set_gradient_compression"
 # What a push adds to its description when it takes the buffers.
 _BUFFERS = "from the buffers"
 # What a call adds when it brings rows, and when it is given whole values for them.
-_ROWS, _FOR_WHOLE = "of rows", "of rows, for whole values"
+_ROWS, _FOR_WHOLE = "rows", "rows, with whole arrays as out"
+# And what it says when it adds none of these.
+_WHOLE = "whole arrays"
 
 
 class Calls:
@@ -118,7 +120,7 @@ class Calls:
         arrays = singles(form, None, self._memory)
         self._exchange.check_storable(arrays)
         known = [name for name in form.keys if name in table]
-        call = self._valued("init", form, arrays, f"overwrite {known}")
+        call = self._valued("init", form, arrays, f"{_WHOLE}, overwrite {known}")
         return call, (self._run_init, form.keys, self._exchange.set_apart(arrays))
 
     def push(self, key: Any, value: Any, priority: Any) -> Prepared:
@@ -331,7 +333,7 @@ class Calls:
             self._check_same(said, self._described(plan))
             nobody = self._wanted(plan, nothing)
             return lambda: self._pull_rows(plan, *nobody)
-        steps, texts = self._exchange.steps(plan), self._described(plan, updates=True)
+        steps, texts = self._exchange.steps(plan), [*self._settings(), *self._described(plan)]
         self._check_same(said, self._with_steps(Call(said.verb, 0, describe=lambda: texts), steps).describe())
         confirm = self._confirmation(call) if self._exchange.updater.fallible else None
         # Buffers of zeros are nothing, but not every code of zeros is.
@@ -461,8 +463,8 @@ class Calls:
         return _prioritized(call, plan, priority), steps, confirm
 
     def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
-        texts = describe(plan.keys, plan.shapes, plan.dtypes) + [option] * bool(option)
-        return [*self._settings(), *texts] if updates else texts
+        texts = describe(plan.keys, plan.shapes, plan.dtypes)
+        return [*self._settings(), *texts, option or _WHOLE] if updates else texts
 
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""

@@ -117,8 +117,9 @@ class Config:
             name, parse = parsers[variable]
             try:
                 values[name] = parse(text)
-            except ValueError:
-                raise ConfigError(f"{variable}={text!r} is not a {parse.__name__.lstrip('_')}") from None
+            except ValueError as error:
+                kind = error if parse is _switch else f"a {parse.__name__}"
+                raise ConfigError(f"{variable}={text!r} is not {kind}") from None
         try:
             config = replace(cls(), **values)
         except ConfigError as error:
@@ -221,11 +222,13 @@ def _bound(field: str, value: object, low: float, high: float, *, whole: bool = 
         raise ConfigError(f"{field}={value!r} is not {'an integer' if whole else 'a number'} from {low} to {high}")
 
 
+_SWITCHES = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
+
+
 def _switch(text: str) -> bool:
-    switches = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
-    if text.lower() not in switches:
-        raise ValueError(text)
-    return switches[text.lower()]
+    if text.lower() not in _SWITCHES:
+        raise ValueError(f"a switch ({', '.join(_SWITCHES)})")
+    return _SWITCHES[text.lower()]
 
 
 # Annotations are strings here, so the table is keyed by them.

@@ -122,7 +122,7 @@ def gpu_of(value: Any) -> CupyGpu:
     """Return the GPU on which an array of any library lies, for this thread. It need not be the present one. Local.
 
     Raises:
-        TransportUnavailable: CuPy is missing, which copies such arrays.
+        TransportUnavailable: CuPy is missing, which copies such arrays, or that GPU, or its driver.
         Unsupported: it lies on a device of another kind.
     """
     kind, ordinal = map(int, value.__dlpack_device__())
@@ -131,7 +131,11 @@ def gpu_of(value: Any) -> CupyGpu:
             f"the array is on DLPack's device ({kind}, {ordinal}), of which nothing is known here; copy it to the host"
         )
     if ordinal not in _known.gpus:
-        _known.gpus[ordinal] = CupyGpu(_find_cupy("arrays of GPUs"), ordinal)
+        cupy = _find_cupy("arrays of GPUs")
+        try:
+            _known.gpus[ordinal] = CupyGpu(cupy, ordinal)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise TransportUnavailable(f"the array is on cuda:{ordinal}, which cannot be used here: {error}") from error
     return _known.gpus[ordinal]
 
 
@@ -186,8 +190,8 @@ def _count(cupy: Any, visible: str | None) -> int:
         why = str(error)
     told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
     raise TransportUnavailable(
-        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); use 'dist_sync' with host "
-        "arrays"
+        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); install NVIDIA's driver, 580 or "
+        "newer, for CUDA 12 525 or newer (nvidia-smi shows it), or use 'dist_sync' with host arrays"
     )
 
 

@@ -57,7 +57,14 @@ class Parameter:
         """Whether the gradient is the sum over ranks, which :meth:`mpikv.Trainer.allreduce_grads` makes of it."""
         self.used = False
         """Whether an update has used the gradient, with ``grad_req="add"``: :meth:`zero_grad` comes before the next."""
+        self.name = ""
+        """What a Trainer calls it first; empty before there is one."""
         self._grad: Array | None = None
+
+    @property
+    def titled(self) -> str:
+        """What messages call it."""
+        return f"parameter {self.name!r}" if self.name else "a parameter"
 
     @property
     def gpu(self) -> Gpu | None:
@@ -121,13 +128,13 @@ class Parameter:
         found = readable(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(
-                f"a gradient on {found.where} for a parameter on {self._located.where}; copy it there first"
+                f"a gradient on {found.where} for {self.titled} on {self._located.where}; copy it there first"
             )
         return found.array
 
     def _take(self, array: Array) -> None:
         if array.shape != self.data.shape:
-            raise ValueMismatch(f"a gradient of shape {array.shape} for a parameter of shape {self.data.shape}")
+            raise ValueMismatch(f"a gradient of shape {array.shape} for {self.titled} of shape {self.data.shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:

@@ -24,6 +24,10 @@ from .typing import Graph, StepTable
 
 __all__ = ["Compiled"]
 
+# How a call is made, as ranks that disagree are told.
+_PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
+_RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
+
 
 @dataclass(frozen=True, eq=False)
 class _Known:
@@ -70,9 +74,12 @@ class Compiled:
         parts: tuple[Calls, Exchange, Agreement],
         rank: int,
         joining: Callable[[], bool],
+        ended: Callable[[], str | None],
     ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks."""
-        self._given, self._number, self._joining = given, number, joining
+        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks; ``ended`` says why the store
+        cannot be used any more, if so.
+        """
+        self._given, self._number, self._joining, self._ended = given, number, joining, ended
         self._door = door
         self._calls, self._exchange, self._agreement = parts
         self._rank, self._size = rank, self._exchange.transport.size
@@ -105,7 +112,7 @@ class Compiled:
         """Why not, or nothing. Local."""
         if self.captured:
             return ""
-        lack = self._why or (self._known.lack if self._known else "")
+        lack = self._ended() or self._why or (self._known.lack if self._known else "")
         return lack or "the second call in the same circumstances records it"
 
     def __repr__(self) -> str:
@@ -115,10 +122,10 @@ class Compiled:
     def _prepare(self) -> Prepared:
         """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
         if self._memory is None or self._joining():
-            return self._plainly("plain")
+            return self._plainly(_PLAIN)
         known = self._known or self._bound(self._memory)
         if known.lack or not known.agreed:
-            call, work = self._plainly("plain" if known.agreed else "first")
+            call, work = self._plainly(_PLAIN if known.agreed else _FIRST)
             if known.agreed:
                 return call, work
             steps = None if known.lack else self._calls.again(known.plan)[1]
@@ -127,10 +134,10 @@ class Compiled:
         if not known.suits(steps, self._exchange.updater.by_key):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
         if not known.ready:
-            return self._described(call, "again"), (self._queue_first, known, steps)
+            return self._described(call, _AGAIN), (self._queue_first, known, steps)
         if known.graph is None:
-            return self._described(call, "recorded"), (self._record, self._memory, known, steps)
-        return self._described(call, "launched"), (self._launch, self._memory, known, steps)
+            return self._described(call, _RECORDED), (self._record, self._memory, known, steps)
+        return self._described(call, _LAUNCHED), (self._launch, self._memory, known, steps)
 
     def _plainly(self, how: str) -> Prepared:
         """Prepare it as any pushpull."""
@@ -142,7 +149,7 @@ class Compiled:
         """Add to what is compared which of the store's it is, and how it is made."""
         known, same, described = self._told
         if described is None or call is not known or how != same:
-            text = f"compiled #{self._number}, {how}"
+            text = f"compiled step #{self._number}, {how}"
             described = Call(
                 call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text]
             )

@@ -449,7 +449,8 @@ class KVStore(KVStoreBase):
         parts = self._calls, self._exchange, self._agreement
         number, self._compiled = self._compiled, self._compiled + 1
         # The door is looked up at each call: tracing puts a clock around it.
-        return Compiled(given, number, lambda *call: self._collective(*call), parts, self.rank, lambda: self._in_join)
+        door, joining, ended = lambda *call: self._collective(*call), lambda: self._in_join, lambda: self._ended
+        return Compiled(given, number, door, parts, self.rank, joining, ended)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.

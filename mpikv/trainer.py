@@ -535,8 +535,9 @@ class Trainer:
         settings.enter_context(optimizer.having(**options))
         taken, stale = self._fresh()
         if stale and not ignore_stale_grad:
+            several = f"s {stale[0]!r} and {len(stale) - 1} more were" if len(stale) > 1 else f" {stale[0]!r} was"
             raise StaleGradient(
-                f"parameter {stale[0]!r} and {len(stale) - 1} more were given no gradient since the last update; "
+                f"parameter{several} given no gradient since the last update; "
                 "set parameter.grad before each step, or pass ignore_stale_grad=True to leave them as they are"
             )
         return taken
@@ -731,6 +732,8 @@ def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
                 parameter = arrays.setdefault((*_memory(parameter.outline), parameter.data.dtype), parameter)
             known[id(value)] = parameter
     named = {str(name): known[id(value)] for name, value in sorted(zip(names, values, strict=True), key=_name_of)}
+    for name, parameter in named.items():
+        parameter.name = parameter.name or name
     _check_memory(_once(named))
     return named
 
@@ -786,7 +789,7 @@ def _total(parameter: Parameter, gradients: Sequence[Any]) -> Array:
     for array in arrays:
         if array.shape != shape or not castable(array.dtype, dtype):
             raise ValueMismatch(
-                f"a gradient of shape {array.shape} and {array.dtype} for a parameter of shape {shape} and {dtype}"
+                f"a gradient of shape {array.shape} and {array.dtype} for {parameter.titled} of shape {shape} and {dtype}"
             )
     if parameter.gpu is not None:
         return added_up(parameter.gpu, arrays, accumulator(dtype))

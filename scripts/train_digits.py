@@ -76,8 +76,8 @@ def load(dtype: str, seed: int) -> Digits:
     """Return the 1,797 digits, a random fifth of them for the test."""
     try:
         from sklearn.datasets import load_digits
-    except ImportError:
-        sys.exit("train_digits.py needs scikit-learn:  pip install scikit-learn")
+    except ImportError as error:
+        sys.exit(f"train_digits.py needs scikit-learn ({error}):  pip install scikit-learn")
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(dtype)
     order = np.random.default_rng(seed).permutation(len(images))

@@ -309,6 +309,11 @@ def test_mistakes(gpu: FakeGpu) -> None:
         weight.grad = np.ones(3)
     with pytest.raises(ValueMismatch, match=r"a gradient of shape \(2,\)"):
         weight.grad = gpu.upload(np.ones(2))
+    mpikv.Trainer({"w": weight}, "sgd")
+    with pytest.raises(ValueMismatch, match="for parameter 'w' on fake:0; copy"):
+        weight.grad = np.ones(3)
+    with pytest.raises(ValueMismatch, match=r"of shape \(2,\) for parameter 'w' of shape \(3,\)"):
+        weight.grad = gpu.upload(np.ones(2))
     with pytest.raises(ValueMismatch, match="a gradient on fake:0 for a parameter on the host"):
         Parameter(np.ones(3)).grad = gpu.upload(np.ones(3))
     whole = gpu.upload(np.ones(6))
