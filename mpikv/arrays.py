@@ -84,7 +84,8 @@ def source(value: Any) -> Array:
     elif hasattr(value, "__dlpack__"):
         array = _foreign(value)
     else:
-        raise TypeError(f"expected an array, got {type(value).__name__}; numpy.asarray(value) makes one")
+        maker = "cupy" if hasattr(value, "__cuda_array_interface__") else "numpy"
+        raise TypeError(f"expected an array, got {type(value).__name__}; {maker}.asarray(value) makes one")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

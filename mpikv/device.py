@@ -145,7 +145,7 @@ class DeviceMemory:
             return self._adopted(value)
         array = source(value)
         storable(array.dtype)  # of another kind nothing can be there
-        self._say_that_arrays_travel()
+        self._say_that_arrays_travel(array)
         return self.gpu.upload(array)
 
     def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -160,7 +160,7 @@ class DeviceMemory:
             check_mutable(out)
             return self._adopted(out)
         array = target(out)
-        self._say_that_arrays_travel()
+        self._say_that_arrays_travel(array)
         return array
 
     def _adopted(self, value: Any) -> Array:
@@ -317,11 +317,14 @@ class DeviceMemory:
     def abandon(self, why: str) -> None:
         self._abort(why)
 
-    def _say_that_arrays_travel(self) -> None:
+    def _say_that_arrays_travel(self, array: Array) -> None:
         if not self._said:
             self._said = True
             logging.getLogger("mpikv").warning(
-                "a host array is used with a store on %s, to which it is copied at every call; keep it there",
+                "an array of the host (%s%s) is used with a store on %s; such arrays are copied at every call; keep "
+                "them there",
+                array.dtype,
+                list(array.shape),
                 self.gpu.name,
             )
 

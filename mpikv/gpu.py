@@ -33,6 +33,8 @@ _DEVICE, _MANAGED = 2, 13
 _HIGHEST = -100
 # cudaErrorMemoryAllocation, of which CuPy has no name.
 _OUT_OF_MEMORY = 2
+# cudaErrorInsufficientDriver: that of no driver, too.
+_INSUFFICIENT_DRIVER = 35
 # cudaErrorNotReady, of which it has none either.
 _NOT_READY = 600
 _PIECE, _PIECES = 4 << 20, 2
@@ -135,7 +137,8 @@ def gpu_of(value: Any) -> CupyGpu:
         try:
             _known.gpus[ordinal] = CupyGpu(cupy, ordinal)
         except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise TransportUnavailable(f"the array is on cuda:{ordinal}, which cannot be used here: {error}") from error
+            text = f"the array is on cuda:{ordinal}, which cannot be used here: {error}"
+            raise TransportUnavailable(text) from error
     return _known.gpus[ordinal]
 
 
@@ -182,16 +185,18 @@ def _find_cupy(what: str = "sums on GPUs") -> Any:
 
 def _count(cupy: Any, visible: str | None) -> int:
     """Return how many GPUs this process sees, 1 at least."""
-    why = "the driver sees none"
+    why, advice = "the driver sees none", "nvidia-smi shows which there are"
     try:
         if count := cupy.cuda.runtime.getDeviceCount():
             return int(count)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         why = str(error)
+        if error.status == _INSUFFICIENT_DRIVER:
+            advice = "install NVIDIA's driver, 580 or newer, or 525 for CUDA 12 (nvidia-smi shows it)"
     told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
     raise TransportUnavailable(
-        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); install NVIDIA's driver, 580 or "
-        "newer, for CUDA 12 525 or newer (nvidia-smi shows it), or use 'dist_sync' with host arrays"
+        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use 'dist_sync' "
+        "with host arrays"
     )
 
 

@@ -785,11 +785,11 @@ def _updatable(optimizer: Optimizer, parameter: Parameter) -> bool:
 def _total(parameter: Parameter, gradients: Sequence[Any]) -> Array:
     """Return the sum of the gradients of several names of a parameter."""
     arrays = [parameter.brought(gradient) for gradient in gradients]
-    shape, dtype = parameter.data.shape, parameter.data.dtype
+    shape, dtype, titled = parameter.data.shape, parameter.data.dtype, parameter.titled
     for array in arrays:
         if array.shape != shape or not castable(array.dtype, dtype):
             raise ValueMismatch(
-                f"a gradient of shape {array.shape} and {array.dtype} for {parameter.titled} of shape {shape} and {dtype}"
+                f"a gradient of shape {array.shape} and {array.dtype} for {titled} of shape {shape} and {dtype}"
             )
     if parameter.gpu is not None:
         return added_up(parameter.gpu, arrays, accumulator(dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -80,6 +82,11 @@ def test_what_is_not_an_array(value):
         source(value)
     with pytest.raises(TypeError, match="not an array that can be filled"):
         target(value)
+
+
+def test_what_makes_an_array_of_a_gpu():
+    with pytest.raises(TypeError, match=r"expected an array, got SimpleNamespace; cupy\.asarray\(value\) makes one"):
+        source(SimpleNamespace(__cuda_array_interface__={}))
 
 
 def test_scalars_cannot_be_filled():

@@ -97,6 +97,7 @@ def test_without_a_gpu():
     )
     text, seconds = run(f"exec({code!r})", CUDA_VISIBLE_DEVICES="")
     assert re.search(r"^CuPy \S+ is installed, but no GPU can be used here \(.+, with CUDA_VISIBLE_DEVICES=''\)", text)
+    assert re.search("install NVIDIA's driver, 580 or newer|nvidia-smi shows which", text)
     assert seconds < 1
 
 
@@ -504,6 +505,34 @@ def test_the_gpu_of_an_array(monkeypatch):
         gpu_of(SimpleNamespace(__dlpack_device__=lambda: (10, 0)))
 
 
+def test_what_to_do_without_a_driver_or_a_gpu(monkeypatch):
+    standin = Standin()
+    standin.__version__ = "14"
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    for status, advice in ((35, "status 35); install NVIDIA's driver, 580"), (100, "status 100); nvidia-smi shows")):
+
+        def failing(status=status):
+            raise Failure(status)
+
+        standin.cuda.runtime.getDeviceCount = failing
+        with pytest.raises(TransportUnavailable, match=re.escape(advice)):
+            find_gpu(0, 1)
+
+
+def test_an_array_of_a_gpu_that_cannot_be_used(monkeypatch):
+    standin = Standin()
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr("mpikv.gpu._known", SimpleNamespace(gpus={}))
+
+    def without_driver(ordinal):
+        raise Failure(35)
+
+    standin.cuda.runtime.getDeviceProperties = without_driver
+    for _ in range(2):
+        with pytest.raises(TransportUnavailable, match="the array is on cuda:1, which cannot be used here: status"):
+            gpu_of(StandinArray(np.arange(3.0), 1))
+
+
 def test_each_thread_copies_by_itself(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", Standin())
     found = []
@@ -614,7 +643,7 @@ def test_failures_of_cuda(gpu, cupy, monkeypatch):
 
     stream = gpu.stream()
     cupy.status = 2
-    with pytest.raises(MemoryError, match="^cuda:1 has too little memory .*bucket_bytes"):
+    with pytest.raises(MemoryError, match=r"^cuda:1 has too little memory .*bucket_bytes"):
         gpu.zeros(8)
     with monkeypatch.context() as patch:
         patch.setattr(cupy, "zeros", lacking)

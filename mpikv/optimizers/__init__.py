@@ -14,6 +14,11 @@ array([0.9, 0.9, 0.9, 0.9], dtype=float32)
 
 **A rule of your own** is a dataclass with its options, the names of its state, and a rule for one block::
 
+    from dataclasses import dataclass
+
+    import numpy as np
+    from mpikv.optimizers import Optimizer, number, rate, register
+
     @register
     @dataclass(kw_only=True, eq=False, repr=False)
     class Lion(Optimizer):

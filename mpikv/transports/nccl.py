@@ -128,7 +128,7 @@ class NcclTransport:
         self._failure: MPIKVError | None = None
         # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
-        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail)
+        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail, self.rank)
         self._device = memory
         memory.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())

@@ -43,10 +43,11 @@ class Watchdog:
         prepare: Callable[[], None],
         check: Callable[[], None],
         fail: Callable[[Exception, str], None],
+        rank: int,
     ) -> None:
-        """``prepare`` is called in the thread before it asks for anything."""
+        """``prepare`` is called in the thread before it asks for anything; ``rank`` is this one, for messages."""
         self._waiting = waiting.warning(self._warn)
-        self._prepare, self._check, self._fail = prepare, check, fail
+        self._prepare, self._check, self._fail, self._rank = prepare, check, fail, rank
         self._lock = threading.Lock()
         self._works: deque[Work] = deque()
         self._alive = False
@@ -91,4 +92,5 @@ class Watchdog:
         return False
 
     def _warn(self, waited: float, _: Sequence[int]) -> None:
-        logging.getLogger("mpikv").warning("waited %.1f s for the GPU, in %s", waited, self._works[0].call)
+        call = self._works[0].call
+        logging.getLogger("mpikv").warning("rank %d has waited %.1f s for the GPU, in %s", self._rank, waited, call)

@@ -446,9 +446,8 @@ def test_a_buffer_and_an_array(buffered, verb):
     kv, last = buffered.kv, buffered.watched.last
     call = getattr(kv, verb)
     value = np.ones(3, np.float32)
-    pattern = (
-        rf"rank 0 calls {verb}\('bias'\); rank {last} calls {verb}\('bias'\) \(item \d: from the buffers, whole arrays\)"
-    )
+    calls = rf"rank 0 calls {verb}\('bias'\); rank {last} calls {verb}\('bias'\)"
+    pattern = rf"{calls} \(item \d: from the buffers, whole arrays\)"
     buffered.fails(
         RankMismatch, pattern, lambda: call("bias"), odd=(RankMismatch, pattern, lambda: call("bias", value))
     )

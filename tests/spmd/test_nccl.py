@@ -361,6 +361,7 @@ def watched(events: Sequence[Any], timeout: float) -> list[tuple[str, str]]:
         lambda: None,
         lambda: None,
         lambda error, call: failures.append((type(error).__name__, call)),
+        rank=3,
     )
     for number, event in enumerate(events):
         work = Work(f"push {number}")
@@ -386,7 +387,7 @@ def test_an_event_that_fails_is_found_before_the_deadline():
 
 def test_a_warning_says_that_the_gpu_is_waited_for(caplog):
     assert watched([Ending(0.5)], 0.8) == []
-    assert re.fullmatch(r"waited 0\.\d s for the GPU, in push 0", caplog.messages[0])
+    assert re.fullmatch(r"rank 3 has waited 0\.\d s for the GPU, in push 0", caplog.messages[0])
     assert len(caplog.messages) == 1
 
 
