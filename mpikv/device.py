@@ -118,7 +118,7 @@ class DeviceMemory:
             return self.gpu.zeros(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        if self._call.caller is None:
+        if self._call.caller is None or 0 in shape:
             return self.gpu.empty(shape, dtype)
         # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
         with self._call.caller:
@@ -239,7 +239,6 @@ class DeviceMemory:
         """Return ``run()``, a call that was issued in another thread. In :meth:`aside`, and in another such call."""
         call, made = self._call, list[Any]()
         outer = call.caller, call.made
-        self.stream.wait(issued.begin)
         call.caller, call.made = issued.caller, made
         try:
             return run()
@@ -334,6 +333,9 @@ class Issued:
         self.begin: Event = self.caller.record()
         self.done: Event | None = None
         """Behind what the call has queued; None if it was not made."""
+
+    def start(self) -> None:
+        self._memory.stream.wait(self.begin)
 
     def make(self, run: Callable[[], Any]) -> Any:
         return self._memory.make(self, run)

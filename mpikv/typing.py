@@ -238,8 +238,15 @@ class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
     def make(self, run: Callable[[], Any]) -> Any:
-        """Return ``run()``, which prepares the call and makes it: what that does to arrays comes after what the stream
-        had to do on which it was issued, at that moment. In :meth:`Memory.aside`.
+        """Return ``run()``, which prepares the call and makes it, and keeps what that uses. In :meth:`Memory.aside`."""
+        ...
+
+    def start(self) -> None:
+        """Let what is done to arrays from now on come after what the stream had to do on which the call was issued, at
+        that moment. In :meth:`make`.
+
+        Raises:
+            TransportError: the GPU has failed.
         """
         ...
 
