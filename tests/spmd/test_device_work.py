@@ -301,8 +301,8 @@ def test_a_rank_that_has_left_comes_after_what_another_store_has_pending(gpu, co
 
         other._exchange.push, shadowed = late, kv._exchange.push
         kv._exchange.push = lambda *arguments: (shadowed(*arguments), made.append("shadowed"))
+        work = other.push("w", full(gpu, 1), wait=False)
         with kv.join():
-            work = other.push("w", full(gpu, 1), wait=False)
             threading.Timer(0.7 if kv.rank else 0.1, slow.set).start()
             if kv.rank == 0:
                 kv.push("w", full(gpu, 1))
