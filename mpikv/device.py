@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .arrays import check_mutable, is_array, lies_on_host, source, target
+from .arrays import check_apart, check_mutable, is_array, lies_on_host, source, target
 from .errors import MPIKVError, TransportError, Unsupported
 from .spare import SpareTables
 from .typing import Array, Event, Gpu, Graph, StoreTables, Stream
@@ -154,10 +154,14 @@ class DeviceMemory:
 
     def target(self, out: Any) -> Array:
         if self.gpu.owns(out):
+            if not out.flags.c_contiguous:
+                check_apart(out)
             return out  # type: ignore[no-any-return]
         if is_array(out) and not lies_on_host(out):
             check_mutable(out)
-            return self._adopted(out)
+            there = self._adopted(out)
+            check_apart(there)
+            return there
         array = target(out)
         self._say_that_arrays_travel()
         return array
@@ -231,6 +235,13 @@ class DeviceMemory:
                 yield
         finally:
             call.aside = False
+
+    def check_order(self) -> None:
+        if self.gpu.capturing():
+            raise Unsupported(
+                "the present stream is captured, and what a store does to arrays is no part of a graph of one's own; "
+                "call it before or after the capture, or see kv.compile, which makes a graph of a pushpull"
+            )
 
     def issue(self) -> Issued:
         return Issued(self)

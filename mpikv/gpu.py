@@ -248,6 +248,10 @@ class CupyGpu:
         return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
 
     @_translated
+    def capturing(self) -> bool:
+        return bool(self.cuda.get_current_stream(self.ordinal).is_capturing())
+
+    @_translated
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
 

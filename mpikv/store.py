@@ -106,6 +106,8 @@ class KVStore(KVStoreBase):
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
+        # Whether calls are made in the order of streams.
+        self._in_order = transport.memory.orders
         self._in_join = False
         self._compiled = 0
         # Calls that are made within others cannot share a context.
@@ -1106,6 +1108,8 @@ class KVStore(KVStoreBase):
             if unseen is not None:
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), unseen)
             try:
+                if self._in_order:
+                    self._transport.memory.check_order()
                 call, work = prepare(*arguments)
             except Exception as error:
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
@@ -1155,12 +1159,19 @@ class KVStore(KVStoreBase):
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         text = partial(_called, verb, arguments[:1])
         keys = None if self._exchange.pause is None else _keys_of(arguments[0])
+        self._check_order(verb)
         work, rejoin = partial(self._collective, verb, prepare, *arguments), None
         if (issue := self._transport.memory.issue()) is not None:
             let_gpus_queue(self)
             work = partial(issue.make, partial(self._collective, verb, partial(_started, issue, prepare), *arguments))
             rejoin = issue.rejoin
         return self._pending.add(urgency(arguments[-1]), text, work, keys, rejoin)
+
+    def _check_order(self, verb: str) -> None:
+        try:
+            self._transport.memory.check_order()
+        except Unsupported as error:
+            self.refuse(error, verb)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:

@@ -207,6 +207,10 @@ class Memory(Protocol):
         """Return a context in which this thread makes calls that others have issued."""
         ...
 
+    def check_order(self) -> None:
+        """Raise Unsupported if no call can be made in the order of this thread's present stream."""
+        ...
+
     def issue(self) -> Issue | None:
         """Return a note of a call that this thread leaves to another; None where what it is given needs no order."""
         ...
@@ -341,6 +345,10 @@ class Gpu(Tables, Protocol):
 
     def current(self) -> Stream:
         """Return this thread's present stream."""
+        ...
+
+    def capturing(self) -> bool:
+        """Return whether what that is given is recorded, and not run."""
         ...
 
     def zeros(self, nbytes: int) -> Array:
