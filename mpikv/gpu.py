@@ -195,8 +195,8 @@ def _count(cupy: Any, visible: str | None) -> int:
             advice = "install NVIDIA's driver, 580 or newer, or 525 for CUDA 12 (nvidia-smi shows it)"
     told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
     raise TransportUnavailable(
-        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use 'dist_sync' "
-        "with host arrays"
+        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use "
+        "'dist_sync' with host arrays"
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
@@ -429,28 +429,10 @@ def test_missing_state_raises_before_anything_is_written():
 
 @pytest.mark.feature("optimizer-custom")
 def test_a_rule_of_your_own():
-    @optimizers.register
-    @dataclass(kw_only=True, eq=False, repr=False)
-    class Lion(Optimizer):
-        coupled = False
-        learning_rate: float | None = optimizers.rate(1e-4)
-        beta1: float = optimizers.number(0.9, "[0, 1)")
-        beta2: float = optimizers.number(0.99, "[0, 1)")
-
-        @property
-        def states(self):
-            return ("mean",)
-
-        def rule(self, step, block):
-            (mean,), (direction,) = block.state, block.spare
-            np.multiply(mean, self.beta1, out=direction)
-            direction += (1 - self.beta1) * block.gradient
-            np.sign(direction, out=direction)
-            direction += step.wd * block.weight
-            block.weight -= step.rate * direction
-            mean *= self.beta2
-            mean += (1 - self.beta2) * block.gradient
-
+    """That of the documentation, which runs as it stands there."""
+    text = optimizers.__doc__
+    assert text is not None
+    exec(dedent(text[text.index("    from dataclasses") : text.index("\nIt is fast once")]), {"__name__": __name__})
     optimizer = create("lion", wd=0.5, learning_rate=0.1)
     assert repr(optimizer) == "Lion(learning_rate=0.1, wd=0.5)"
     np.testing.assert_allclose(path(optimizer, np.ones(2), [np.array([3.0, -3.0])]), [[0.85, 1.05]])
