@@ -331,8 +331,8 @@ class DeviceMemory:
         if not self._said:
             self._said = True
             logging.getLogger("mpikv").warning(
-                "an array of the host (%s%s) is used with a store on %s; such arrays are copied at every call; keep "
-                "them there",
+                "an array of the host (%s%s) is used with a store on %s, and copied at every call, as all such are; "
+                "keep arrays on the GPU",
                 array.dtype,
                 list(array.shape),
                 self.gpu.name,

@@ -39,8 +39,8 @@ def load(seed: int) -> Tumours:
     """Return the 569 tumours, a random 171 of them for the test."""
     try:
         from sklearn.datasets import load_breast_cancer
-    except ImportError:
-        sys.exit("train_cancer.py needs scikit-learn:  pip install scikit-learn")
+    except ImportError as error:
+        sys.exit(f"train_cancer.py needs scikit-learn ({error}):  pip install scikit-learn")
     measures, benign = load_breast_cancer(return_X_y=True)
     test, train = np.split(np.random.default_rng(seed).permutation(len(benign)), [171])
     measures = (measures - measures[train].mean(axis=0)) / measures[train].std(axis=0)
