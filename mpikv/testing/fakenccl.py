@@ -110,6 +110,8 @@ class FakeNccl:
         the real module."""
         self.stick_at: set[int] = set()
         """The calls that never come to their end."""
+        self.hold_at: set[int] = set()
+        """The calls that do not return before :attr:`released`, as NCCL's do while it connects."""
         self.asynchronous = 0
         """The status that is found when one looks for errors of what was begun before."""
         self.init_returns = self.abort_returns = True
@@ -172,6 +174,8 @@ class FakeNccl:
         if status is not None:
             self._group_failed = status
             raise_status(status)
+        if len(self.calls) in self.hold_at:
+            self.released.wait()
         return len(self.calls) in self.stick_at
 
     def wait_for_ever(self) -> NoReturn:
@@ -181,6 +185,8 @@ class FakeNccl:
 
     def queue(self, communicator: FakeCommunicator, operation: Operation, sticks: bool) -> None:
         """Carry an operation out, or keep it for the end of the group."""
+        if communicator.state == "aborted":
+            raise_status(3)  # while the call was held
         if self.depth:
             self._group.append((communicator, operation))
             self._group_sticks |= sticks
@@ -309,7 +315,9 @@ class FakeCommunicator:
 
     def _check_in_use(self, call: str) -> None:
         if self.state != "in use":
-            raise MisuseError(f"{call} of a communicator that was {self.state}")
+            misuse = f"{call} of a communicator that was {self.state}"
+            self._gpu.checker.faults.append(misuse)  # a thread of which nobody hears may call it
+            raise MisuseError(misuse)
 
     def _begin(self, call: str, handle: int) -> tuple[FakeStream, bool]:
         """Count a call and return its stream."""
