@@ -20,8 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .arrays import accumulator
+from .config import launch_of
 from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
+from .sharing import share_gpus
 from .typing import Array, Event, Graph, Kernels, Stream
 
 __all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
@@ -48,13 +50,17 @@ def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible
     Args:
         local_rank: the number of the rank among those of its host, which is the number of its GPU.
         local_size: how many ranks the host has.
-        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast.
+        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast. NCCL
+            and CuPy are told by this process's environment, which they read when they are first used.
         visible: what CUDA_VISIBLE_DEVICES says, None where it is not set. Where it names one GPU, a launcher may have
             given each rank one of its own, which all of them know by the number 0.
 
     Raises:
         TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks, or it cannot be used.
     """
+    if sharing:
+        launch = launch_of()
+        share_gpus(launch.rank if launch else local_rank)
     cupy = _find_cupy()
     ordinal = choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible)
     try:

@@ -48,9 +48,11 @@ _STATUS = {
     7: "still in progress",
     8: "timed out",
 }
-_IN_PROGRESS, _REMOTE = 7, 6
+_USAGE, _REMOTE, _IN_PROGRESS = 5, 6, 7
 _JOINING = "making the communicator"
 _ADVICE = "NCCL_DEBUG=INFO has NCCL say what it does, NCCL_SOCKET_IFNAME names the network that it takes"
+# It reads once by which name it knows a host.
+_USED_BEFORE = "; where ranks share a GPU, nothing may use NCCL before the first store on GPUs is made"
 _kept: list[Any] = []
 """What was given to NCCL by communicators that were given up while they were made: the GPU may use it for ever."""
 
@@ -480,6 +482,7 @@ class NcclTransport:
             f"NCCL {shown(self._nccl.get_version())} failed in {doing}: {_STATUS.get(status, f'status {status}')}"
             f"{said and f' ({said})'}; NCCL_DEBUG=WARN has it say more"
         )
+        text += _USED_BEFORE if status == _USAGE and doing == _JOINING else ""
         return (PeerFailed if status == _REMOTE else TransportError)(text)
 
 

@@ -499,6 +499,13 @@ def test_who_connects_when_nobody_waits_any_more_queues_nothing(group, nccl, mon
 
 
 @pytest.mark.ranks(2, 3)
+def test_nccl_refuses_what_was_told_too_late(group, nccl):
+    nccl.fail_at[1] = 5
+    with pytest.raises(TransportError, match=r"invalid usage.*nothing may use NCCL before the first store"):
+        joined(group, nccl, timeout=TIMEOUT)
+
+
+@pytest.mark.ranks(2, 3)
 def test_a_warning_while_nccl_connects(group, nccl, caplog):
     nccl.hold_at.add(2)
     told: list[float] = []
@@ -507,7 +514,8 @@ def test_a_warning_while_nccl_connects(group, nccl, caplog):
     control = ShmTransport(group, 4096, Waiting(20.0))
     transport = NcclTransport(group, control, DeviceMemory(nccl.gpu), nccl, 4096, waiting)
     (said,) = [record.getMessage() for record in caplog.records if "to connect" in record.getMessage()]
-    assert re.match(rf"create: rank {group.rank} has waited 0\.\d s for NCCL to connect {group.size} ranks; NCCL_D", said)
+    about = f"s for NCCL to connect {group.size} ranks; NCCL_DEBUG"
+    assert re.match(rf"create: rank {group.rank} has waited 0\.\d {about}", said)
     assert not told
     transport.close()
 
