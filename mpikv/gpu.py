@@ -10,11 +10,13 @@ have another. So every call here makes its GPU the present one meanwhile.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,7 +28,7 @@ from .errors import TransportError, TransportUnavailable, Unsupported, brief
 from .sharing import share_gpus
 from .typing import Array, Event, Graph, Kernels, Stream
 
-__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
+__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "has_cupy", "survey"]
 
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
 # DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
@@ -168,6 +170,11 @@ def survey(visible: str | None = None) -> Found:
     except TransportUnavailable as error:
         problems.append(str(error))
     return Found(cupy.__version__, nccl, devices, problems)
+
+
+def has_cupy() -> bool:
+    """Return whether CuPy is installed, if only to be in the way. Local; imports nothing."""
+    return sys.modules.get("cupy") is not None or find_spec("cupy") is not None
 
 
 def _find_cupy(what: str = "sums on GPUs") -> Any:
