@@ -22,6 +22,7 @@ __all__ = [
     "add_in_pairs",
     "add_in_pairs_over",
     "castable",
+    "check_apart",
     "check_mutable",
     "disjoint",
     "is_array",
@@ -66,6 +67,24 @@ def check_mutable(out: Any) -> None:
     """Raise TypeError if an array that is not the host's is one of a library whose arrays are never written to."""
     if type(out).__module__.partition(".")[0] in _IMMUTABLE:
         raise TypeError(f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none")
+
+
+def check_apart(out: Array) -> None:
+    """Raise TypeError if elements of an array that is to be filled may lie in the same memory: each would be filled by
+    what comes for the last of them. numpy makes such arrays read-only, and others do not.
+
+    >>> check_apart(np.zeros((4, 6))[::2, ::-1].T)
+    >>> check_apart(np.lib.stride_tricks.as_strided(np.zeros(6), (4, 6), (0, 8)))
+    Traceback (most recent call last):
+    TypeError: what is to be filled has elements in the same memory: shape (4, 6), strides (0, 8)
+    """
+    reach = out.itemsize
+    for stride, length in sorted((abs(step), each) for step, each in zip(out.strides, out.shape, strict=True)):
+        if length > 1 and stride < reach and out.size:
+            raise TypeError(
+                f"what is to be filled has elements in the same memory: shape {out.shape}, strides {out.strides}"
+            )
+        reach += stride * (length - 1)
 
 
 def source(value: Any) -> Array:

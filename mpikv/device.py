@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from .arrays import check_mutable, is_array, lies_on_host, source, target
+from .arrays import check_apart, check_mutable, is_array, lies_on_host, source, target
 from .errors import MPIKVError, TransportError, Unsupported
 from .spare import SpareTables
 from .typing import Array, Event, Gpu, Graph, StoreTables, Stream
@@ -118,7 +118,7 @@ class DeviceMemory:
             return self.gpu.zeros(nbytes)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        if self._call.caller is None:
+        if self._call.caller is None or 0 in shape:
             return self.gpu.empty(shape, dtype)
         # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
         with self._call.caller:
@@ -154,10 +154,14 @@ class DeviceMemory:
 
     def target(self, out: Any) -> Array:
         if self.gpu.owns(out):
+            if not out.flags.c_contiguous:
+                check_apart(out)
             return out  # type: ignore[no-any-return]
         if is_array(out) and not lies_on_host(out):
             check_mutable(out)
-            return self._adopted(out)
+            there = self._adopted(out)
+            check_apart(there)
+            return there
         array = target(out)
         self._say_that_arrays_travel()
         return array
@@ -232,6 +236,13 @@ class DeviceMemory:
         finally:
             call.aside = False
 
+    def check_order(self) -> None:
+        if self.gpu.capturing():
+            raise Unsupported(
+                "the present stream is captured, and what a store does to arrays is no part of a graph of one's own; "
+                "call it before or after the capture, or see kv.compile, which makes a graph of a pushpull"
+            )
+
     def issue(self) -> Issued:
         return Issued(self)
 
@@ -239,7 +250,6 @@ class DeviceMemory:
         """Return ``run()``, a call that was issued in another thread. In :meth:`aside`, and in another such call."""
         call, made = self._call, list[Any]()
         outer = call.caller, call.made
-        self.stream.wait(issued.begin)
         call.caller, call.made = issued.caller, made
         try:
             return run()
@@ -334,6 +344,9 @@ class Issued:
         self.begin: Event = self.caller.record()
         self.done: Event | None = None
         """Behind what the call has queued; None if it was not made."""
+
+    def start(self) -> None:
+        self._memory.stream.wait(self.begin)
 
     def make(self, run: Callable[[], Any]) -> Any:
         return self._memory.make(self, run)

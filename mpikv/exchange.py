@@ -462,9 +462,6 @@ class Exchange:
 
     def _take(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
         """Add up the terms of this rank's elements and update them, piece by piece in the cache."""
-        if bucket.ranged and not steps.uniform:
-            self._take_ranged(bucket, terms, steps)
-            return
         parts: Sequence[Part] = bucket.runs if steps.uniform else bucket.parts
         summed = not parts or terms[0] is bucket.total
         for part in parts:
@@ -474,15 +471,7 @@ class Exchange:
             if not summed:
                 self._add_received(terms, part.low, part.high, part.total)
             if part.update is not None:
-                part.update(steps.each[part.item])
-
-    def _take_ranged(self, bucket: Bucket, terms: Sequence[Array], steps: Steps) -> None:
-        """Do the same on a GPU, where keys have steps of their own."""
-        summed = terms[0] is bucket.total
-        for run, items, update in bucket.ranged:
-            if not summed:
-                self._add(terms, run.low, run.high, run.total)
-            update([steps.each[item] for item in items])
+                part.update(steps.each[part.item] if part.items is None else [steps.each[item] for item in part.items])
 
     def _deliver(self, bucket: Bucket, outs: Sequence[Sequence[Array]]) -> None:
         """Copy an updated bucket to the callers' flat arrays."""

@@ -261,6 +261,10 @@ class CupyGpu:
         return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
 
     @_translated
+    def capturing(self) -> bool:
+        return bool(self.cuda.get_current_stream(self.ordinal).is_capturing())
+
+    @_translated
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
 
@@ -434,17 +438,23 @@ class CupyStream:
         self.gpu = gpu
         self.handle = int(stream.ptr)
         self.beneath = stream
-        self._entered = _Entered()
+        self._entered: _Entered | None = None
 
     # CUDA knows the default stream, and makes an event, of the present GPU only.
 
     def record(self) -> Event:
         with self.gpu.present():
-            return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
+            try:
+                return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"nothing can be queued on {self.gpu.name}: {error}") from error
 
     def wait(self, event: Any) -> None:
         with self.gpu.present():
-            self.beneath.wait_event(event.beneath)
+            try:
+                self.beneath.wait_event(event.beneath)
+            except self.gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"nothing can be queued on {self.gpu.name}: {error}") from error
 
     def synchronize(self) -> None:
         with self.gpu.present():
@@ -470,13 +480,16 @@ class CupyStream:
                 raise TransportError(f"work of {self.gpu.name} could not be recorded: {error}") from error
 
     def __enter__(self) -> CupyStream:
+        # Few are entered of those that are made for each call.
+        self._entered = entered = self._entered or _Entered()
         present = self.gpu.present()
         present.__enter__()
         self.beneath.__enter__()
-        self._entered.presents.append(present)
+        entered.presents.append(present)
         return self
 
     def __exit__(self, *failure: object) -> None:
+        assert self._entered is not None
         self.beneath.__exit__(*failure)
         self._entered.presents.pop().__exit__(*failure)
 

@@ -153,6 +153,9 @@ class HostMemory:
     def aside(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def check_order(self) -> None:
+        pass
+
     def issue(self) -> None:
         return None
 
@@ -182,6 +185,7 @@ class HostMemory:
     def _stand_in(self, out: Any) -> Array:
         arrays.check_mutable(out)
         gpu, there = self._found(out)
+        arrays.check_apart(there)
         array = np.empty(there.shape, there.dtype)
         whole = None if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
         self._stand_ins.append(_StandIn(array, gpu, there, whole))

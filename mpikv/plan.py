@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -64,20 +64,11 @@ class Part:
     value: Array
     state: dict[str, Array]
     update: Callable[[Any], None] | None
-    """What the updater bound to these arrays; None for updaters of whole values, where the next is there, and where
-    :attr:`Bucket.ranged` is."""
+    """What the updater bound to these arrays; None for updaters of whole values, and where the next is there."""
     add_and_update: Callable[[Array, Array, Any], None] | None
     """The same for the sum of two arrays, which is then not written; None where it is made in ``total``."""
-
-
-class Ranged(NamedTuple):
-    """A run of several keys, each of which is updated by a step of its own, on a GPU."""
-
-    run: Part
-    items: tuple[int, ...]
-    """The positions of the keys in the call."""
-    update: Callable[[Sequence[Any]], None]
-    """Updates them by a step for each, by as few launches as can be."""
+    items: tuple[int, ...] | None = None
+    """The positions of all its keys in the call, where :attr:`update` takes a step for each, in a sequence."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +83,9 @@ class Bucket:
     total: Array
     """Where a transport whose library adds puts the sum of this rank's elements."""
     parts: tuple[Part, ...]
-    """What this rank updates, cut at keys."""
+    """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
     runs: tuple[Part, ...]
     """The same, where neighbours of equal settings may be updated at once."""
-    ranged: tuple[Ranged, ...]
-    """The same, where neighbours of other settings may be updated at once, too; empty where they cannot."""
     sends: tuple[Array, ...]
     """The message in each of the transport's outboxes."""
     items: slice | None
@@ -331,8 +320,9 @@ class _Cutter:
         self._entries, self._placement, self._transport = entries, placement, transport
         self._updater, self._kernels, self._scratch = updater, kernels, scratch
         self._adding = adding and not self.whole
-        ranged = isinstance(kernels, GpuKernels) and not self.whole and not updater.assigns
-        self._gpu_kernels = kernels if ranged and isinstance(kernels, GpuKernels) else None
+        # Those that update keys together though their steps differ.
+        together = isinstance(kernels, GpuKernels) and not self.whole and not updater.assigns
+        self._gpu_kernels: Any = kernels if together else None
 
     def total_of(self, entry: Entry) -> Array | None:
         """Return where the sum of a value is put together, if it is on this rank and whole."""
@@ -353,7 +343,8 @@ class _Cutter:
         dense = sum(piece.end - piece.begin for piece in pieces) == stop - start
         total = self._total(block, start, share, dense)
         each = [(piece.item, piece.at, piece.until) for piece in pieces]
-        runs = tuple(self._parts(block, start, share, merged(pieces), total, True))
+        runs = tuple(self._parts(block, start, share, merged(pieces), total))
+        kernels = self._gpu_kernels
         nbytes = (stop - start) * dtype.itemsize
         return Bucket(
             value=block.values[start:stop],
@@ -361,9 +352,10 @@ class _Cutter:
             pieces=pieces,
             dense=dense,
             total=total,
-            parts=tuple(self._parts(block, start, share, each, total, self._gpu_kernels is None)),
+            parts=tuple(
+                self._ranged(kernels, runs, share, each) if kernels else self._parts(block, start, share, each, total)
+            ),
             runs=runs,
-            ranged=tuple(self._ranged(self._gpu_kernels, runs, share, each) if self._gpu_kernels else ()),
             sends=tuple(outbox[:nbytes].view(dtype) for outbox in self._transport.outboxes),
             items=self._items(pieces),
             shapes=tuple(self._entries[piece.item].shape for piece in pieces),
@@ -395,7 +387,7 @@ class _Cutter:
         return slice(first, first + len(pieces))
 
     def _parts(
-        self, block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array, bound: bool
+        self, block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array
     ) -> Iterator[Part]:
         """Yield what this rank owns of the ranges, which are in elements of the bucket."""
         again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
@@ -409,19 +401,20 @@ class _Cutter:
                 part_total = total[: high - low] if again and not self.whole else total[low:high]
                 value, state = block.updated[where], {name: array[where] for name, array in block.state.items()}
                 both = self._kernels.bind_adding(self._updater, value, state) if self._adding else None
-                alone = bound and not self.whole and both is None
+                alone = not self.whole and both is None
                 update = self._kernels.bind(self._updater, part_total, value, state) if alone else None
                 yield Part(item, low, high, part_total, value, state, update, both)
 
     def _ranged(
         self, kernels: GpuKernels, runs: Sequence[Part], share: Share, each: Sequence[tuple[int, int, int]]
-    ) -> Iterator[Ranged]:
-        """Yield the runs, and how their keys are updated, which are at ``each`` in the bucket."""
+    ) -> Iterator[Part]:
+        """Yield the runs, updated by a step for each of their keys, which are at ``each`` in the bucket."""
         mine = [(item, max(low, share.low) - share.low, min(high, share.high) - share.low) for item, low, high in each]
         for run in runs:
             inside = [(item, high - run.low) for item, low, high in mine if run.low <= low < high <= run.high]
             items, ends = zip(*inside, strict=True)
-            yield Ranged(run, items, kernels.bind_ranges(self._updater, run.total, run.value, run.state, ends))
+            update = kernels.bind_ranges(self._updater, run.total, run.value, run.state, ends)
+            yield replace(run, items=items, update=update)
 
 
 def _buffered(block: Block, start: int, stop: int, share: Share, transport: Transport) -> Buffered | None:

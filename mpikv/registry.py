@@ -29,7 +29,7 @@ from .gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .kernels import find_kernels
 from .memory import HostMemory
 from .plugins import KVStoreBase, plugin
-from .store import LOST, OPEN, KVStore
+from .store import LOST, OPEN, KVStore, let_gpus_queue
 from .storeless import AllReduce
 from .tracing import find_tracer
 from .transports import open_transport
@@ -170,6 +170,7 @@ def create(
     try:
         problem = problem or _bad_root(root, group) or _lacks_threads(name, group)
         if problem is None and kind in (*_DEVICE, *_NCCL):
+            let_gpus_queue()  # a communicator is made by sums
             device, lacking, problem = _own_gpu(kind, group, settings)
         wanted = {"name": repr(name), "root": repr(root), **{key: repr(value) for key, value in vars(settings).items()}}
         for own in OWN_AFFAIRS:

@@ -154,6 +154,8 @@ def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
     """Return how many bytes of a GPU :func:`deliver`, and what fills the rows before it, take besides."""
     nbytes = 0
     for entry, wanted in zip(entries, every, strict=True):
+        if not wanted.asked:
+            continue
         dense = sum(not isinstance(each.out, RowSparse) for each in wanted.asked) * (entry.value.nbytes + _APART)
         numbers = [wanted.ids, *(each.ids for each in wanted.asked), *(each.ids for each in wanted.asked)]
         nbytes += dense + sum(ids.nbytes + _APART for ids in numbers)

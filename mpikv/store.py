@@ -28,12 +28,12 @@ from .plugins import KVStoreBase
 from .replay import Compiled
 from .rows import Rows
 from .scope import Scope
-from .typing import Array, GpuKernels, Key, Transport, Updater
+from .typing import Array, GpuKernels, Issue, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, makes_calls, urgency
 from .world import Group
 
-__all__ = ["LOST", "OPEN", "KVStore"]
+__all__ = ["LOST", "OPEN", "KVStore", "let_gpus_queue"]
 
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -106,6 +106,8 @@ class KVStore(KVStoreBase):
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         OPEN.append(self)
         self._running = ""
+        # Whether calls are made in the order of streams.
+        self._in_order = transport.memory.orders
         self._in_join = False
         self._compiled = 0
         # Calls that are made within others cannot share a context.
@@ -1106,6 +1108,8 @@ class KVStore(KVStoreBase):
             if unseen is not None:
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), unseen)
             try:
+                if self._in_order:
+                    self._transport.memory.check_order()
                 call, work = prepare(*arguments)
             except Exception as error:
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
@@ -1155,22 +1159,24 @@ class KVStore(KVStoreBase):
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         text = partial(_called, verb, arguments[:1])
         keys = None if self._exchange.pause is None else _keys_of(arguments[0])
+        self._check_order(verb)
         work, rejoin = partial(self._collective, verb, prepare, *arguments), None
         if (issue := self._transport.memory.issue()) is not None:
-            self._let_others_queue()
-            work, rejoin = partial(issue.make, work), issue.rejoin
+            let_gpus_queue(self)
+            work = partial(issue.make, partial(self._collective, verb, partial(_started, issue, prepare), *arguments))
+            rejoin = issue.rejoin
         return self._pending.add(urgency(arguments[-1]), text, work, keys, rejoin)
+
+    def _check_order(self, verb: str) -> None:
+        try:
+            self._transport.memory.check_order()
+        except Unsupported as error:
+            self.refuse(error, verb)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         with self._board.aside(), self._transport.memory.aside():
             yield
-
-    def _let_others_queue(self) -> None:
-        """Wait for what other stores of GPUs have pending: all ranks are to use NCCL in the order of the program."""
-        for other in () if makes_calls() else tuple(OPEN):
-            if other is not self and other._pending.active and not other._transport.memory.on_host:
-                other._pending.drain()
 
     def _pause(self) -> None:
         """Make what is more urgent than the call that runs, between two of its messages. Collective."""
@@ -1196,7 +1202,7 @@ class KVStore(KVStoreBase):
         if not memory.orders:
             return quietly(run, *arguments)
         if not memory.on_host:
-            self._let_others_queue()
+            let_gpus_queue(self)
         result: Result = memory.in_order(quietly, run, *arguments)
         return result
 
@@ -1234,6 +1240,8 @@ class KVStore(KVStoreBase):
                         failure = error
                     self._agreement.confirm(call, failure)
                     if work:
+                        if not self._transport.memory.on_host:
+                            let_gpus_queue(self)
                         self._transport.memory.in_order(work)
         except BaseException as error:
             self._end_unless_settled("join", error)
@@ -1281,6 +1289,19 @@ class KVStore(KVStoreBase):
         self._transport.memory.release()
         self._board.close()
         self._group.close()
+
+
+def let_gpus_queue(but: KVStore | None = None) -> None:
+    """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
+    for store in () if makes_calls() else tuple(OPEN):
+        if store is not but and store._pending.active and not store._transport.memory.on_host:
+            store._pending.drain()
+
+
+def _started(issue: Issue, prepare: Callable[..., Prepared], *arguments: Any) -> Prepared:
+    """Prepare a call that another thread has issued."""
+    issue.start()
+    return prepare(*arguments)
 
 
 def _nothing() -> None:

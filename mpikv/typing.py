@@ -207,6 +207,10 @@ class Memory(Protocol):
         """Return a context in which this thread makes calls that others have issued."""
         ...
 
+    def check_order(self) -> None:
+        """Raise Unsupported if no call can be made in the order of this thread's present stream."""
+        ...
+
     def issue(self) -> Issue | None:
         """Return a note of a call that this thread leaves to another; None where what it is given needs no order."""
         ...
@@ -238,8 +242,15 @@ class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
     def make(self, run: Callable[[], Any]) -> Any:
-        """Return ``run()``, which prepares the call and makes it: what that does to arrays comes after what the stream
-        had to do on which it was issued, at that moment. In :meth:`Memory.aside`.
+        """Return ``run()``, which prepares the call and makes it, and keeps what that uses. In :meth:`Memory.aside`."""
+        ...
+
+    def start(self) -> None:
+        """Let what is done to arrays from now on come after what the stream had to do on which the call was issued, at
+        that moment. In :meth:`make`.
+
+        Raises:
+            TransportError: the GPU has failed.
         """
         ...
 
@@ -334,6 +345,10 @@ class Gpu(Tables, Protocol):
 
     def current(self) -> Stream:
         """Return this thread's present stream."""
+        ...
+
+    def capturing(self) -> bool:
+        """Return whether what that is given is recorded, and not run."""
         ...
 
     def zeros(self, nbytes: int) -> Array:

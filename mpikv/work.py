@@ -13,11 +13,11 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
-from .errors import Closed, Unsupported, noted
+from .errors import Closed, TransportError, Unsupported, noted
 
 __all__ = ["Pending", "Work", "makes_calls", "urgency"]
 
@@ -102,9 +102,12 @@ class Work:
         self._pending.check_progress(self)
         if not self._completed.wait(timeout):
             raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it goes on")
+        error = self.error
         if self._rejoin is not None:
-            self._rejoin()
-        if (error := self.error) is not None:
+            # After a failure of the GPU nothing comes after it, and what the call raised says more.
+            with nullcontext() if error is None else suppress(TransportError):
+                self._rejoin()
+        if error is not None:
             self._pending.saw(self)
             raise error
         return self._result if self.answer is None else self.answer

@@ -269,9 +269,10 @@ class Group:
             # What was told and not received would be found in the next communicator, which takes its number.
             told = np.array([self._has_ended])
             self.comm.Allreduce(_mpi().IN_PLACE, told, _mpi().LOR)
+            with self._listening:  # a watchdog may be about to
+                comm, self.comm, self.host_comm = self.comm, None, None
             if not told[0]:
-                self.comm.Free()
-        self.host_comm = self.comm = None
+                comm.Free()
 
     def _free_windows(self) -> None:
         """Free what no rank looks at: this group's windows, and those that earlier groups of the same ranks kept."""

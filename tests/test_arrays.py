@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mpikv.arrays import accumulator, castable, disjoint, is_array, local_sum, source, storable, target, zeros
+from mpikv.arrays import (
+    accumulator,
+    castable,
+    check_apart,
+    disjoint,
+    is_array,
+    local_sum,
+    source,
+    storable,
+    target,
+    zeros,
+)
 from mpikv.errors import Unsupported, ValueMismatch
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -233,3 +248,25 @@ def test_disjoint_of_arrays_that_own_their_memory():
     assert disjoint([[first], [second]], [[first], [second]])
     assert not disjoint([[first], [first]], [[second], [first]])
     assert not disjoint([[first], [second]], [[second], [first]])
+
+
+@given(st.data())
+def test_arrays_whose_elements_lie_apart(data):
+    """None is taken of which two elements lie in the same place, and all that slices and transpositions make."""
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=3))
+    strides = data.draw(st.lists(st.integers(-12, 12), min_size=len(shape), max_size=len(shape)))
+    memory = np.zeros(200, np.uint8)
+    array = np.lib.stride_tricks.as_strided(memory[100:], shape, strides)
+    places = [100 + sum(map(operator.mul, index, strides)) for index in np.ndindex(*shape)]
+    try:
+        check_apart(array)
+    except TypeError:
+        return
+    assert len(set(places)) == len(places)
+
+
+@given(st.data())
+def test_slices_and_transpositions_lie_apart(data):
+    array = np.zeros(data.draw(st.lists(st.integers(0, 5), max_size=4)), np.float32)
+    array = array[tuple(slice(None, None, data.draw(st.sampled_from([1, 2, -1, -3]))) for _ in array.shape)]
+    check_apart(array.transpose(data.draw(st.permutations(range(array.ndim)))))

@@ -438,6 +438,29 @@ class TestPreparation:
         ):
             CudaKernels().prepare(Sorting(multi_precision=True), dtype, False)
 
+    def test_a_rule_is_tried_once_and_none_of_whole_values(self, unrun):
+        ran = []
+
+        class Upwards(optimizers.SGD):
+            def rule(self, step, block):
+                ran.append(step.wd / step.rate)
+
+        class Whole(Upwards):
+            elementwise = False
+
+        upwards = Upwards()
+        for kind in (upwards, upwards, Whole()):
+            CudaKernels().prepare(kind, np.dtype(np.float32), False)
+        assert ran == [0]
+
+    def test_a_lack_of_memory_is_none_of_the_rule(self, unrun):
+        class Large(optimizers.SGD):
+            def rule(self, step, block):
+                raise MemoryError("for scratch")
+
+        with pytest.raises(MemoryError, match="for scratch"):
+            CudaKernels().prepare(Large(), np.dtype(np.float32), False)
+
     def test_a_rule_with_steps_of_its_own_is_not_tried(self, unrun):
         class Known(optimizers.SGD):
             def step(self, key, count):

@@ -149,6 +149,7 @@ NAMES = {
     "cuda.Stream.synchronize": "self",
     "cuda.Stream.begin_capture": "mode",
     "cuda.Stream.end_capture": "self",
+    "cuda.Stream.is_capturing": "self",
     "cuda.Graph.launch": "stream",
     "cuda.runtime.streamCaptureModeRelaxed": "",
     "cuda.Stream.__enter__": "",

@@ -8,13 +8,15 @@ those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as copy_of
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..errors import Unsupported
+from ..errors import TransportError, Unsupported
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer, Step
 from ..typing import Array, Codec, Memory, Updater, Whole
@@ -29,7 +31,7 @@ __all__ = ["MANY", "ONE", "CudaKernels", "update_of"]
 STATES = 3
 
 
-class Count(NamedTuple):
+class Room(NamedTuple):
     """How many ranges of elements a launch updates at most, and by how many different rows of numbers."""
 
     name: str
@@ -37,10 +39,10 @@ class Count(NamedTuple):
     rows: int
 
 
-ONE, MANY = Count("one", 1, 1), Count("many", 200, 16)
+ONE, MANY = Room("one", 1, 1), Room("many", 200, 16)
 
 
-def update_of(count: Count) -> np.dtype[Any]:
+def update_of(room: Room) -> np.dtype[Any]:
     """Return what one launch is given: ``Update`` of rules.cu."""
     return np.dtype(
         [
@@ -51,9 +53,9 @@ def update_of(count: Count) -> np.dtype[Any]:
             ("table", np.uintp),
             ("begin", np.int64),
             ("count", np.int64),
-            ("end", np.int64, count.ranges),
-            ("row", np.int32, count.ranges),
-            ("numbers", np.float64, count.rows * NUMBERS),
+            ("end", np.int64, room.ranges),
+            ("row", np.int32, room.ranges),
+            ("numbers", np.float64, room.rows * NUMBERS),
         ],
         align=True,
     )
@@ -94,14 +96,14 @@ class CudaKernels:
         elif isinstance(updater, Optimizer):
             updater.slots(dtype)
             if not self.has_rule(updater):
-                _try(updater, dtype)
+                _check_runs(updater, dtype)
                 return
             if type(updater) in layerwise.KINDS:
                 layerwise.prepare(updater, dtype)
                 return
             form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
-            for count in (ONE, MANY):
-                _kernel_of(form, dtype.name, count)
+            for room in (ONE, MANY):
+                _kernel_of(form, dtype.name, room)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return what launches one update of these arrays, which lives as long as they do.
@@ -152,8 +154,8 @@ class CudaKernels:
         assert isinstance(updater, Optimizer)
         table = Table(updater, memory.zeros(Table.nbytes(count)), count)
         for dtype in dtypes:
-            for each in (ONE, MANY):
-                _kernel_of(table.form, dtype.name, each)
+            for room in (ONE, MANY):
+                _kernel_of(table.form, dtype.name, room)
         return table
 
     def codec(self, codec: Codec) -> Codec:
@@ -165,19 +167,29 @@ class CudaKernels:
         return CudaRanges(codec) if has_code(codec) else codec
 
 
-def _try(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
-    """Raise if an optimizer's own rule cannot update arrays of a GPU, which a push would find out too late."""
-    if type(optimizer).step is not Optimizer.step:
-        return  # who knows of which keys
+_ran: WeakKeyDictionary[Optimizer, set[np.dtype[Any]]] = WeakKeyDictionary()
+"""Of optimizers of one's own the dtypes of which they can update arrays on a GPU."""
+
+
+def _check_runs(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
+    """Raise if an optimizer's own rule cannot update arrays of a GPU, which a push would find out too late. It is found
+    out once, with a copy, as it may count.
+    """
+    ran = _ran.setdefault(optimizer, set())
+    if dtype in ran or type(optimizer).step is not Optimizer.step or not optimizer.elementwise:
+        return  # who knows of which keys, or of which shapes
     slots, wide = optimizer.slots(dtype), np.dtype(np.float32) if _is_half(dtype) else dtype
     state = {name: zeros(1, each) for name, each in slots.items()}
     try:
-        optimizer.bind(zeros(1, wide), zeros(1, dtype), state)(Step(0.0, 0.0, optimizer.correction(1)))
+        copy_of(optimizer).bind(zeros(1, wide), zeros(1, dtype), state)(Step(1.0, 0.0, optimizer.correction(1)))
+    except (MemoryError, TransportError):
+        raise
     except Exception as error:
         raise Unsupported(
             f"{type(optimizer).__name__} cannot update arrays of a GPU ({type(error).__name__}: {error}); use "
             "functions of numpy that CuPy has, too, on arrays that all lie on the GPU, or a store on the host"
         ) from error
+    ran.add(dtype)
 
 
 def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
@@ -205,13 +217,13 @@ class _Updates:
         value: Array,
         state: Mapping[str, Array],
         ends: Sequence[int],
-        count: Count,
+        room: Room,
     ) -> None:
         slots = optimizer.slots(value.dtype)
         self._optimizer, self._arrays = optimizer, (total, value, *state.values())
-        self._dtype, self._count = value.dtype.name, count
+        self._dtype, self._room = value.dtype.name, room
         self._ends = np.array(ends, np.int64)
-        self._arguments = np.zeros(1, update_of(count))
+        self._arguments = np.zeros(1, update_of(room))
         wide = np.dtype(np.float32) if _is_half(value.dtype) else value.dtype
         given = self._given = self._arguments[0]
         self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
@@ -226,12 +238,12 @@ class _Updates:
     def __call__(self, steps: Sequence[Step | Row]) -> None:
         low = 0
         while low < len(steps):
-            some = steps[low : low + self._count.ranges]
+            some = steps[low : low + self._room.ranges]
             form, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
             if self._cut != (low, low + count):
                 self._take(low, low + count)
             if self._blocks:
-                _kernel_of(form, self._dtype, self._count)((self._blocks,), (THREADS,), (self._arguments,))
+                _kernel_of(form, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
             low += count
 
     def _point(self, steps: Sequence[Any]) -> tuple[str, int]:
@@ -242,7 +254,7 @@ class _Updates:
 
     def _write(self, steps: Sequence[Any]) -> tuple[str, int]:
         """Let ranges be updated by these steps, as far as there are rows for them. Return the same."""
-        rows, different = rows_of(steps, self._count.rows)
+        rows, different = rows_of(steps, self._room.rows)
         form = ""
         for row, step in enumerate(different):
             # Options may have changed since the last call.
@@ -260,8 +272,8 @@ class _Updates:
         self._cut, self._blocks = (low, high), min(-(-(end - begin) // PART), MOST_BLOCKS)
 
 
-def _kernel_of(form: str, dtype: str, count: Count) -> Kernel:
-    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {count.name}>")
+def _kernel_of(form: str, dtype: str, room: Room) -> Kernel:
+    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {room.name}>")
 
 
 def _is_half(dtype: np.dtype[Any]) -> bool:

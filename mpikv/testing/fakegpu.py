@@ -522,6 +522,9 @@ class FakeGpu:
     def current(self) -> FakeStream:
         return self.entered[-1] if self.entered else self._streams[0]
 
+    def capturing(self) -> bool:
+        return self.current().capture is not None
+
     def find_stream(self, handle: int) -> FakeStream | None:
         """Return the stream of a handle, if there is one."""
         return self._streams.get(handle)

@@ -34,6 +34,8 @@ class Heeding:
             if ready():
                 return True
             if next(polls) % _LOOK_EVERY == 0 and (why := self._group.told_end()):
+                if ready():
+                    return True  # it has left after this
                 raise TransportError(why)
             return False
 

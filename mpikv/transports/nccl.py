@@ -12,6 +12,7 @@ Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/ (in-place ope
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import logging
 import os
@@ -36,6 +37,8 @@ __all__ = ["WIRES", "NcclTransport", "Wire", "last_error"]
 
 # Seconds for an abort, which may itself wait for ever; the process then ends without it.
 _PATIENCE = 2.0
+# Looks at work in flight between two of which something that was told is listened for.
+_LISTEN_EVERY = 16
 # Bytes that a GPU moves at once, if they are aligned.
 _ALIGNMENT = 16
 _STATUS = {
@@ -133,6 +136,7 @@ class NcclTransport:
         self._failure: MPIKVError | None = None
         # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
+        self._looks = itertools.count(1)
         self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail)
         self._device = memory
         memory.watch(self._check, self.abandon, self._queued)
@@ -401,7 +405,8 @@ class NcclTransport:
         if self._failure is None:
             self._failure = _failure(error, call)
         if tell and not isinstance(self._failure, Stalled):
-            self._group.tell_end(str(self._failure))
+            with suppress(MPIKVError):  # the abort comes whether or not the others can be told
+                self._group.tell_end(str(self._failure))
         # Not for ever: a thread may be in a call that comes to its end by the abort only.
         held = self._queueing.acquire(timeout=_PATIENCE)
         try:
@@ -459,7 +464,8 @@ class NcclTransport:
     def _check_flight(self) -> None:
         """Raise what ends work in flight: NCCL's word, or that of a rank that has left, for which it would wait."""
         self._check_async()
-        if why := self._group.told_end():
+        # Which takes longer than all else of a look.
+        if next(self._looks) % _LISTEN_EVERY == 0 and (why := self._group.told_end()):
             raise TransportError(why)
 
     def _check_async(self) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-# No GPU has a faster clock: so long it takes at least.
+# Few GPUs have a faster clock: so long it takes at least, or a little less.
 CYCLES_PER_MS = 2_500_000
 SPIN = r"""
 extern "C" __global__ void spin(long long cycles) {

@@ -216,3 +216,26 @@ class Named:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_call_in_a_capture_is_refused(kv, cupy):
+    kv.init("w", cupy.zeros(5, "f4"))
+    gradient = cupy.ones(5, "f4")
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        for wait in (True, False):
+            with pytest.raises(mpikv.Unsupported, match="the present stream is captured"):
+                kv.push("w", gradient, wait=wait)
+        stream.end_capture()
+    kv.push("w", gradient)
+    assert kv.pull("w").get().tolist() == [kv.size] * 5
+
+
+def test_what_is_filled_has_its_elements_apart(kv, cupy):
+    kv.init("w", cupy.zeros((4, 6), "f4"))
+    with pytest.raises(TypeError, match="elements in the same memory"):
+        kv.pull("w", out=cupy.broadcast_to(cupy.zeros(6, "f4"), (4, 6)))
+    out = cupy.ones((6, 8), "f4")
+    kv.pull("w", out=out.T[::2])
+    assert float(out.sum()) == 24

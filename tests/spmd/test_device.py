@@ -362,3 +362,25 @@ def test_facts_of_arrays_wherever_they_are(comm: Any) -> None:
     assert memory.facts(gpu.empty((4,), np.float32)) == ((4,), np.float32)
     with pytest.raises(TypeError, match="expected an array, got list"):
         memory.facts([1.0])
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_call_in_a_capture_is_refused_everywhere(comm, wait):
+    """What it does to arrays would be recorded, and not done."""
+    gpu = FakeGpu(comm.rank if comm else 0)
+    with store_on(gpu, comm, timeout=20) as kv:
+        kv.init("w", gpu.upload(np.zeros(5)))
+        gradient, stream = gpu.upload(np.ones(5)), gpu.stream()
+        if kv.rank == 0:
+            with stream:
+                stream.begin_capture()
+                with pytest.raises(Unsupported, match="push: the present stream is captured"):
+                    kv.push("w", gradient, wait=wait)
+                stream.end_capture()
+        else:
+            with pytest.raises(PeerFailed, match=r"rank 0 .*the present stream is captured"):
+                kv.push("w", gradient)
+        kv.push("w", gradient)
+        assert on_host(kv.pull("w")).tolist() == [kv.size] * 5
+    gpu.checker.assert_clean()

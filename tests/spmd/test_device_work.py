@@ -111,6 +111,24 @@ def test_it_comes_after_what_its_stream_had_to_do_and_nothing_else(gpu, kv):
 
 
 @ALL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_rows_that_are_pushed_wait_for_nothing_else_either(gpu, kv, verb):
+    shape, floats = (40, 3), np.dtype(np.float32)
+    kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3), np.float32)), shape))
+    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.stream
+    with caller:
+        rows, out = RowSparse([1], gpu.upload(np.ones((1, 3), np.float32)), shape), gpu.empty(shape, floats)
+        work = getattr(kv, verb)("rows", rows, **({"out": out} if verb == "pushpull" else {}), wait=False)
+        issued = caller.time
+        more = full(gpu, 0)
+        more += 1
+        released.set()
+        queued(work)
+        assert stream.clock[caller.number] == issued, "the call waits for what came after it"
+        work.wait()
+
+
+@ALL
 def test_wait_orders_the_stream_of_whoever_waits(gpu, kv):
     issuing, one, other = (gpu.stream() for _ in range(3))
     with issuing:
@@ -267,6 +285,29 @@ def test_a_store_comes_after_what_another_has_pending(gpu, comm, kv):
                 if not wait:
                     made.wait()
                 opening.join()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_has_left_comes_after_what_another_store_has_pending(gpu, comm, kv):
+    """It makes the calls of those that still have work, in their order."""
+    with store_on(gpu, comm, timeout=20) as other:
+        other.init("w", full(gpu, 0))
+        slow, push, made = threading.Event(), other._exchange.push, list[str]()
+
+        def late(*arguments: Any) -> None:
+            assert slow.wait(20)
+            push(*arguments)
+            made.append("pending")
+
+        other._exchange.push, shadowed = late, kv._exchange.push
+        kv._exchange.push = lambda *arguments: (shadowed(*arguments), made.append("shadowed"))
+        work = other.push("w", full(gpu, 1), wait=False)
+        with kv.join():
+            threading.Timer(0.7 if kv.rank else 0.1, slow.set).start()
+            if kv.rank == 0:
+                kv.push("w", full(gpu, 1))
+        work.wait()
+        assert made == ["pending", "shadowed"]
 
 
 class Foreign:

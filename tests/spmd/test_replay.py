@@ -827,4 +827,5 @@ def test_keys_with_rates_of_their_own_are_updated_by_no_more_launches(
         both.step(step or (lambda: both.here.pushpull(both.keys, both.sent, out=both.outs)))
         updates.append(launched.count("update"))
     assert updates[0] == updates[1] <= 1
+    assert sum(comm.allgather(updates[0]) if comm else updates) > 0
     both.close()
