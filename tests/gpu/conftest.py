@@ -9,7 +9,7 @@ import pytest
 
 from mpikv.config import launch_of, visible_gpus
 from mpikv.gpu import survey
-from mpikv.sharing import sharing
+from mpikv.testing.gpus import sharing
 
 LAUNCH = launch_of()
 if LAUNCH is not None and LAUNCH.size > 1 and len(survey(visible_gpus()).devices) < LAUNCH.size:

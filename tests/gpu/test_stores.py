@@ -97,7 +97,7 @@ def test_a_closed_store_gives_its_memory_back(cupy):
 KILLED = """
 import os, signal, sys
 from mpikv.config import launch_of
-from mpikv.sharing import sharing
+from mpikv.testing.gpus import sharing
 os.environ |= sharing(launch_of().rank)
 import cupy, mpikv
 kv = mpikv.create("nccl", timeout=5.0)
