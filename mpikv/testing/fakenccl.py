@@ -111,7 +111,7 @@ class FakeNccl:
         self.stick_at: set[int] = set()
         """The calls that never come to their end."""
         self.hold_at: set[int] = set()
-        """The calls that do not return before :attr:`released`, as NCCL's do while it connects."""
+        """The calls that are done but do not return before :attr:`released`, as NCCL's while it connects."""
         self.asynchronous = 0
         """The status that is found when one looks for errors of what was begun before."""
         self.init_returns = self.abort_returns = True
@@ -147,6 +147,7 @@ class FakeNccl:
         self.count("init")
         made = FakeCommunicator(self, ndev, commId, rank)
         self.communicators.append(made)
+        self.hold()
         return made
 
     def groupStart(self) -> None:  # noqa: N802
@@ -174,9 +175,12 @@ class FakeNccl:
         if status is not None:
             self._group_failed = status
             raise_status(status)
+        return len(self.calls) in self.stick_at
+
+    def hold(self) -> None:
+        """Wait if the present call is planned to be held."""
         if len(self.calls) in self.hold_at:
             self.released.wait()
-        return len(self.calls) in self.stick_at
 
     def wait_for_ever(self) -> NoReturn:
         """Wait as NCCL waits for a rank that does not come."""
@@ -185,13 +189,12 @@ class FakeNccl:
 
     def queue(self, communicator: FakeCommunicator, operation: Operation, sticks: bool) -> None:
         """Carry an operation out, or keep it for the end of the group."""
-        if communicator.state == "aborted":
-            raise_status(3)  # while the call was held
         if self.depth:
             self._group.append((communicator, operation))
             self._group_sticks |= sticks
         else:
             communicator.carry_out([operation], sticks)
+        self.hold()
 
 
 def raise_status(status: int) -> NoReturn:

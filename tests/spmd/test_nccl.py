@@ -472,7 +472,7 @@ def test_a_communicator_that_never_comes_is_given_up(group, nccl):
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("call", range(1, FIRST))
 def test_who_connects_when_nobody_waits_any_more_queues_nothing(group, nccl, monkeypatch, call):
-    """Whether NCCL connects late, or only the abort lets its call return."""
+    """Whatever call of NCCL returns late, and whether the communicator was aborted meanwhile."""
     given: list[int] = []
     original = FakeCommunicator.allReduce
 
