@@ -84,7 +84,8 @@ class Board:
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited for ``waited`` seconds."""
         _, about = self.report(missing)
-        logging.getLogger("mpikv").warning("rank %d has waited %.1f s in %s: %s", self._rank, waited, self.call, about)
+        text = f"{self.call}: {about}" if about else self.call
+        logging.getLogger("mpikv").warning("rank %d has waited %.1f s in %s", self._rank, waited, text)
 
     @property
     def call(self) -> str:
@@ -149,6 +150,8 @@ class Board:
 
 
 def _call_of(slot: Any) -> str:
+    if not slot["call"]:
+        return "create"
     text = bytes(slot["text"][: slot["length"]]).decode(errors="replace")
     return f"call #{slot['call']} {text}"
 

@@ -10,21 +10,25 @@ have another. So every call here makes its GPU the present one meanwhile.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from .arrays import accumulator
+from .config import launch_of
 from .cuda import norms
 from .errors import TransportError, TransportUnavailable, Unsupported, brief
+from .sharing import share_gpus
 from .typing import Array, Event, Graph, Kernels, Stream
 
-__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "survey"]
+__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "has_cupy", "survey"]
 
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
 # DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
@@ -50,13 +54,17 @@ def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible
     Args:
         local_rank: the number of the rank among those of its host, which is the number of its GPU.
         local_size: how many ranks the host has.
-        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast.
+        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast. NCCL
+            and CuPy are told by this process's environment, which they read when they are first used.
         visible: what CUDA_VISIBLE_DEVICES says, None where it is not set. Where it names one GPU, a launcher may have
             given each rank one of its own, which all of them know by the number 0.
 
     Raises:
         TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks, or it cannot be used.
     """
+    if sharing:
+        launch = launch_of()
+        share_gpus(launch.rank if launch else local_rank)
     cupy = _find_cupy()
     ordinal = choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible)
     try:
@@ -169,6 +177,11 @@ def survey(visible: str | None = None) -> Found:
     except TransportUnavailable as error:
         problems.append(str(error))
     return Found(cupy.__version__, nccl, devices, problems)
+
+
+def has_cupy() -> bool:
+    """Return whether CuPy is installed, if only to be in the way. Local; imports nothing."""
+    return sys.modules.get("cupy") is not None or find_spec("cupy") is not None
 
 
 def _find_cupy(what: str = "sums on GPUs") -> Any:

@@ -25,7 +25,7 @@ from .errors import (
     Unsupported,
     known_names,
 )
-from .gpu import find_gpu, find_nccl, gpu_of
+from .gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .kernels import find_kernels
 from .memory import HostMemory
 from .plugins import KVStoreBase, plugin
@@ -89,7 +89,8 @@ def create(
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
         warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
         check: False turns the comparison of calls off, for measurements. Default True.
-        transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are.
+        transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are. On
+            GPUs data travel by NCCL all the same, and it says by which of these the ranks agree.
         bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
             elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
@@ -99,7 +100,7 @@ def create(
             arrays by themselves. Default False, where ``mpi`` sums in an order of
             the MPI library's, and ``hosts`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
-            same. On GPUs they are always compiled.
+            same. On GPUs they are always compiled, and ``nccl`` refuses ``numba``.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
         staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
             number.
@@ -151,6 +152,9 @@ def create(
         }
         settings = Config.read(**given)
         tracer = find_tracer(settings.trace) if settings.trace else None
+        if kind in _NCCL and settings.kernels != Config.kernels:
+            asked = f"kernels={kernels!r}" if kernels is not None else f"MPIKV_KERNELS={settings.kernels}"
+            raise Unsupported(f"{asked} is for stores on the host; on GPUs rules are always compiled: leave it out")
         find_kernels(settings.kernels)
         codec = codecs.create(compression)
         if kind in _ASYNC:
@@ -175,10 +179,10 @@ def create(
         wanted["passable"] = repr(passable)
         wanted["staleness"] = repr(staleness)
         own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
-        told = _compare(group, wanted, problem, [lacking, own])
+        told = _compare(group, wanted, problem, [lacking, own, device is not None or has_cupy()])
         if kind in _DEVICE:
             device = None if _lack(told) else device
-            _say_where(name, device, _lack(told))
+            _say_where(name, device, _lack(told), expected=group.rank == 0 and any(cupy for *_, cupy in told))
         if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
             settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
         try:
@@ -237,16 +241,18 @@ def _own_gpu(kind: str, group: Group, settings: Config) -> tuple[DeviceMemory | 
         return None, str(error), None if lacks else error
 
 
-def _lack(told: Sequence[Sequence[str]]) -> str:
+def _lack(told: Sequence[Sequence[Any]]) -> str:
     """Return why ranks cannot all have a GPU of their own, given what each lacks and which it has; "" if they can."""
-    gpus = [gpu for _, gpu in told]
+    gpus = [gpu for _, gpu, _ in told]
     twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
-    return next((lack for lack, _ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
+    return next((lack for lack, *_ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
 
 
-def _say_where(name: str, device: DeviceMemory | None, lack: str) -> None:
+def _say_where(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:
+    """Log where a store is, as a warning where a GPU was ``expected`` and is not used."""
     where = device.gpu.name if device else f"the host, as a rank finds: {lack}"
-    logging.getLogger("mpikv").info("store %r is on %s", name, where)
+    level = logging.WARNING if expected and device is None else logging.INFO
+    logging.getLogger("mpikv").log(level, "store %r is on %s", name, where)
 
 
 def _mover(

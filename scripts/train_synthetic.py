@@ -206,11 +206,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error("--steps and --gigabytes must be more than nothing")
     if options.device == "cpu":
         return train(options, Host())
-    from mpikv.cli.bench.gpus import prepare_sharing
-    from mpikv.config import launch_of
-
-    launch = launch_of()
-    prepare_sharing(launch.rank if launch else 0)
     try:
         device = OnGpu()
     except mpikv.TransportUnavailable as error:

@@ -17,6 +17,7 @@ from unittest import mock
 from mpikv.config import launch_of
 from mpikv.errors import TransportUnavailable
 from mpikv.gpu import choose_gpu
+from mpikv.sharing import share_gpus
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 
@@ -47,6 +48,8 @@ def install(count: int) -> FakeGpu:
         comm = MPI.COMM_WORLD.Dup()
 
     def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> FakeGpu:
+        if sharing:
+            share_gpus(rank)
         choose_gpu(count, local_rank, local_size, sharing, visible)
         if (rank, size) != (local_rank, local_size):
             raise TransportUnavailable("it is asked for another rank's GPU")

@@ -22,10 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.config import visible_gpus
+from mpikv.config import Launch, visible_gpus
 from mpikv.device import _PER_THREAD
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
 from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
+from mpikv.sharing import sharing
 
 ROOT = Path(__file__).parents[1]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
@@ -679,7 +680,25 @@ def test_cupy_returns_what_cuda_says_of_an_event_unchecked():
     assert event.done is False
 
 
+@pytest.mark.parametrize("name", ["NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
+def test_ranks_that_share_a_gpu_tell_nccl_before_cupy_is_used(monkeypatch, name):
+    environ = {"NCCL_PROTO": "LL"}
+    monkeypatch.setattr("mpikv.sharing.os", SimpleNamespace(environ=environ))
+    monkeypatch.setattr("mpikv.gpu.launch_of", lambda: Launch("a launcher", 6, 5))
+    standin = Standin()
+    standin.cuda.runtime.getDeviceCount = lambda: len(environ) > 10 or name in environ
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    assert find_gpu(1, 2, sharing=True).name == "cuda:0"
+    # Of all hosts; what somebody has chosen stays.
+    assert environ == {**sharing(5), "NCCL_PROTO": "LL"}
+    environ.clear()
+    environ[name] = "1"
+    assert find_gpu(1, 2, sharing=True).name == "cuda:0"
+    assert environ == {name: "1"}
+
+
 def test_the_gpu_of_a_rank(monkeypatch):
+    monkeypatch.setattr("mpikv.sharing.os", SimpleNamespace(environ={}))
     standin = Standin()
     monkeypatch.setitem(sys.modules, "cupy", standin)
     assert find_gpu(1, 2).name == "cuda:1"

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.testing.gpus import sharing
+from mpikv.sharing import sharing
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts/gpu_check"

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
     ("errors", "typing"),
-    ("arrays", "compiling", "config", "device", "halves", "memory", "spare", "waiting", "work", "world"),
+    ("arrays", "compiling", "config", "device", "halves", "memory", "sharing", "spare", "waiting", "work", "world"),
     (
         *(
             "arena",
@@ -80,7 +80,7 @@ SIDEWAYS = {
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
 CUPY = {"cuda/loading", "gpu"}
 MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
-ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/gpus", "cli/bench/torch_peer"}
+ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer", "sharing"}
 SPEAKING = {"__main__", "cli"}
 
 

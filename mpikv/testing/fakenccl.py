@@ -110,6 +110,8 @@ class FakeNccl:
         the real module."""
         self.stick_at: set[int] = set()
         """The calls that never come to their end."""
+        self.hold_at: set[int] = set()
+        """The calls that are done but do not return before :attr:`released`, as NCCL's while it connects."""
         self.asynchronous = 0
         """The status that is found when one looks for errors of what was begun before."""
         self.init_returns = self.abort_returns = True
@@ -145,6 +147,7 @@ class FakeNccl:
         self.count("init")
         made = FakeCommunicator(self, ndev, commId, rank)
         self.communicators.append(made)
+        self.hold()
         return made
 
     def groupStart(self) -> None:  # noqa: N802
@@ -174,6 +177,11 @@ class FakeNccl:
             raise_status(status)
         return len(self.calls) in self.stick_at
 
+    def hold(self) -> None:
+        """Wait if the present call is planned to be held."""
+        if len(self.calls) in self.hold_at:
+            self.released.wait()
+
     def wait_for_ever(self) -> NoReturn:
         """Wait as NCCL waits for a rank that does not come."""
         self.released.wait()
@@ -186,6 +194,7 @@ class FakeNccl:
             self._group_sticks |= sticks
         else:
             communicator.carry_out([operation], sticks)
+        self.hold()
 
 
 def raise_status(status: int) -> NoReturn:
@@ -309,7 +318,9 @@ class FakeCommunicator:
 
     def _check_in_use(self, call: str) -> None:
         if self.state != "in use":
-            raise MisuseError(f"{call} of a communicator that was {self.state}")
+            misuse = f"{call} of a communicator that was {self.state}"
+            self._gpu.checker.faults.append(misuse)  # a thread of which nobody hears may call it
+            raise MisuseError(misuse)
 
     def _begin(self, call: str, handle: int) -> tuple[FakeStream, bool]:
         """Count a call and return its stream."""

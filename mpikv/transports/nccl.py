@@ -51,8 +51,13 @@ _STATUS = {
     7: "still in progress",
     8: "timed out",
 }
-_IN_PROGRESS, _REMOTE = 7, 6
+_USAGE, _REMOTE, _IN_PROGRESS = 5, 6, 7
 _JOINING = "making the communicator"
+_ADVICE = "NCCL_DEBUG=INFO has NCCL say what it does, NCCL_SOCKET_IFNAME names the network that it takes"
+# It reads once by which name it knows a host.
+_USED_BEFORE = "; where ranks share a GPU, nothing may use NCCL before the first store on GPUs is made"
+_kept: list[Any] = []
+"""What was given to NCCL by communicators that were given up while they were made: the GPU may use it for ever."""
 
 
 class Wire(NamedTuple):
@@ -145,29 +150,44 @@ class NcclTransport:
 
     def _join(self, waiting: Waiting) -> None:
         """Make the communicator, in a thread of its own: NCCL may wait for ever for a rank that does not come."""
+        trial = self.allocate(_ALIGNMENT)
         identity, errors = self._identity(), list[BaseException]()
 
         def create() -> None:
             try:
-                self._create(identity)
+                self._create(identity, trial)
             except BaseException as error:
                 errors.append(error)
 
         thread = threading.Thread(target=create, name="mpikv-nccl", daemon=True)
         thread.start()
         try:
-            waiting.until(lambda: not thread.is_alive(), tuple)
+            waiting.warning(self._warn_of_joining).until(lambda: not thread.is_alive(), tuple)
             if errors:
                 raise errors[0]
+        except Stalled as error:
+            # That they have come is known: each has been told the id.
+            late = f"{error}: NCCL has not connected the {self.size} ranks, though all have come; {_ADVICE}"
+            self._fail(Stalled(late), _JOINING)
         except (MPIKVError, self._nccl.NcclError, KeyError) as error:
             self._fail(error if isinstance(error, MPIKVError) else self._translated(error, _JOINING), _JOINING)
         # A rank that failed says so to the others, and raises what it failed of, though they may come too late for it.
         try:
             if not self.control.agree(int(self._failure is None)):
                 self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
+        except Stalled as error:
+            late = f"{error}, which NCCL has not connected, though it has connected this one; {_ADVICE}"
+            self._fail(Stalled(late, error.missing), _JOINING)
         except MPIKVError as error:
             self._fail(error, _JOINING)
+        if self._failure is not None:
+            _kept.append((trial, self._stream))
         self._check()
+
+    def _warn_of_joining(self, waited: float, _: Sequence[int]) -> None:
+        logging.getLogger("mpikv").warning(
+            "create: rank %d has waited %.1f s for NCCL to connect %d ranks; %s", self.rank, waited, self.size, _ADVICE
+        )
 
     def _identity(self) -> bytes:
         """Return the id of a new communicator, which the first rank makes."""
@@ -182,21 +202,28 @@ class NcclTransport:
             raise TransportError(f"rank 0: {problem}")
         return bytes.fromhex(identity)
 
-    def _create(self, identity: bytes) -> None:
-        """Make a communicator and its ways of communication."""
+    def _create(self, identity: bytes, trial: Array) -> None:
+        """Make a communicator and its ways of communication, unless nobody waits for it any more."""
         self._gpu.use()
         comm = self._nccl.NcclCommunicator(self.size, identity, self.rank)
         # Collecting it as garbage would wait for the other ranks. It is destroyed, or aborted, or left alone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(comm))
         self._comm = comm
         if self._failure is not None:
-            self._fail(self._failure, "")  # nobody waits for it any more
+            self._fail(self._failure, "")
             return
-        nccl, stream, address = self._nccl, self._stream.handle, self._gpu.address(self._wide[0])
+        nccl, address = self._nccl, self._gpu.address(trial)
+        several, kind = (address, address, 4), nccl.NCCL_FLOAT32
         # NCCL connects at the first use of an algorithm, and then waits on the host, too.
-        comm.allReduce(address, address, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
-        comm.reduce(address, address, 4, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, 0, stream)
-        comm.broadcast(address, address, 4, nccl.NCCL_FLOAT32, 0, stream)
+        for call, arguments in (
+            (comm.allReduce, (*several, kind, nccl.NCCL_SUM)),
+            (comm.reduce, (*several, kind, nccl.NCCL_SUM, 0)),
+            (comm.broadcast, (*several, kind, 0)),
+        ):
+            with self._queueing:
+                # Who gives up before says so before the lock is taken to abort.
+                self._check()
+                call(*arguments, self._stream.handle)
         self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Array:
@@ -465,6 +492,7 @@ class NcclTransport:
             f"NCCL {shown(self._nccl.get_version())} failed in {doing}: {_STATUS.get(status, f'status {status}')}"
             f"{said and f' ({said})'}; NCCL_DEBUG=WARN has it say more"
         )
+        text += _USED_BEFORE if status == _USAGE and doing == _JOINING else ""
         return (PeerFailed if status == _REMOTE else TransportError)(text)
 
 

@@ -57,7 +57,7 @@ def _problem(told: Sequence[dict[str, Any]]) -> str:
         if first != rank and not may_share:
             return (
                 f"ranks {first} and {rank} use one GPU, {facts['name']} ({facts['gpu']}) of host {facts['host']}; "
-                "start at most one rank for each GPU"
+                "start at most one rank for each GPU (for tests: MPIKV_GPU_SHARING=1, without NCCL_HOSTID)"
             )
     return ""
 

@@ -51,9 +51,9 @@ def refused() -> Numbers:
     from mpikv.errors import MPIKVError
 
     found: Numbers = {}
-    own = os.environ.pop("NCCL_HOSTID", "")
+    own = os.environ.get("NCCL_HOSTID", "")
     for name, variables, why in (
-        ("two_ranks_on_a_gpu", {}, "ranks 0 and 1 use one GPU"),
+        ("two_ranks_on_a_gpu", {"NCCL_HOSTID": "one-host"}, "ranks 0 and 1 use one GPU"),
         ("not_blocking", {"NCCL_COMM_BLOCKING": "0", "NCCL_HOSTID": own}, "NCCL_COMM_BLOCKING=0 is set"),
     ):
         os.environ.update(variables)

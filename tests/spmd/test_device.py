@@ -321,6 +321,33 @@ def test_a_store_is_on_gpus_of_all_ranks_or_of_none(comm: Any, lacking: str, gpu
         np.testing.assert_array_equal(kv.pushpull("w", np.ones(3)), np.full(3, kv.size))
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("why", ["no CuPy", "CuPy without a GPU", "a GPU of one rank"])
+def test_who_expects_a_gpu_is_told_that_there_is_none(comm: Any, why: str, gpus: Any, monkeypatch, caplog) -> None:
+    rank, size = (comm.rank, comm.size) if comm else (0, 1)
+    if why == "a GPU of one rank" and rank:
+        gpus(rank)
+    monkeypatch.setattr("mpikv.registry.has_cupy", lambda: why == "CuPy without a GPU" and rank == size - 1)
+    with caplog.at_level("INFO", logger="mpikv"), mpikv.create("device", comm=comm) as kv:
+        assert not kv.is_capable("gpu")
+    (said,) = [record for record in caplog.records if "store 'device'" in record.getMessage()]
+    assert said.getMessage() == "store 'device' is on the host, as a rank finds: there is none here"
+    warns = rank == 0 and (why == "CuPy without a GPU" or (why == "a GPU of one rank" and size > 1))
+    assert said.levelname == ("WARNING" if warns else "INFO")
+
+
+@pytest.mark.ranks(1, 2)
+def test_no_gpu_has_kernels_of_numba(comm: Any, gpus: Any, monkeypatch) -> None:
+    gpus(comm.rank if comm else 0)
+    with pytest.raises(Unsupported, match=r"create: kernels='numba' is for stores on the host"):
+        mpikv.create("nccl", comm=comm, kernels="numba")
+    with mpikv.create("nccl", comm=comm, kernels="numpy"):
+        pass
+    monkeypatch.setenv("MPIKV_KERNELS", "numba")
+    with pytest.raises(Unsupported, match="create: MPIKV_KERNELS=numba is for"):
+        mpikv.create("nccl", comm=comm)
+
+
 @pytest.mark.ranks(2, 3)
 def test_a_group_of_ranks_keeps_their_gpus(comm: Any, gpus: Any) -> None:
     gpus(comm.rank)

@@ -472,6 +472,57 @@ def test_a_communicator_that_never_comes_is_given_up(group, nccl):
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("call", range(1, FIRST))
+def test_who_connects_when_nobody_waits_any_more_queues_nothing(group, nccl, monkeypatch, call):
+    """Whatever call of NCCL returns late, and whether the communicator was aborted meanwhile."""
+    given: list[int] = []
+    original = FakeCommunicator.allReduce
+
+    def all_reduce(communicator: FakeCommunicator, sendbuf: int, *rest: int) -> None:
+        given.append(sendbuf)
+        original(communicator, sendbuf, *rest)
+
+    monkeypatch.setattr(FakeCommunicator, "allReduce", all_reduce)
+    if group.rank == group.size - 1:
+        nccl.hold_at.add(call)
+    with pytest.raises(Stalled, match=r"NCCL has (not )?connected.*NCCL_SOCKET_IFNAME"):
+        joined(group, nccl, timeout=TIMEOUT)
+    nccl.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "mpikv-nccl":
+            thread.join(5)
+            assert not thread.is_alive()
+    gc.collect()
+    assert nccl.calls[call if nccl.hold_at else FIRST :] == []
+    # NCCL's kernels may still use what they were given.
+    assert all(nccl.gpu.find(address, 16) for address in given)
+    assert not any("communicator that was" in fault for fault in nccl.gpu.checker.faults)
+    assert {communicator.state for communicator in nccl.communicators} <= {"aborted"}
+
+
+@pytest.mark.ranks(2, 3)
+def test_nccl_refuses_what_was_told_too_late(group, nccl):
+    nccl.fail_at[1] = 5
+    with pytest.raises(TransportError, match=r"invalid usage.*nothing may use NCCL before the first store"):
+        joined(group, nccl, timeout=TIMEOUT)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_warning_while_nccl_connects(group, nccl, caplog):
+    nccl.hold_at.add(2)
+    told: list[float] = []
+    threading.Timer(TIMEOUT / 2, nccl.released.set).start()
+    waiting = Waiting(20.0, TIMEOUT / 10, lambda waited, missing: told.append(waited))
+    control = ShmTransport(group, 4096, Waiting(20.0))
+    transport = NcclTransport(group, control, DeviceMemory(nccl.gpu), nccl, 4096, waiting)
+    (said,) = [record.getMessage() for record in caplog.records if "to connect" in record.getMessage()]
+    about = f"s for NCCL to connect {group.size} ranks; NCCL_DEBUG"
+    assert re.match(rf"create: rank {group.rank} has waited 0\.\d {about}", said)
+    assert not told
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("call", range(1, FIRST))
 def test_a_communicator_that_fails_fails_everywhere(group, nccl, call):
     if group.rank == group.size - 1:
         nccl.fail_at[call] = 2

@@ -5,7 +5,6 @@ Everything is queued on one stream, that of the measurement: the default stream 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,17 +14,9 @@ from ...config import Config, place_on_host, visible_gpus
 from ...gpu import find_gpu, find_nccl
 from ...typing import Array, Kernels
 
-__all__ = ["GpuClock", "RankGpu", "open_gpu", "prepare_sharing"]
+__all__ = ["GpuClock", "RankGpu", "open_gpu"]
 
 _FLOAT = np.dtype(np.float32)
-
-
-def prepare_sharing(rank: int) -> None:
-    """Tell NCCL what it must know where ranks are to share a GPU (``MPIKV_GPU_SHARING=1``), before its first call."""
-    if Config.read().gpu_sharing:
-        from ...testing.gpus import sharing  # which needs pytest beside it
-
-        os.environ |= sharing(rank)
 
 
 def open_gpu(comm: Any, mpi: Any) -> RankGpu:

@@ -24,7 +24,7 @@ from . import machine
 from .cases import Factory, Group, Skipped
 from .gpu_report import SHARED, on_gpu
 from .gpu_suites import gpu_groups
-from .gpus import GpuClock, RankGpu, open_gpu, prepare_sharing
+from .gpus import GpuClock, RankGpu, open_gpu
 from .memory import Memory, forget_peak, free_bytes, release_freed
 from .options import Options
 from .oracle import mismatches
@@ -63,8 +63,6 @@ def run(options: Options) -> Report | None:
 def _measure(comm: Any, mpi: Any, options: Options) -> Report:
     own: RankGpu | None = None
     try:
-        if options.device == "gpu":
-            prepare_sharing(comm.rank)
         kv = create(**{"name": "dist_sync", **options.settings})
         if options.device == "gpu":
             own = open_gpu(comm, mpi)
