@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .kernels import find_torch
@@ -48,7 +49,7 @@ def host_cost() -> Numbers:
                 kv.init(keys, arrays)
                 for name, call in (("push", lambda k, a: kv.push(k, a)), ("pull", lambda k, a: kv.pull(k, out=a))):
                     call(keys, arrays)
-                    taken = host_seconds(lambda: call(keys, arrays), 60)  # noqa: B023
+                    taken = host_seconds(partial(call, keys, arrays), 60)
                     found[f"{name}_{count}{'' if check else '_unchecked'}_us"] = taken * 1e6
     for count in (1, 160):
         push = found[f"push_{count}_us"]
