@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .cli import __version__
-from .errors import known_names
+from .errors import ConfigError, known_names
 
 # The summary lines of --help stand here so that it imports no subcommand.
 COMMANDS = {
@@ -45,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"mpikv: {known_names('command', name, COMMANDS)}", file=sys.stderr)
         return 2
-    status: int = import_module(f"mpikv.cli.{name}").main(arguments[1:])
+    try:
+        status: int = import_module(f"mpikv.cli.{name}").main(arguments[1:])
+    except ConfigError as error:  # of a variable, which is read where no command looks for it
+        print(f"mpikv {name}: {error}", file=sys.stderr)
+        return 2
     return status
 
 

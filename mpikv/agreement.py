@@ -20,7 +20,18 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from .board import Board
-from .errors import MPIKVError, PeerFailed, Raised, RankMismatch, noted, notes, settled
+from .errors import (
+    MPIKVError,
+    PeerFailed,
+    Raised,
+    RankMismatch,
+    is_settled,
+    mark_repeated,
+    noted,
+    notes,
+    settled,
+    text_of,
+)
 from .typing import Key, Transport
 from .world import Group
 
@@ -103,8 +114,8 @@ class Agreement:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if self.check and not self._transport.agree(_FAILED):
-            self._tell(call, error)
+        if self.check:
+            self._tell_failure(call, error)
         if isinstance(error, MemoryError):
             self.name(call, error)
         raise self.at_rank(call.verb, error)
@@ -115,8 +126,7 @@ class Agreement:
             if not self._transport.agree(_WELL):
                 self._settle(call)
             return
-        if not self._transport.agree(_FAILED):
-            self._tell(call, error)
+        self._tell_failure(call, error)
         # An error of the caller's own code is raised as it is.
         raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else self._noted(call, error)
 
@@ -129,6 +139,14 @@ class Agreement:
         self.calls += 1
         self._board.write(self.calls, call.note)
         return None if self._transport.agree(JOINED) else self._settle(call)[0]
+
+    def _tell_failure(self, call: Call, error: BaseException) -> None:
+        rank = self._group.rank
+        if self._transport.agree(_FAILED):  # no rank was right: most likely all are wrong in the same way
+            mark_repeated(error, rank == 0)
+        else:
+            said = [other.error for other in self._tell(call, error)]
+            mark_repeated(error, said.index(said[rank]) == rank)
 
     def _tell(self, call: Call, error: BaseException | None) -> list[Said]:
         """Exchange what each rank has to say."""
@@ -149,7 +167,7 @@ class Agreement:
                 f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed; "
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
             )
-            raise self.at_rank(call.verb, RankMismatch(text))
+            raise self.at_rank(call.verb, self._mismatch(text, working))
         return next(iter(working.values())), len(working) < len(said)
 
     def _check_joinable(self, call: Call, working: Mapping[int, Said]) -> None:
@@ -158,11 +176,16 @@ class Agreement:
                 text = (
                     f"rank {rank} calls {other.text} while others have left join(), which may take part in {_JOINABLE}"
                 )
-                raise self.at_rank(call.verb, RankMismatch(f"{text}; nothing was changed"))
+                raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
+
+    def _mismatch(self, text: str, working: Mapping[int, Said]) -> RankMismatch:
+        """Return an error of all ranks. One that closes the store may be at its end, where nothing is printed."""
+        first = next((rank for rank, other in working.items() if other.verb != "close"), 0)
+        return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
         """Add the verb and this rank to the error's message, unless an earlier call has."""
-        if getattr(error, "settled", False):
+        if is_settled(error):
             return error
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
             error.args = (self._placed(verb, verb, error),)
@@ -174,7 +197,7 @@ class Agreement:
 
     def _placed(self, begin: str, verb: str, error: BaseException) -> str:
         """Return an error's text with its beginning, unless it begins with the verb, and with this rank."""
-        text = str(error)
+        text = text_of(error)
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
         return text if text.endswith(where) else text + where
@@ -186,17 +209,17 @@ class Agreement:
 def _of_peer(call: Call, rank: int, said: str) -> Exception:
     kind, _, text = said.partition(": ")
     if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
-        return RankMismatch(text)
+        return mark_repeated(RankMismatch(text), first=False)
     return PeerFailed(f"{call}: rank {rank} raised {said}; nothing was changed in the store", rank)
 
 
 def told(error: BaseException) -> str:
     """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {text_of(error)}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = ", ".join([*notes(error), f"in {last.name}, {last.filename}:{last.lineno}"])
-    return f"{type(error).__name__}: {error} ({where})"
+    return f"{type(error).__name__}: {text_of(error)} ({where})"
 
 
 def _difference(said: Mapping[int, Said]) -> str:

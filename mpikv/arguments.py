@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from .arrays import castable
-from .errors import ConfigError, ValueMismatch
-from .keys import Entry, Form, KeyTable, parse
+from .arrays import aligned, castable, is_array, is_immutable, is_read_only, lies_on_host
+from .errors import ConfigError, ValueMismatch, a_kind
+from .keys import Entry, Form, KeyTable, flatten, parse
 from .optimizers import Optimizer, create
 from .plan import Plan, label
+from .renewed import contained
 from .typing import Array, Key, Memory
 
 __all__ = [
     "in_form",
-    "like",
     "new_arrays",
     "optimizer_of",
     "outs_of",
@@ -25,6 +26,7 @@ __all__ = [
     "priorities",
     "singles",
     "sources",
+    "stand_in",
     "targets",
     "updater_function",
     "writable",
@@ -33,6 +35,7 @@ __all__ = [
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 _can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
+_SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
 _LISTS, _NUMPYS = (list, tuple), {np.ndarray}
 
 
@@ -58,16 +61,13 @@ def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[
         arrays = given
     if plan.cut and not all(map(_is_contiguous, arrays)):
         return None
-    # Arrays that cannot be written may be views of values, which a push changes bucket by bucket.
-    if (writable or len(plan.buckets) > 1) and not all(map(_can_be_written, arrays)):
-        return None
-    return arrays
+    return None if writable and not all(map(_can_be_written, arrays)) else arrays
 
 
 def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
     """Return the arrays that a push brings for each key, as flat numpy arrays that fit the stored values."""
     return [
-        tuple(_readable(array, entry).reshape(-1) for array in _some(group, entry.key))
+        tuple(_readable(array, entry, len(group)).reshape(-1) for array in _some(group, entry.key))
         for entry, group in zip(entries, groups, strict=True)
     ]
 
@@ -77,7 +77,10 @@ def singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_some(group, key)) > 1:
-            raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
+            raise ValueMismatch(
+                f"{len(group)} values for key {key!r}; a stored value is one array, and a list holds several of this "
+                "rank, one for each device; give one of them, or a key to each"
+            )
         entry = table[key] if table is not None and key in table else None
         arrays.append(_readable(group[0], entry) if entry else memory.source(group[0]))
     return arrays
@@ -107,14 +110,17 @@ def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], m
             f"out of key {key!r} has shape {array.shape} and the stored value {shape}; pass one of that shape"
         )
     if array.dtype != dtype and not castable(dtype, array.dtype):
-        raise ValueMismatch(_kinds(f"out of key {key!r}", array.dtype, dtype))
+        raise ValueMismatch(f"{_kinds(f'out of key {key!r}', array.dtype, dtype)}; pass one of {dtype.name}")
     return array
 
 
 def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
     """Return the arrays to fill in the order of ``keys``, which ``key`` named."""
-    both_dicts = isinstance(key, Mapping) and isinstance(out, Mapping)
-    form = parse(out, None, "out") if both_dicts else parse(key, out, "out")
+    if isinstance(key, Mapping):
+        if not isinstance(out, Mapping):
+            raise TypeError(f"out of a dict of arrays is a dict with the same keys, not {a_kind(out)}")
+        key, out = flatten(out)
+    form = parse(key, out, "out")
     if form.keys == keys:
         return form
     groups = dict(zip(form.keys, form.groups, strict=True))
@@ -123,14 +129,14 @@ def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
     return Form(keys, tuple(groups[name] for name in keys))
 
 
-def in_form(key: Any, plan: Plan, arrays: Sequence[Array]) -> Any:
+def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
     """Return the arrays of a plan in the form of the keys of which it was made."""
     if not isinstance(key, (list, tuple)):
         return arrays[0]
     if len(key) == len(plan.keys):
-        return list(arrays)
+        return contained(key, list(arrays))
     known = dict(zip(plan.keys, arrays, strict=True))  # some keys are named twice
-    return [known[name] for each in key for name in parse(each, None).keys]
+    return contained(key, [known[name] for each in key for name in parse(each, None).keys])
 
 
 def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
@@ -138,17 +144,27 @@ def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
     if not isinstance(key, (list, tuple)):
         return memory.empty(plan.shapes[0], plan.dtypes[0])
     if len(key) == len(plan.keys):
-        return list(map(memory.empty, plan.shapes, plan.dtypes))
-    entries = dict(zip(plan.keys, plan.entries, strict=True))  # some keys are named twice
-    return [memory.empty(entries[name].shape, entries[name].dtype) for each in key for name in parse(each, None).keys]
+        return contained(key, list(map(memory.empty, plan.shapes, plan.dtypes)))
+    entries = in_form(list(key), plan, plan.entries)  # some keys are named twice
+    return contained(key, [memory.empty(entry.shape, entry.dtype) for entry in entries])
 
 
-def like(key: Any, form: Form, stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], memory: Memory) -> Any:
-    """Return new arrays of the shapes and dtypes that are stored, or will be, in the form of the call."""
-    new = {name: memory.empty(shape, dtype) for name, (shape, dtype) in zip(form.keys, stored, strict=True)}
-    if isinstance(key, Mapping):
-        return new
-    return list(new.values()) if isinstance(key, (list, tuple)) else new[form.keys[0]]
+def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
+    """Return an array to fill in place of one that cannot be written, None where one is not replaced: numpy's as
+    ``out`` is a mistake if it is read-only, but not where it was given to be pushed (``implied``).
+    """
+    if not is_array(array) or not _is_replaced(array, implied, memory):
+        return None
+    if isinstance(array, (np.ndarray, np.generic)):
+        return np.empty(array.shape, array.dtype)
+    return aligned(*memory.facts(array)) if hasattr(array, "__array_namespace__") else None
+
+
+def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
+    immutable = is_immutable(array)
+    if not lies_on_host(array):
+        return immutable and memory.on_host
+    return immutable or (implied and is_read_only(array))
 
 
 def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
@@ -163,38 +179,50 @@ def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer that an object, or a name with its arguments, stands for."""
     if isinstance(optimizer, str):
         return create(optimizer, **arguments)
-    if arguments:
-        raise ConfigError(f"arguments {sorted(arguments)} go with an optimizer's name, not with an object")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use KVStore.set_updater"
         )
+    if others := sorted(arguments.keys() - {"average"}):
+        raise ConfigError(f"arguments {others} go with an optimizer's name, not with an object")
+    if arguments:
+        optimizer.average = arguments["average"]
     return optimizer
 
 
 def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
-    """Return the updater if it can be called."""
+    """Return the updater if it can be called with three arguments."""
     if not callable(updater):
-        raise TypeError(f"an updater is a function f(key, input, stored), not a {type(updater).__name__}")
+        raise TypeError(f"an updater is a function f(key, input, stored), not {a_kind(updater)}")
+    try:
+        signature = inspect.signature(updater)
+    except ValueError:  # of a function in C, which has none to show
+        return updater  # type: ignore[no-any-return]
+    try:
+        signature.bind("key", "input", "stored")
+    except TypeError as error:
+        raise TypeError(
+            f"an updater is called as f(key, input, stored), and this one is f{signature}: {error}"
+        ) from None
     return updater  # type: ignore[no-any-return]
 
 
-def _readable(value: Any, entry: Entry) -> Array:
+def _readable(value: Any, entry: Entry, several: int = 1) -> Array:
     memory = entry.place.block.memory
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.on_host
     array = value if usual else memory.source(value)
     if array.shape != entry.shape:
         raise ValueMismatch(
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
-            "reshape it, or init the key anew with overwrite=True"
+            + ("reshape it, or init the key anew with overwrite=True" if several == 1 else _SEVERAL)
         )
     if array.dtype != entry.dtype and not castable(array.dtype, entry.dtype):
-        raise ValueMismatch(_kinds(f"value of key {entry.key!r}", array.dtype, entry.dtype))
+        raise ValueMismatch(f"{_kinds(f'value of key {entry.key!r}', array.dtype, entry.dtype)}, use astype")
     return array
 
 
 def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
-    return f"{what} has dtype {given.name} and the stored value {stored.name}; only one kind is cast, use astype"
+    return f"{what} has dtype {given.name} and the stored value {stored.name}; only one kind is cast"
 
 
 def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:

@@ -6,13 +6,16 @@ the rest through DLPack. No array library but numpy is ever imported here.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import copy_context
+from math import prod
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from .errors import Unsupported, ValueMismatch
+from .errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
 from .halves import add_widened, widen
 from .typing import Array
 
@@ -21,11 +24,15 @@ __all__ = [
     "add",
     "add_in_pairs",
     "add_in_pairs_over",
+    "aligned",
+    "as_of_library",
     "castable",
     "check_apart",
     "check_mutable",
     "disjoint",
     "is_array",
+    "is_immutable",
+    "is_read_only",
     "lies_on_host",
     "local_sum",
     "quiet",
@@ -51,11 +58,13 @@ _HALVES = ("float16", "bfloat16")
 _HOST_DEVICES = (1, 3)
 # Libraries whose arrays must not be written to. DLPack's mark of that is not heeded everywhere.
 _IMMUTABLE = ("jax", "jaxlib")
+# From here on memory is mapped by itself, as allocators do.
+_MAPPED_BYTES = 128 << 10
 
 
 def is_array(value: object) -> TypeGuard[Any]:
     """Return whether the value is an array of any library, a numpy scalar included."""
-    return isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__dlpack__")
+    return isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__dlpack_device__")
 
 
 def lies_on_host(value: Any) -> bool:
@@ -63,10 +72,21 @@ def lies_on_host(value: Any) -> bool:
     return isinstance(value, (np.ndarray, np.generic)) or int(value.__dlpack_device__()[0]) in _HOST_DEVICES
 
 
+def is_immutable(out: Any) -> bool:
+    """Return whether an array is one of a library whose arrays are never written to."""
+    return type(out).__module__.partition(".")[0] in _IMMUTABLE
+
+
+def is_read_only(array: Any) -> bool:
+    """Return whether an array of the host, of any library, cannot be written."""
+    return isinstance(array, np.generic) or not source(array).flags.writeable
+
+
 def check_mutable(out: Any) -> None:
     """Raise TypeError if an array that is not the host's is one of a library whose arrays are never written to."""
-    if type(out).__module__.partition(".")[0] in _IMMUTABLE:
-        raise TypeError(f"a {type(out).__module__} array cannot be written to; pass an out= that can, or none")
+    if is_immutable(out):
+        text = f"a {type(out).__module__} array cannot be written to; pass an out= that can be"
+        raise mark_unwritable(TypeError(text))
 
 
 def check_apart(out: Array) -> None:
@@ -100,11 +120,12 @@ def source(value: Any) -> Array:
         raise TypeError("a masked array has no defined sum over ranks; pass array.filled(0)")
     elif isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
-    elif hasattr(value, "__dlpack__"):
+    elif hasattr(value, "__dlpack_device__"):
         array = _foreign(value)
     else:
         maker = "cupy" if hasattr(value, "__cuda_array_interface__") else "numpy"
-        raise TypeError(f"expected an array, got {type(value).__name__}; {maker}.asarray(value) makes one")
+        advice = "value.to_dense()" if hasattr(value, "to_dense") else f"{maker}.asarray(value)"
+        raise TypeError(f"expected an array, got {type(value).__name__}; {advice} makes one")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
@@ -115,14 +136,17 @@ def target(out: Any) -> Array:
         TypeError: not an array, or one that cannot be written, as JAX's.
         Unsupported: the array is on a GPU.
     """
-    if isinstance(out, np.generic) or not is_array(out):
-        raise TypeError(f"what is to be filled is a {type(out).__name__}, not an array that can be filled")
+    if not is_array(out):
+        raise TypeError(f"what is to be filled is {a_kind(out)}, not an array that can be filled")
+    if isinstance(out, np.generic):
+        raise mark_unwritable(TypeError(f"what is to be filled is {a_kind(out)}, not an array that can be filled"))
     array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _foreign(out)
-    if not array.flags.writeable:
-        raise TypeError(
-            f"what is to be filled is a read-only {type(out).__module__} array; pass an out= that can be written "
-            "(a pull without out makes a new array; a pushpull without out fills its values)"
+    if not array.flags.writeable or is_immutable(out):
+        text = (
+            f"what is to be filled is a read-only {type(out).__module__} array; pass an out= that can be written, or "
+            "leave it out: a pull then returns new arrays, and a pushpull fills its values"
         )
+        raise mark_unwritable(TypeError(text))
     return array
 
 
@@ -135,7 +159,23 @@ def _foreign(value: Any) -> Array:
         )
     if type(value).__module__.partition(".")[0] == "torch":
         return _torch(value.detach())
+    if isinstance(dtype := getattr(value, "dtype", None), np.dtype) and dtype.kind == "V":
+        return np.asarray(value)  # numpy has no DLPack for the dtypes of ml_dtypes
     return np.from_dlpack(value)
+
+
+def as_of_library(array: Array, original: Any) -> Any:
+    """Return an array of the host as one of the library, and where there are devices on the device, of another one that
+    cannot be written. The memory is not copied where the library takes it.
+    """
+    if isinstance(original, np.ndarray):
+        return array
+    if isinstance(original, np.generic):
+        return array[()]
+    namespace, device = original.__array_namespace__(), original.device
+    if array.dtype.kind == "V" or not lies_on_host(original):
+        return namespace.asarray(array, device=device)
+    return namespace.from_dlpack(array, device=device)
 
 
 def _torch(tensor: Any) -> Array:
@@ -274,11 +314,43 @@ def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
     return total
 
 
-def zeros(nbytes: int, alignment: int = 64) -> Array:
-    """Return zeroed bytes of private memory, aligned. Pages that are never written take no memory."""
+def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Array:
+    """Return zeroed bytes of private memory, aligned. Pages that are never written take no memory.
+
+    Huge pages are for what is written everywhere: each is taken as soon as a byte of it is written.
+
+    Raises:
+        MemoryError: the process cannot have as much.
+    """
+    if nbytes >= _MAPPED_BYTES:
+        return _mapped(nbytes, huge_pages)  # aligned to a page
     memory = np.zeros(nbytes + alignment, np.uint8)
     start = -memory.__array_interface__["data"][0] % alignment
     return memory[start : start + nbytes]
+
+
+def _mapped(nbytes: int, huge_pages: bool) -> Array:
+    """Return memory that goes back to the system with the last array over it.
+
+    numpy asks for huge pages from 4 MB on, and an allocator may give memory that it has to fill with zeros.
+    """
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"the process cannot have {nbytes} bytes more: {error}") from error
+    advice = getattr(mmap, "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        with suppress(OSError):  # of a kernel that has no huge pages
+            pages.madvise(advice)
+    return np.frombuffer(pages, np.uint8)
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = 64) -> Array:
+    """Return a new array that begins where other libraries, as JAX, take memory over instead of copying it."""
+    nbytes = prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + alignment, np.uint8)
+    start = -memory.__array_interface__["data"][0] % alignment
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def quiet() -> Callable[..., Any]:

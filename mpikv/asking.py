@@ -6,7 +6,6 @@ answer comes back by :meth:`Asking.take`, at once or from the thread that answer
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -15,6 +14,7 @@ import numpy as np
 
 from .errors import PeerFailed, Stalled, TransportError, noted
 from .keys import Entry
+from .runtime import present
 from .transports.post import Letter
 from .typing import Array, Key
 from .waiting import Waits
@@ -191,9 +191,10 @@ class Asking:
             except Stalled:  # this rank's own updater runs
                 del self._wanted[self._tickets]
                 silent.add(owner)
-        deadline = time.monotonic() + PATIENCE
-        while not self._has_heard(asked) and time.monotonic() < deadline:
-            time.sleep(1e-3)
+        here = present()
+        deadline = here.now() + PATIENCE
+        while not self._has_heard(asked) and here.now() < deadline:
+            here.nap(1e-3, deadline)
         # What was not answered stays wanted: the communicator is not freed while letters are on their way.
         silent.update(owner for ticket, owner in asked.items() if ticket in self._wanted)
         return sorted({*found, *silent})

@@ -24,21 +24,26 @@ from .arguments import priorities
 from .arrays import local_sum
 from .asking import NUMBERS, PATIENCE, Asking, Kind, Outcome
 from .board import Board
-from .calls import Prepared
+from .calls import Prepared, given_to_fill
 from .clocks import Clocks
 from .config import Config
 from .errors import ConfigError, Stalled, TransportError, Unsupported, settled
 from .keys import Entry, parse
 from .ledger import HalfUpdated, Ledger
 from .plan import Plan, digest
+from .renewed import answer
 from .rowarguments import brings_rows
+from .runtime import present
 from .store import KVStore
+from .tracebacks import hidden_from_pytest, hide_frames
 from .transports.post import Letter, Post
 from .typing import Array, Key, Transport, Updater
 from .waiting import Waiting
 from .world import Group
 
 __all__ = ["AsyncKVStore", "bound_of", "check_options"]
+
+__tracebackhide__ = hidden_from_pytest
 
 Result = TypeVar("Result")
 
@@ -97,7 +102,8 @@ class AsyncKVStore(KVStore):
         """Collective. Use :func:`mpikv.create`."""
         super().__init__(group, board, transport, config, name=name, root=root, found=found)
         self._bound = staleness
-        self._lock, self._holder = threading.Lock(), 0
+        self._exchange.summed = self.size if staleness == 0 else 0
+        self._lock, self._holder = present().lock(), 0
         self._ledger = Ledger(group.size, staleness == 0, self._answer)
         self._clocks = Clocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, board.warn)
@@ -259,15 +265,15 @@ class AsyncKVStore(KVStore):
         plan, arrays, result = self._calls.pulled(key, out)
         priorities(priority, plan.keys)
         self._fetch(plan, arrays)
-        return result
+        return answer(result)
 
     def _run_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Any:
         plan, arrays = self._calls.arrays_of(key, value)
-        filled, result = self._calls.filled(plan, key, value, out)
+        filled, result = self._calls.filled(plan, key, given_to_fill(key, value, out), out is None)
         priorities(priority, plan.keys)
         self._send(plan, arrays)
         self._fetch(plan, filled)
-        return result
+        return answer(result)
 
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]]) -> None:
         if self._exchange.updater.assigns:
@@ -331,6 +337,7 @@ class AsyncKVStore(KVStore):
             if isinstance(error, TransportError) or not isinstance(error, Exception):
                 self._end_unless_settled(verb, error)
             self._agreement.at_rank(verb, error)
+            hide_frames(error)
             raise
         finally:
             self._running = ""
@@ -349,7 +356,7 @@ class AsyncKVStore(KVStore):
             if self._ended is None:
                 self._begin()
 
-    def _rested(self, verb: str, failure: Exception | None) -> Prepared:
+    def _rested(self, verb: str, failure: BaseException | None) -> Prepared:
         """Prepare to go on with the settings that the optimizer has now, if all ranks have the same."""
         if failure is not None:
             raise failure
@@ -369,8 +376,9 @@ class AsyncKVStore(KVStore):
         if updater is not self._live or updater.revision != self._revision:
             self._live, self._revision = updater, updater.revision
             self._applied: Updater = copy.copy(updater)
+            self._exchange.tell_ranks(self._applied)
 
-    def _rest(self, verb: str) -> Exception | None:
+    def _rest(self, verb: str) -> BaseException | None:
         """Wait until this rank's pushes are applied, and let no rank wait for more; return what went wrong."""
 
         def run() -> None:
@@ -383,7 +391,7 @@ class AsyncKVStore(KVStore):
 
         try:
             self._alone(verb, run)
-        except Exception as error:
+        except BaseException as error:  # sys.exit in an updater, too
             if self._ended is not None:
                 raise
             return error

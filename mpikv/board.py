@@ -6,11 +6,13 @@ writes the present line of code to a file in memory, which works in a loop, in a
 interpreter's lock. The signal goes to the thread that makes the calls, which looks at its own frames alone: those of a
 thread that goes on meanwhile may be gone before they are read, which has killed processes. A process that was stopped,
 or is gone, cannot answer; the kernel tells that.
+
+The signal is SIGURG, which the kernel drops where no handler waits for it. A program that sets a handler of its own for
+it takes back the answer file at that moment, and is asked no more, unless it keeps what ``signal.signal`` returned.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import logging
@@ -20,6 +22,7 @@ import signal
 import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -28,11 +31,15 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from .inquiry import Answer, Inquiry
+from .runtime import present
 from .world import Group
 
 __all__ = ["Board"]
 
-_QUESTION = signal.SIGUSR2
+_QUESTION = signal.SIGURG
+# The file of answers, as /proc calls it.
+_ANSWERS = "mpikv-answers"
 _PATIENCE = 0.5
 # Looks for an answer, 10 ms apart, and those at the end in which it has not grown any more.
 _LOOKS, _AT_REST = 20, 3
@@ -49,7 +56,7 @@ class Board:
     def __init__(self, group: Group) -> None:
         """Collective."""
         self._rank, self._ranks = group.rank, group.host_ranks
-        self._elsewhere = group.size - len(self._ranks)
+        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self._head[0])
         slot = np.dtype(
             [
                 ("call", "i8"),
@@ -65,8 +72,8 @@ class Board:
         self._slots = board.view(slot)
         mine = self._slots[group.local_rank : group.local_rank + 1]
         if group.size > 1:
-            mine["pid"] = mine["thread"] = os.getpid()
-            mine["answers"] = _answer_questions()
+            mine["pid"] = mine["thread"] = present().process
+            mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
         self._bytes = mine.view(np.uint8).data
         self._head = self._bytes[:16].cast("q")
         self._written = b""
@@ -98,14 +105,21 @@ class Board:
         Returns:
             The ranks, as far as they are known, and what they did last and where their code is now.
         """
+        if self._inquiry is None:
+            return self._look(missing)
+        self._inquiry.ask()
+        answers = [Answer(*self._look(missing)), *self._inquiry.collect()]
+        late = tuple(sorted({rank for answer in answers for rank in answer.late}))
+        return late, "; ".join(answer.text for answer in answers if answer.text)
+
+    def _look(self, missing: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """Find out about the late ranks of this host."""
         begun = self._head[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         late = tuple(sorted({*fewer, *missing})) or self._away()
         texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
         if len(late) > _MOST_ASKED:
             texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
-        if self._elsewhere:
-            texts.append(f"the {self._elsewhere} ranks of other hosts cannot be seen from here")
         return late, "; ".join(texts)
 
     def give_up(self) -> None:
@@ -158,20 +172,33 @@ def _call_of(slot: Any) -> str:
 
 @cache
 def _answer_questions() -> int:
-    """Let the fault handler answer the question signal; return the file it writes to, or -1 if the signal is in use."""
-    if signal.getsignal(_QUESTION) is not signal.SIG_DFL:
+    """Let the fault handler answer the question signal; return the file it writes to, or -1 if it cannot."""
+    if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
         return -1
-    answers = os.memfd_create("mpikv-answers")
+    answers = os.memfd_create(_ANSWERS)
+
+    def answer(*_: object) -> None:
+        """Nothing: the fault handler does, of which Python does not know."""
+
+    # Python lets go of it when the program sets another handler.
+    weakref.finalize(answer, _answer_no_more, answers)
+    signal.signal(_QUESTION, answer)
     # Those of other threads are not safe to read.
     faulthandler.register(_QUESTION, file=answers, all_threads=False)
-    atexit.register(_answer_no_more)
     return answers
 
 
-def _answer_no_more() -> None:
-    # Python takes its handler away at its end, and the signal's default action would then kill a process that is asked.
-    faulthandler.unregister(_QUESTION)
-    signal.signal(_QUESTION, signal.SIG_IGN)
+def _answer_no_more(answers: int) -> None:
+    """Put another file in the place of the one that whoever asks looks for."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, answers, inheritable=False)
+    os.close(nothing)
+
+
+def _is_in_use(number: int) -> bool:
+    """Return whether a signal is handled or ignored, by code that Python does not know of, too."""
+    said = Path("/proc/self/status").read_text()
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", said))
 
 
 def _whereabouts(slot: Any) -> str:
@@ -200,6 +227,8 @@ def _waits(slot: Any) -> bool:
 
 
 def _state(pid: int) -> str:
+    if (peer := present().peer(pid)) is not None:
+        return peer.state()
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -212,16 +241,16 @@ def _ask(slot: Any) -> list[tuple[str, str, str]]:
     if it does not answer.
     """
     pid, answers = int(slot["pid"]), int(slot["answers"])
+    if (peer := present().peer(pid)) is not None:
+        return peer.frames(int(slot["thread"]))
     if answers < 0:
         return []
     try:
         path = f"/proc/{pid}/fd/{answers}"
-        if "mpikv-answers" not in os.readlink(path):
-            return []  # another process has that number now, and the signal could kill it
         with open(path, errors="replace") as file:
             deadline = time.monotonic() + _PATIENCE
             # The fault handler passes over a question that comes while it answers one of another rank.
-            while time.monotonic() < deadline:
+            while time.monotonic() < deadline and _ANSWERS in os.readlink(path):
                 if frames := _frames(_answer(pid, int(slot["thread"]), file)):
                     return frames
             return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -17,23 +18,24 @@ from . import codecs
 from .agreement import Agreement, Call, Said
 from .arguments import (
     in_form,
-    like,
     new_arrays,
     outs_of,
     plain,
     priorities,
     singles,
     sources,
+    stand_in,
     targets,
     writable,
 )
 from .codecs.hosted import HostRanges
-from .errors import RankMismatch, Unsupported, ValueMismatch, noted, settled
+from .errors import RankMismatch, Unsupported, ValueMismatch, is_unwritable, noted, settled
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
 from .keys import Form, flatten, parse
 from .optimizers import Optimizer
 from .plan import Plan, describe, digest, label
 from .publication import Cast
+from .renewed import Renewed, answer
 from .rowarguments import (
     Asked,
     Brought,
@@ -55,7 +57,7 @@ from .rowsparse import RowSparse
 from .trial import asked_for, choose
 from .typing import Array, Codec, Key, Updater
 
-__all__ = ["Calls", "Fixed", "Prepared"]
+__all__ = ["Calls", "Fixed", "Prepared", "given_to_fill"]
 
 Prepared: TypeAlias = "tuple[Call, tuple[Any, ...]]"
 """What to compare with the other ranks, and what to run then: a function, which returns the verb's result, and its
@@ -161,7 +163,7 @@ class Calls:
             sparse = []
         elif any(sparse):
             self._memory.check_new()
-        arrays = targets(plan.entries, dense)
+        arrays = self._targets_of(plan, dense)
         return self._planned("pull", plan, priority), (self._run_pull_into_rows, plan, arrays, sparse, out)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Prepared:
@@ -173,7 +175,10 @@ class Calls:
             exchange.check_compressible(plan, arrays)
         if arrays is None:
             return self._pushpull_buffers(plan, key, out, priority)
-        filled, result = (arrays, value) if out is None and are_plain(arrays) else self.filled(plan, key, value, out)
+        if out is None and are_plain(arrays):
+            filled, result = arrays, key if value is None else value
+        else:
+            filled, result = self.filled(plan, key, given_to_fill(key, value, out), out is None)
         arrays = exchange.added_up(plan, arrays)
         call, steps, confirm = self._update_of("pushpull", plan, priority)
         exchange.stage(plan, arrays)
@@ -182,13 +187,8 @@ class Calls:
     def _pushpull_rows(
         self, plan: Plan, given: Sequence[RowSparse], key: Any, value: Any, out: Any, priority: Any
     ) -> Prepared:
-        if isinstance(key, Mapping):
-            result = key if out is None else out
-            names, arrays = flatten(key) if out is None else (key, out)
-            groups = outs_of(names, arrays, plan.keys).groups
-        else:
-            result = value if out is None else out
-            groups = outs_of(key, result, plan.keys).groups
+        result = given_to_fill(key, value, out)
+        groups = outs_of(key, result, plan.keys).groups
         rows = [[each for each in group if type(each) is RowSparse] for group in groups]
         if any(rows):
             self._memory.check_new()
@@ -197,7 +197,7 @@ class Calls:
             for entry, group in zip(plan.entries, rows, strict=True)
         ]
         arrays = [[each for each in group if type(each) is not RowSparse] for group in groups]
-        whole: Arrays | None = targets(plan.entries, arrays) if any(arrays) else None
+        whole: Arrays | None = self._targets_of(plan, arrays) if any(arrays) else None
         option = _ROWS if whole is None else _FOR_WHOLE
         call, steps, confirm = self._update_of("pushpull", plan, priority, option)
         pulled = self._wanted(plan, asked)
@@ -212,19 +212,22 @@ class Calls:
                 "both_directions out of set_gradient_compression"
             )
         asked, result = asked_of(plan.entries, key, out, row_ids)
+        for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
+            self._exchange.check_own(each.out)
         call, pulled = self._planned("row_sparse_pull", plan, priority), self._wanted(plan, asked)
         return call, (_run_for, result, self._pull_rows, plan, *pulled)
 
     def _pushpull_buffers(self, plan: Plan, key: Any, out: Any, priority: Any) -> Prepared:
         call, steps, confirm = self._update_of("pushpull", plan, priority, _BUFFERS)
-        filled = () if out is None else self._targets(plan, key, out)
-        result = in_form(key, plan, plan.views) if out is None else out
+        filled, result = ((), in_form(key, plan, plan.views)) if out is None else self.filled(plan, key, out)
         return call, (_run_for, result, self._exchange.pushpull_buffers, plan, steps, filled, confirm)
 
     def compile(self, key: Any, value: Any, out: Any) -> Prepared:
         """Prepare nothing but to know that a pushpull could be made; what is run returns its arguments, to be kept."""
         given = fixed(key, value, out)
-        self.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+        _, (_, result, *_) = self.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+        if type(result) is Renewed:
+            raise TypeError("each call fills the same arrays, of which one cannot be written; use pushpull, or numpy's")
         self._exchange.staged = None
         self._memory.forget()  # nothing is to be filled
         return self._planned("compile", self.known(given.key)), (_run_for, given, _nothing)
@@ -237,8 +240,8 @@ class Calls:
         plan, arrays = self._pushed(key, value)
         assert not isinstance(arrays, Brought)
         if arrays is not None:
-            return plan, arrays, self.filled(plan, key, value, out)[0], result
-        filled = () if out is None else self._targets(plan, key, out)
+            return plan, arrays, self.filled(plan, key, given_to_fill(key, value, out))[0], result
+        filled = () if out is None else self.filled(plan, key, out)[0]
         return plan, None, filled, in_form(key, plan, plan.views) if out is None else result
 
     def again(self, plan: Plan) -> tuple[Call, Steps]:
@@ -259,13 +262,12 @@ class Calls:
         self._exchange.check_storable(arrays)
         table = self._exchange.table
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
-        out = like(key, form, stored, self._memory) if out is None else out
-        outs = [
-            tuple(writable(array, name, shape, dtype, self._memory) for array in group)
-            for name, (shape, dtype), group in zip(form.keys, stored, outs_of(key, out, form.keys).groups, strict=True)
-        ]
+        if out is None and not self._memory.on_host and any(map(self._exchange.is_view, arrays)):
+            raise TypeError("a value is a view of a stored one, which is not to be filled; pass out=, or a copy")
+        fill = partial(self._places, key, form.keys, stored)
+        outs, result = self._fillable(fill, given_to_fill(key, value, out), out is None)
         call = self._valued("broadcast", form, arrays, f"priority {priorities(priority, form.keys)}")
-        return call, (self._run_broadcast, form.keys, self._exchange.set_apart(arrays), outs, out)
+        return call, (self._run_broadcast, form.keys, self._exchange.set_apart(arrays), outs, result)
 
     def set(self, key: Any, value: Any) -> Prepared:
         form = parse(key, value)
@@ -275,8 +277,7 @@ class Calls:
 
     def delete(self, key: Any) -> Prepared:
         keys = parse(key, None).keys
-        call = self._planned("delete", self._exchange.plan(keys))
-        return call, (self._exchange.delete, keys)
+        return self._deletion(self._exchange.plan(keys)), (self._exchange.delete, keys)
 
     def updater(self, verb: str, make: Callable[[], Updater]) -> Prepared:
         """Prepare a change of the updater to what ``make`` returns."""
@@ -373,21 +374,27 @@ class Calls:
         """Return the plan of what is to be pulled, the arrays to fill, and what the call returns."""
         plan = self._exchange.known(key)
         if plan is None and isinstance(key, Mapping):
-            form = parse(key, out, "out")
-            plan = self._exchange.plan(form.keys)
-            return plan, targets(plan.entries, form.groups), key
+            plan, out = self.known(flatten(key, out, "out")[0]), key
         plan = plan or self.known(key)
         if out is None:
             self._memory.check_new()
-        result = new_arrays(key, plan, self._memory) if out is None else out
-        return plan, self._targets(plan, key, result), result
+            out = new_arrays(key, plan, self._memory)
+        return plan, *self.filled(plan, key, out)
 
     def _pushed(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
         """Return the plan and what is to be pushed, and perhaps filled: arrays, rows, or None for the buffers."""
         plan = self._exchange.known(key)
-        if plan is not None and (arrays := plain(plan, key, value, filled)) is not None:
+        if plan is None and isinstance(key, Mapping):
+            key, value = flatten(key, value)
+            plan = self._exchange.known(key)
+        # A push changes values bucket by bucket, which arrays over their memory are copied before.
+        if (
+            plan is not None
+            and (arrays := plain(plan, key, value, filled)) is not None
+            and (not (filled or len(plan.buckets) > 1) or self._exchange.lie_apart(arrays))
+        ):
             return plan, arrays
-        if value is not None or isinstance(key, Mapping):
+        if value is not None:
             return self._sources(key, value)
         plan = plan or self.known(key)
         self._check_buffers(plan)
@@ -414,18 +421,53 @@ class Calls:
         return plan, arrays
 
     def _targets(self, plan: Plan, key: Any, out: Any) -> Arrays:
-        """Return the arrays to fill."""
-        arrays = plain(plan, key, out, writable=True)
-        return targets(plan.entries, outs_of(key, out, plan.keys).groups) if arrays is None else arrays
+        """Return the arrays to fill, in any form."""
+        if isinstance(key, Mapping) and isinstance(out, Mapping):
+            key, out = flatten(out, what="out")
+            if tuple(key) == plan.keys and (arrays := self._plain_targets(plan, key, out)) is not None:
+                return arrays
+        return self._targets_of(plan, outs_of(key, out, plan.keys).groups)
 
-    def filled(self, plan: Plan, key: Any, value: Any, out: Any) -> tuple[Arrays, Any]:
-        """Return the arrays that a pushpull fills, and what it returns."""
-        if isinstance(key, Mapping):
-            names, arrays = flatten(key) if out is None else (key, out)
-            outs = outs_of(names, arrays, plan.keys)
-            return targets(plan.entries, outs.groups), key if out is None else out
-        result = value if out is None else out
-        return self._targets(plan, key, result), result
+    def _plain_targets(self, plan: Plan, key: Any, out: Any) -> Arrays | None:
+        """Return the arrays to fill if there is one for each key, which a value can be copied to as it is."""
+        arrays = plain(plan, key, out, writable=True)
+        return arrays if arrays is not None and self._exchange.lie_apart(arrays) else None
+
+    def _targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+        """Return the arrays to fill of each key."""
+        pairs = zip(plan.entries, targets(plan.entries, groups), strict=True)
+        return [tuple(self._exchange.fillable(array, entry) for array in group) for entry, group in pairs]
+
+    def _places(
+        self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
+    ) -> list[tuple[Array, ...]]:
+        """Return the arrays to fill with values of these shapes and dtypes, of keys that need not be known."""
+        outs = [
+            tuple(writable(array, name, shape, dtype, self._memory) for array in group)
+            for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
+        ]
+        for array in (array for group in outs for array in group):
+            self._exchange.check_own(array)
+        return outs
+
+    def _fillable(self, fill: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return the arrays to fill, which ``fill`` returns, and what the call returns: what was given to be filled,
+        or, with arrays that cannot be written, a :class:`Renewed`.
+        """
+        try:
+            return fill(given), given
+        except TypeError as error:
+            if not is_unwritable(error):
+                raise
+        self._memory.forget()  # some were to be filled already
+        renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
+        return fill(renewed.arrays), renewed
+
+    def filled(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return the arrays to fill, and what the call returns. ``implied``: they were given to be pushed."""
+        if (arrays := self._plain_targets(plan, key, given)) is not None:
+            return arrays, given
+        return self._fillable(partial(self._targets, plan, key), given, implied)
 
     def _check_buffers(self, plan: Plan) -> None:
         if (key := self._exchange.unbuffered(plan)) is not None:
@@ -461,6 +503,11 @@ class Calls:
         if option not in (_ROWS, _FOR_WHOLE):
             confirm = self._exchange.restoring(plan, confirm)
         return _prioritized(call, plan, priority), steps, confirm
+
+    def _deletion(self, plan: Plan) -> Call:
+        """Return the call of what a plan is of. It keeps no plan, whose memory is to be given back in it."""
+        texts = self._described(plan)
+        return Call("delete", plan.digest ^ digest("delete"), plan.label, plan.keys, lambda: texts)
 
     def _described(self, plan: Plan, updates: bool = False, option: str = "") -> list[str]:
         texts = describe(plan.keys, plan.shapes, plan.dtypes)
@@ -510,7 +557,7 @@ class Calls:
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)
-        return result
+        return answer(result)
 
     def _run_pull_into_rows(
         self, plan: Plan, arrays: Arrays, sparse: Sequence[Sequence[RowSparse]], result: Any
@@ -576,7 +623,7 @@ class Calls:
         self._exchange.enter([key for key, _ in new], [array for _, array in new])
         self._exchange.write(keys, arrays)
         self._exchange.pull(self._exchange.plan(keys), outs)
-        return result
+        return answer(result)
 
 
 def _prioritized(call: Call, plan: Plan, priority: Any) -> Call:
@@ -609,4 +656,9 @@ def _nothing() -> None:
 
 def _run_for(result: Any, run: Callable[..., None], *arguments: Any) -> Any:
     run(*arguments)
-    return result
+    return answer(result)
+
+
+def given_to_fill(key: Any, value: Any, out: Any) -> Any:
+    """Return what a call that brings values fills: ``out``, or else what it was given."""
+    return out if out is not None else key if isinstance(key, Mapping) else value

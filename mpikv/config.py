@@ -8,20 +8,28 @@ from __future__ import annotations
 import difflib
 import os
 import platform
+import re
+import subprocess
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, known_names
+from .errors import ConfigError, a_kind, known_names
 
 __all__ = [
+    "Allocation",
     "Config",
     "Launch",
+    "advise_start",
+    "find_allocation",
+    "keeps_frames",
     "launch_of",
     "nccl_host",
     "nccl_settings",
+    "offered_protocols",
+    "parse_counts",
     "slice_bytes",
     "updates_on_kvstore",
     "wants_slices",
@@ -31,15 +39,15 @@ TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "dense_rows", "gpu_sharing", "ranks_per_host", "single_copy", "trace")
+VARIABLES_ONLY = ("abort", "dense_rows", "full_traceback", "gpu_sharing", "ranks_per_host", "single_copy", "trace")
 # Fields in which ranks may differ.
-OWN_AFFAIRS = ("abort", "trace")
+OWN_AFFAIRS = ("abort", "full_traceback", "trace")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a store. All but ``abort`` and ``trace`` must be the same on every rank, as :func:`mpikv.create`
-    checks.
+    """Settings of a store. All but ``abort``, ``full_traceback`` and ``trace`` must be the same on every rank, as
+    :func:`mpikv.create` checks.
     """
 
     transport: str = "auto"
@@ -66,6 +74,8 @@ class Config:
     copies in shared memory. A variable only."""
     abort: bool = True
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
+    full_traceback: bool = False
+    """Whether tracebacks keep the frames of this package, and every rank prints its own. A variable only."""
     dense_rows: float = 0.1
     """From which share of a value's rows, of which one rank brings the most, a push of rows that replaces the value
     sends whole arrays instead: above 0; above 1 is never. A variable only, no argument of :func:`mpikv.create`."""
@@ -90,6 +100,7 @@ class Config:
         _choose("deterministic", self.deterministic, (False, True))
         _choose("single_copy", self.single_copy, (False, True))
         _choose("abort", self.abort, (False, True))
+        _choose("full_traceback", self.full_traceback, (False, True))
         _choose("gpu_sharing", self.gpu_sharing, (False, True))
         _bound("ranks_per_host", self.ranks_per_host, 0, 1 << 30, whole=True)
         _bound("dense_rows", self.dense_rows, 1e-9, 1e9)
@@ -112,13 +123,13 @@ class Config:
             if variable not in parsers:
                 near = difflib.get_close_matches(variable, parsers, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                warnings.warn(f"unknown variable {variable}{hint}", stacklevel=3)
+                warnings.warn(f"unknown variable {variable}{hint}", stacklevel=4)
                 continue
             name, parse = parsers[variable]
             try:
                 values[name] = parse(text)
             except ValueError as error:
-                kind = error if parse is _switch else f"a {parse.__name__}"
+                kind = error if parse is _switch else a_kind(parse("0"))
                 raise ConfigError(f"{variable}={text!r} is not {kind}") from None
         try:
             config = replace(cls(), **values)
@@ -133,6 +144,16 @@ def aborts(environ: Mapping[str, str] | None = None) -> bool:
         return Config.read(environ).abort
     except ConfigError:
         return True
+
+
+def keeps_frames(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether tracebacks keep the frames of this package: MPIKV_FULL_TRACEBACK, at any time.
+
+    >>> keeps_frames({"MPIKV_FULL_TRACEBACK": "1"}), keeps_frames({})
+    (True, False)
+    """
+    text = (os.environ if environ is None else environ).get("MPIKV_FULL_TRACEBACK", "0")
+    return _SWITCHES.get(text.lower(), True)
 
 
 def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
@@ -265,8 +286,8 @@ def launch_of(environ: Mapping[str, str] | None = None) -> Launch | None:
     environ = os.environ if environ is None else environ
     for launcher, size, rank in _LAUNCHERS:
         if rank in environ and (not size or size in environ):
-            # srun --mpi=pmix tells the rank but not always the size.
-            return Launch(launcher, int(environ.get(size, "0")), int(environ[rank]))
+            # A launcher that speaks PMIx tells the rank but not always the size.
+            return Launch(launcher, _number(environ, size) if size in environ else 0, _number(environ, rank))
     return None
 
 
@@ -287,10 +308,142 @@ def place_on_host(environ: Mapping[str, str] | None = None) -> tuple[int, int] |
     environ = os.environ if environ is None else environ
     for rank, size in _PLACES:
         if rank in environ and size in environ:
-            return int(environ[rank]), int(environ[size])
+            return _number(environ, rank), _number(environ, size)
     return None
+
+
+def forced_library(environ: Mapping[str, str] | None = None) -> str:
+    """Return the MPI library that mpi4py is told to load, or nothing."""
+    return (os.environ if environ is None else environ).get("MPI4PY_LIBMPI", "")
+
+
+# Variables by which MPI libraries are known to take ranks of one machine for ranks of several hosts.
+_DIVIDING = ("MPIR_CVAR_NOLOCAL", "MPIR_CVAR_NUM_CLIQUES", "MPIR_CVAR_ODD_EVEN_CLIQUES", "PMIX_SECURITY_MODE")
+
+
+def dividing_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Return those that are set and make MPI take ranks of one machine for ranks of several hosts, in some launches.
+
+    >>> dividing_variables({"PMIX_SECURITY_MODE": "native", "HOME": "/"})
+    ['PMIX_SECURITY_MODE=native']
+    """
+    environ = os.environ if environ is None else environ
+    return [f"{name}={environ[name]}" for name in _DIVIDING if name in environ]
 
 
 def tasks_set_aside(environ: Mapping[str, str] | None = None) -> int:
     """Return the number of tasks for which Slurm gave this job its place; 1 outside of one."""
-    return int((os.environ if environ is None else environ).get("SLURM_NTASKS", "1"))
+    environ = os.environ if environ is None else environ
+    return _number(environ, "SLURM_NTASKS") if "SLURM_NTASKS" in environ else 1
+
+
+def offered_protocols(environ: Mapping[str, str] | None = None) -> set[str]:
+    """Return by which protocols a launcher tells this process of the other ranks: PMI (its versions 1 and 2) and PMIx.
+
+    >>> sorted(offered_protocols({"PMI_FD": "9", "PMIX_NAMESPACE": "slurm.pmix.1.0"}))
+    ['PMI', 'PMIx']
+    """
+    environ = os.environ if environ is None else environ
+    prefixes = {"PMI": "PMI_", "PMIx": "PMIX_NAMESPACE"}
+    return {protocol for protocol, prefix in prefixes.items() if any(name.startswith(prefix) for name in environ)}
+
+
+def demands_munge(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the launcher's PMIx takes no rank that does not show it a credential of munge."""
+    return (os.environ if environ is None else environ).get("PMIX_SECURITY_MODE") == "munge"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What Slurm has set aside for a job."""
+
+    tasks: tuple[int, ...]
+    """How many tasks each node takes."""
+    cpus: tuple[int, ...]
+    """How many CPUs the job has on each node."""
+    size: int
+    """The tasks of the job."""
+    here: bool
+    """Whether this process runs on a node of the job. Under ``salloc`` it may run elsewhere."""
+
+    @property
+    def cores(self) -> int:
+        """The CPUs of the tasks of a node, where each task has as many as the one that has fewest."""
+        each = (cpus // max(1, tasks) for cpus, tasks in zip(self.cpus, self.tasks, strict=False))
+        return max(self.tasks) * min(each, default=1)
+
+
+def parse_counts(variable: str, text: str) -> tuple[int, ...]:
+    """Return the numbers, one for each node, that Slurm writes in short.
+
+    >>> parse_counts("SLURM_TASKS_PER_NODE", "2(x3),1")
+    (2, 2, 2, 1)
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    runs = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part) for part in text.split(",")]
+    if not all(runs):
+        raise ConfigError(f"{variable}={text!r} is not of Slurm's form, as '2(x3),1' for nodes of 2, 2, 2 and 1")
+    return tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or "1")))
+
+
+def find_allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
+    """Return what Slurm has set aside for the job of this process, or None outside of a job.
+
+    >>> find_allocation({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2,1"}).size
+    3
+    """
+    environ = os.environ if environ is None else environ
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    tasks, cpus = (
+        parse_counts(name, environ[name]) if name in environ else (1,)
+        for name in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
+    )
+    size = tasks_set_aside(environ) if "SLURM_NTASKS" in environ else sum(tasks)
+    return Allocation(tasks, cpus, size, "SLURMD_NODENAME" in environ)
+
+
+# What 'srun --mpi=' takes for each library that may work by it, and on which condition. Cray's says MPICH, too.
+_OF_SRUN = (
+    ("CRAY", "cray_shasta", ""),
+    ("Intel", "pmi2", " with I_MPI_PMI_LIBRARY set to Slurm's libpmi2.so"),
+    ("MPICH", "pmi2", ""),
+    ("Open MPI", "pmix", " with an Open MPI that was built for this cluster"),
+)
+
+
+def advise_start(size: int, library: str = "", environ: Mapping[str, str] | None = None) -> str:
+    """Return which commands start so many ranks here: outside of Slurm, or by what its srun offers the MPI library.
+
+    >>> advise_start(4, environ={})
+    'mpikv run -n 4 SCRIPT , or the mpiexec of the MPI library that Python loads'
+    """
+    environ = os.environ if environ is None else environ
+    command = f"mpikv run -n {size} SCRIPT"
+    if "SLURM_JOB_ID" not in environ:
+        return f"{command} , or the mpiexec of the MPI library that Python loads"
+    ways = [(kind, condition) for name, kind, condition in _OF_SRUN if name in library][:1]
+    offered = _kinds_of_srun(environ) if ways else set()
+    srun = [f", or  srun --mpi={way} -n {size} python SCRIPT {condition}" for way, condition in ways if way in offered]
+    return "".join([f"{command}  without srun, inside of salloc or sbatch", *srun]).rstrip()
+
+
+def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
+    """Return what ``srun --mpi=list`` says that ``--mpi=`` takes; nothing where it says nothing within 5 seconds."""
+    try:
+        answer = subprocess.run(
+            ["srun", "--mpi=list"], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return set(re.findall(r"^(?:srun:)?\s*(\w+)$", answer.stdout + answer.stderr, re.MULTILINE))
+
+
+def _number(environ: Mapping[str, str], variable: str) -> int:
+    """Return what a launcher has set a variable to."""
+    text = environ[variable].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{variable}={environ[variable]!r} is not a number from 0; a launcher sets it: unset it")
+    return int(text)

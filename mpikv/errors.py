@@ -24,7 +24,7 @@ Keys of a wrong type and targets that cannot be written raise the built-in ``Typ
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 __all__ = [
@@ -122,25 +122,96 @@ class Closed(MPIKVError, ValueError):
 
 def settled(error: Raised) -> Raised:
     """Mark an error that every rank knows of, each at the same step, so that the store can be used again."""
-    error.settled = True  # type: ignore[attr-defined]
-    return error
+    return _marked(error, "settled", True)
+
+
+def is_settled(error: BaseException) -> bool:
+    """Return whether an error has that mark."""
+    return bool(vars(error).get("settled", False))
 
 
 def unsettled(error: Raised) -> Raised:
     """Take that mark away: the store cannot be used again after all."""
-    error.settled = False  # type: ignore[attr-defined]
-    return error
+    return _marked(error, "settled", False)
+
+
+def mark_repeated(error: Raised, first: bool) -> Raised:
+    """Note whether this is the first of the ranks that raise an error: the one that is to print it in full."""
+    return _marked(error, "repeated", not first)
+
+
+def mark_stalled(error: Stalled, rank: int) -> Stalled:
+    """Note whether this is the lowest of the ranks that came, as far as it is known which did not."""
+    return mark_repeated(error, not error.missing or set(range(rank)) <= set(error.missing))
+
+
+def is_repeated(error: BaseException) -> bool:
+    """Return whether another rank prints the same error in full."""
+    return bool(vars(error).get("repeated", False))
+
+
+def mark_shortened(error: Raised) -> Raised:
+    """Note that the frames of this package were taken out of an error's traceback."""
+    return _marked(error, "shortened", True)
+
+
+def is_shortened(error: BaseException) -> bool:
+    """Return whether that was done."""
+    return bool(vars(error).get("shortened", False))
+
+
+def mark_unwritable(error: Raised) -> Raised:
+    """Note that what was to be filled is an array, and only cannot be written: a new one may take its place."""
+    return _marked(error, "unwritable", True)
+
+
+def is_unwritable(error: BaseException) -> bool:
+    """Return whether an error has that mark."""
+    return bool(vars(error).get("unwritable", False))
 
 
 def noted(error: Raised, text: str) -> Raised:
     """Add a line to an error of the caller's own code, shown below it by Python 3.11 and later."""
-    error.__notes__ = [*notes(error), text]  # type: ignore[attr-defined]
-    return error
+    return _marked(error, "__notes__", [*notes(error), text])
 
 
 def notes(error: BaseException) -> list[str]:
     """Return the lines that were added to an error."""
-    return list(getattr(error, "__notes__", ()))
+    known = vars(error).get("__notes__")
+    return list(map(str, known)) if isinstance(known, list) else []
+
+
+def _marked(error: Raised, name: str, value: object) -> Raised:
+    # An error of the caller's own may forbid it, as a frozen dataclass does; all ranks have to know it all the same.
+    BaseException.__setattr__(error, name, value)
+    return error
+
+
+def text_of(error: object, form: Callable[[object], str] = str) -> str:
+    """Return the text of an error, or of one of the caller's own that has none to give, why.
+
+    >>> class Bad(Exception):
+    ...     def __str__(self):
+    ...         return self.lost
+    >>> text_of(Bad())
+    'no text, as its str() raised AttributeError'
+    """
+    try:
+        return form(error)
+    except Exception as failure:
+        return f"no text, as its {form.__name__}() raised {type(failure).__name__}"
+
+
+def a_kind(value: object) -> str:
+    """Return the name of a value's type with its article, for a message.
+
+    >>> a_kind(3), a_kind([3]), a_kind(None)
+    ('an int', 'a list', 'None')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"an {name}" if name.lower().startswith(("a", "e", "i", "o", "nd")) else f"a {name}"
 
 
 def brief(value: object, most: int = 120) -> str:
@@ -153,8 +224,8 @@ def brief(value: object, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def known_names(what: str, name: object, known: Iterable[str]) -> str:
-    """Return the sentence for an unknown name: what was given, what is known, and the nearest known name.
+def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -> str:
+    """Return the sentence for an unknown name: what was given, what is known, and a hint, or the nearest known name.
 
     >>> known_names("placement", "shard", ["root", "sharded"])
     "unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?"
@@ -162,4 +233,5 @@ def known_names(what: str, name: object, known: Iterable[str]) -> str:
     names = sorted(known)
     text = f"unknown {what} {name!r} (known: {', '.join(names)})"
     near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    return f"{text}; did you mean {near[0]!r}?" if near else text
+    hint = hint or (f"did you mean {near[0]!r}?" if near else "")
+    return f"{text}; {hint}" if hint else text

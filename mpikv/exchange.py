@@ -11,19 +11,20 @@ from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import numpy as np
 
 from . import publication
-from .arena import Arena, Block
+from .arena import Arena, Block, Place
 from .arrays import add, add_in_pairs, add_in_pairs_over, disjoint, local_sum, run_quietly, storable, zeros
 from .compression import Add, Compression, Layers, check, check_payloads, compress, ensure_residuals, restoring
 from .errors import noted
-from .keys import KeyTable
+from .keys import Entry, KeyTable
 from .memory import private
+from .optimizers import Optimizer
 from .placement import place
-from .plan import Bucket, Part, Plan, build
+from .plan import Bucket, Part, Plan, Plans, build
 from .publication import Cast, Publication
 from .rowsparse import Presence
 from .typing import (
@@ -43,7 +44,6 @@ from .updaters import Assign, check_state
 
 __all__ = ["Arrays", "Confirm", "Exchange", "Forgetful", "Steps", "are_plain"]
 
-_MOST_PLANS = 4096
 # From here on a pushpull delivers each bucket while it is in the cache. Below, everything stays in the last level of
 # cache, and finding out whether that is safe would take longer.
 _STREAMED_BYTES = 8 << 20
@@ -86,6 +86,8 @@ class Exchange:
         self._add_received: Add = self._add
         if deterministic and not transport.memory.on_host:
             self._add_received = partial(_add_over, transport.rank)
+        self.summed = transport.size
+        """Over how many ranks the sums go that are given to the updater; 0: it is given each rank's own."""
         self.table = KeyTable()
         self.updater: Updater = Assign()
         self._kernels = kernels
@@ -104,7 +106,9 @@ class Exchange:
         # The sum of half precision is twice as wide as the message.
         self._memory = transport.memory
         self._scratch = private(transport)(2 * transport.limit)
-        self._plans: dict[Any, Plan] = {}
+        self._plans = Plans()
+        # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
+        self._known_apart: dict[int, ref[Array]] = {}
         self.forgetful: WeakSet[Forgetful] = WeakSet()
         """Who keeps plans, or what was made of them."""
         self.staged: Array | None = None
@@ -126,10 +130,6 @@ class Exchange:
         """Whether a push leaves every rank with the newest values. Local."""
         return self._current
 
-    def leaves_old(self, dtype: np.dtype[Any], size: int) -> bool:
-        """Return whether the memory of the next key of this dtype and size is what a deleted one has left. Local."""
-        return self._arena.leaves_old(dtype, size)
-
     @property
     def _fencing(self) -> bool:
         """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
@@ -150,25 +150,22 @@ class Exchange:
         """
         kind = type(key)
         if kind is str or kind is int:
-            return self._plans.get(key)
+            return self._plans.single.get(key)
         # True and 1.0 equal 1, but are no keys.
         if (kind is list or kind is tuple) and len(kinds := set(map(type, key))) == 1 and kinds <= _KEYS:
-            return self._plans.get(key[0] if len(key) == 1 else tuple(key))
+            return self._plans.single.get(key[0]) if len(key) == 1 else self._plans.find(tuple(key))
         return None
 
     def plan(self, keys: tuple[Key, ...]) -> Plan:
         """Return the plan for known keys. Local."""
-        name = keys[0] if len(keys) == 1 else keys
-        plan = self._plans.get(name)
+        plan = self._plans.single.get(keys[0]) if len(keys) == 1 else self._plans.find(keys)
         if plan is None:
             self.table.check_kind(keys)
             entries = [self.table[key] for key in keys]
             plan = build(
                 entries, self.placement, self.transport, self.updater, self._kernels, self._scratch, self._adding
             )
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans))).memo.clear()
-            self._plans[name] = plan
+            self._plans.add(plan, len(self.table))
         return plan
 
     def prepare(self, plan: Plan) -> None:
@@ -185,8 +182,6 @@ class Exchange:
 
     def _forget_plans(self) -> None:
         self.forget_recorded()
-        for plan in self._plans.values():
-            plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
         self._plans.clear()
 
     def steps(self, plan: Plan) -> Steps:
@@ -418,8 +413,7 @@ class Exchange:
         """
         send = bucket.sends[self.transport.turn]
         whole = self._in_place(bucket, sources) if bucket.direct else None
-        # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
-        if whole is not None and (self.transport.neighbours == 1 or not np.may_share_memory(whole, bucket.value)):
+        if whole is not None:
             return whole
         if not bucket.dense:
             send.fill(0)
@@ -455,8 +449,12 @@ class Exchange:
         (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
         if array is None or others or array.dtype != bucket.dtype:
             return None
-        # What cannot be written may be a view of the value, where the sum goes: MPI refuses that.
-        fits = array.flags.carray if self._memory.on_host else array.flags.c_contiguous
+        if self._memory.on_host:
+            # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
+            apart = array.base is None or not np.may_share_memory(array, bucket.value)
+            fits = apart and array.flags.c_contiguous and array.flags.aligned
+        else:
+            fits = array.flags.c_contiguous
         whole: Array | None = array.reshape(-1)[piece.begin : piece.end] if fits else None
         return whole
 
@@ -562,9 +560,43 @@ class Exchange:
     # --- The table
 
     def apart(self, array: Array) -> Array:
-        """Return the array, or a copy if it is a view of values, which may change before it is read. Local."""
-        may_be_view = not (self._memory.on_host and array.flags.writeable)
-        return array.copy() if may_be_view and self._arena.holds(array) else array
+        """Return the array, or a copy if it lies in the memory of values, which may change before it is read. Local."""
+        return array.copy() if self.is_view(array) else array
+
+    def is_view(self, array: Array) -> bool:
+        """Return whether an array lies in the memory of values. Local."""
+        return self._arena.holds(array)
+
+    def lie_apart(self, arrays: Sequence[Array]) -> bool:
+        """Return whether none of the host's arrays lies in the memory of values. Local.
+
+        No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
+        that each is asked once; what has memory of its own has no base.
+        """
+        known = self._known_apart
+        for array in arrays:
+            if array.base is not None and id(array) not in known:
+                if self.is_view(array):
+                    return False
+                known[id(array)] = ref(array, partial(_forget, known, id(array)))
+        return True
+
+    def fillable(self, out: Array, entry: Entry) -> Array:
+        """Return an array that is to be filled with a value: its view for one over the memory of that value, where
+        there is nothing to fill. Local.
+        """
+        if self._memory.on_host and _is_same(out, entry.value):
+            return entry.view
+        self.check_own(out)
+        return out
+
+    def check_own(self, out: Array) -> None:
+        """Raise TypeError if what is to be filled lies in the memory of values, one of which would be lost. Local."""
+        if self._memory.on_host and self.is_view(out):
+            raise TypeError(
+                "what is to be filled lies in the memory of the store's values, one of which would be lost; pass "
+                "an out= that has memory of its own"
+            )
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
@@ -585,19 +617,18 @@ class Exchange:
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
         """
-        places = self._arena.place([(array.dtype, array.size) for array in arrays])
-        try:
+        known = [key for key in keys if key in self.table]
+        with self._arena.undone():
+            requests = [(array.dtype, array.size) for array in arrays]
+            places = self._arena.place(requests, [self.table[key].place for key in known])
             for array, where in zip(arrays, places, strict=True):
                 where.block.ensure_state(self.updater.slots(array.dtype))
                 if self.packs_values and where.block.exact is None:
                     where.block.exact = where.block.new_exact()
-        except MemoryError:
-            for where in places:
-                self._arena.release(where)
-            raise
-        self.delete([key for key in keys if key in self.table])
+        self._forget(known)
         for key, array, where in zip(keys, arrays, places, strict=True):
             self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
+        self._arena.shrink()
 
     def add_buffers(self, plan: Plan) -> None:
         """Give the keys buffers, and their blocks the memory for them.
@@ -611,6 +642,9 @@ class Exchange:
                 memory = self.transport.allocate(rows * block.values.nbytes)
                 block.buffers = memory.view(block.values.dtype).reshape(rows, -1)
                 self._forget_plans()  # those of this block know of no buffers
+        for entry in plan.entries:
+            if not self.table.buffered[entry.index]:
+                entry.buffer(self.transport.place).fill(0)  # it may be what an earlier key has left
         self.table.buffered[plan.rows] = True
 
     def unbuffered(self, plan: Plan) -> Key | None:
@@ -658,17 +692,27 @@ class Exchange:
 
     def delete(self, keys: Sequence[Key]) -> None:
         """Forget keys and free their places."""
+        self._arena.release(self._forget(keys))
+        self._arena.shrink()
+
+    def _forget(self, keys: Sequence[Key]) -> list[Place]:
+        """Forget keys; return their places."""
         if not keys:
-            return
-        for bucket in self.plan(tuple(keys)).buckets:
+            return []
+        self._clear(tuple(key for key in keys if self._arena.is_shared(self.table[key].place.block)))
+        places = [self.table.remove(key) for key in keys]
+        self._forget_plans()
+        return places
+
+    def _clear(self, keys: tuple[Key, ...]) -> None:
+        """Fill what is kept beside values with zeros, where it may be given to new keys."""
+        for bucket in self.plan(keys).buckets:
             for part in bucket.parts:
                 for array in part.state.values():
-                    array.fill(0)  # the place may be given to a new key, whose state starts as zeros
+                    array.fill(0)
         for key in keys:
             for residual in self.table[key].residuals():
                 residual.fill(0)
-            self._arena.release(self.table.remove(key))
-        self._forget_plans()
 
     def check_codec(self, codec: Codec) -> None:
         """Raise if what a codec packs cannot be sent. Local."""
@@ -791,9 +835,15 @@ class Exchange:
 
     def _ready(self, updater: Updater, dtypes: set[np.dtype[Any]]) -> None:
         """Raise if the updater cannot update values of these dtypes; compile what it needs for them. Local."""
+        self.tell_ranks(updater)
         for dtype in dtypes:
             updater.slots(dtype)
             self._kernels.prepare(updater, dtype, self._adding)
+
+    def tell_ranks(self, updater: Updater) -> None:
+        """Tell an optimizer over how many ranks its sums go; raise if it cannot take the mean of them. Local."""
+        if isinstance(updater, Optimizer):
+            updater.sums_over(self.summed)
 
     def adopt(self, updater: Updater) -> None:
         """Take another updater, with new state."""
@@ -838,6 +888,18 @@ class Exchange:
 
 
 _KEYS = {int, str}
+
+
+def _forget(known: dict[int, Any], name: int, gone: object) -> None:
+    known.pop(name, None)
+
+
+def _is_same(array: Array, value: Array) -> bool:
+    """Return whether an array is a value's memory, element by element."""
+    if array.shape != value.shape or array.dtype != value.dtype or not array.flags.c_contiguous:
+        return False
+    first, of_value = (each.__array_interface__["data"][0] for each in (array, value))
+    return bool(first == of_value)
 
 
 def _add_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:

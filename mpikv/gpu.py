@@ -24,7 +24,7 @@ import numpy as np
 from .arrays import accumulator
 from .config import launch_of
 from .cuda import norms
-from .errors import TransportError, TransportUnavailable, Unsupported, brief
+from .errors import TransportError, TransportUnavailable, Unsupported, a_kind, brief
 from .sharing import share_gpus
 from .typing import Array, Event, Graph, Kernels, Stream
 
@@ -311,7 +311,7 @@ class CupyGpu:
             try:
                 return self.cupy.from_dlpack(value)  # type: ignore[no-any-return]
             except (BufferError, NotImplementedError, TypeError, ValueError) as error:
-                raise Unsupported(f"CuPy cannot use the memory of a {type(value).__name__}: {error}") from error
+                raise Unsupported(f"CuPy cannot use the memory of {a_kind(value)}: {error}") from error
 
     @_translated
     def upload(self, array: Array, out: Any = None) -> Array:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arena import Place
-from .arrays import is_array
-from .errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
+from .arrays import is_array, is_immutable
+from .errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch, a_kind
 from .rowsparse import Presence, RowSparse
 from .typing import Array, Key
 
@@ -194,7 +194,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
 
     >>> parse(["a", "b", "a"], [1, 2, 3], "value")
     Traceback (most recent call last):
-    TypeError: value of key 'a' is a int, not an array; numpy.asarray(value) makes one
+    TypeError: value of key 'a' is an int, not an array; numpy.asarray(value) makes one
     >>> parse(("a", "b"), None).keys
     ('a', 'b')
     """
@@ -208,7 +208,7 @@ def parse(key: Any, value: Any, what: str = "value") -> Form:
     if value is None:
         return Form(unique, ((),) * len(unique))
     if not isinstance(value, (list, tuple)):
-        raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not a {type(value).__name__}")
+        raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not {a_kind(value)}")
     if len(value) != len(names):
         raise ValueMismatch(
             f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key"
@@ -260,21 +260,33 @@ def _key(key: Any) -> Key:
         return str(key)
     if isinstance(key, int) and not isinstance(key, bool):
         return int(key)
-    raise TypeError(f"a key is an int or a str, not a {type(key).__name__}: {key!r}")
+    raise TypeError(f"a key is an int or a str, not {a_kind(key)}: {key!r}")
 
 
-def _maker(value: Any) -> str:
-    """Return what makes of a value something that a store takes."""
-    return "mpikv.RowSparse.from_scipy" if type(value).__module__.startswith("scipy.sparse") else "numpy.asarray"
+def _advice(value: Any, what: str, listed: bool) -> str:
+    """Return what to do about a value that is no array."""
+    if type(value).__module__.startswith("scipy.sparse"):
+        return f"mpikv.RowSparse.from_scipy({what}) makes one"
+    if value is None:
+        return f"no {what} was given for this key"
+    if is_immutable(value):
+        return "it is traced; call the store outside of functions that jax.jit compiles"
+    if what == "out":
+        return "pass one to fill and keep it, as out=numpy.empty(shape, dtype)"
+    if listed:
+        return (
+            "a list holds several arrays of this rank, one for each device; numpy.asarray(list, dtype) makes one of "
+            "numbers"
+        )
+    return f"numpy.asarray({what}) makes one"
 
 
 def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
-    group = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    listed = isinstance(value, (list, tuple))
+    group = tuple(value) if listed else (value,)
     if not group:
         raise ValueMismatch(f"an empty list of {what}s for key {key!r}")
     for each in group:
         if not is_array(each) and not isinstance(each, RowSparse):
-            raise TypeError(
-                f"{what} of key {key!r} is a {type(each).__name__}, not an array; {_maker(each)}({what}) makes one"
-            )
+            raise TypeError(f"{what} of key {key!r} is {a_kind(each)}, not an array; {_advice(each, what, listed)}")
     return group

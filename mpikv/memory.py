@@ -54,7 +54,7 @@ class HostMemory:
         return self
 
     def zeros(self, nbytes: int) -> Array:
-        return arrays.zeros(nbytes)
+        return arrays.zeros(nbytes, huge_pages=True)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.empty(shape, dtype)
@@ -220,7 +220,10 @@ def private(transport: Transport) -> Callable[[int], Array]:
     """Return what makes zeroed memory for each rank alone. On GPUs it is collective, and raises MemoryError on every
     rank if one has too little; the host gives pages when they are written, so that it does not lack memory here.
     """
-    return transport.memory.zeros if transport.memory.on_host else transport.allocate
+    if not transport.memory.on_host:
+        return transport.allocate
+    # A huge page would hold a piece of every rank's shard.
+    return transport.memory.zeros if transport.size == 1 else arrays.zeros
 
 
 def _largest(array: Array) -> float:

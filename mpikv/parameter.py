@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import accumulator, castable, is_array, lies_on_host, source
-from .errors import ConfigError, ValueMismatch, known_names
+from .arrays import accumulator, castable, is_array, is_immutable, lies_on_host, source
+from .errors import ConfigError, ValueMismatch, a_kind, known_names
 from .located import Located, added_up, readable, writable
 from .typing import Array, Gpu
 
@@ -164,12 +164,14 @@ class Parameter:
 
 def _writable(data: Any) -> Located:
     if isinstance(data, np.generic) or not is_array(data):
-        raise TypeError(f"a parameter is an array, not a {type(data).__name__}; numpy.array(value) makes one")
+        raise TypeError(f"a parameter is an array, not {a_kind(data)}; pass numpy.array(value) and keep it")
     if not lies_on_host(data):
         return writable(data)
     if isinstance(data, np.ndarray) and not data.dtype.isnative:
         raise TypeError("a parameter in foreign byte order cannot be updated in place; pass value.astype(float)")
     array = source(data)
-    if not array.flags.writeable:
-        raise TypeError(f"a parameter is updated in place, and this {type(data).__name__} is read-only; pass a copy")
+    if is_immutable(data) or not array.flags.writeable:
+        raise TypeError(
+            f"a parameter is updated in place, and this {type(data).__name__} is read-only; pass numpy.array(value)"
+        )
     return Located(array, None)

@@ -22,13 +22,15 @@ from .rowsparse import Presence
 from .typing import Array, GpuKernels, Kernels, Key, Placement, Share, Transport, Updater
 from .updaters import check_state
 
-__all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "build", "describe", "digest", "label", "merged"]
+__all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "Plans", "build", "describe", "digest", "label", "merged"]
 
 
 # From here on it pays to leave a message where it lies, if the transport need not copy all of it. Lines of shared
 # memory are in another core's cache, from which they have to be fetched or removed before they can be written: up to
 # eight times as slow as writing to lines of one's own.
 _DIRECT_BYTES = 64 << 10
+# A key in a plan takes some kilobytes at most.
+_MOST_KEYS = 32 << 10
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,54 @@ class Plan:
     def views(self) -> list[Array]:
         """The same, read-only."""
         return [entry.view for entry in self.entries]
+
+
+class Plans:
+    """The plans of a store: those of single keys, and of lists those that were used last, up to a number of keys.
+
+    They are in two halves, so that no call pays for the order of their use: when the younger one is full, it becomes
+    the older one, and what is still in that is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.single: dict[Key, Plan] = {}
+        self.young: dict[tuple[Key, ...], Plan] = {}
+        self._old: dict[tuple[Key, ...], Plan] = {}
+        self._held, self._most = 0, _MOST_KEYS
+
+    def find(self, keys: tuple[Key, ...]) -> Plan | None:
+        """Return the plan of several keys, if it is kept."""
+        plan = self.young.get(keys)
+        if plan is None and (plan := self._old.pop(keys, None)) is not None:
+            self._keep(plan)
+        return plan
+
+    def add(self, plan: Plan, known: int) -> None:
+        """Keep a plan. As many keys as are ``known`` may be in the lists of a half in any case."""
+        if len(plan.keys) == 1:
+            self.single[plan.keys[0]] = plan
+        else:
+            self._most = max(known, _MOST_KEYS)
+            self._keep(plan)
+
+    def _keep(self, plan: Plan) -> None:
+        if self._held + len(plan.keys) > self._most:
+            _drop(self._old)
+            self.young, self._old, self._held = {}, self.young, 0
+        self.young[plan.keys] = plan
+        self._held += len(plan.keys)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for plans in (self.single, self.young, self._old):
+            _drop(plans)
+        self._held = 0
+
+
+def _drop(plans: dict[Any, Plan]) -> None:
+    for plan in plans.values():
+        plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
+    plans.clear()
 
 
 def digest(text: str) -> int:

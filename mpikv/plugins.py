@@ -117,7 +117,7 @@ class KVStoreBase:
         return False
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out`` with the root's value. Collective."""
+        """Fill ``out``, or ``value`` where there is none, with the root's value. Collective."""
         self._cannot("broadcast")
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:

@@ -6,6 +6,7 @@ import atexit
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -18,24 +19,27 @@ from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, 
 from .device import DeviceMemory
 from .errors import (
     ConfigError,
-    MPIKVError,
     PeerFailed,
     RankMismatch,
+    Stalled,
     TransportUnavailable,
     Unsupported,
     known_names,
+    mark_repeated,
+    notes,
 )
 from .gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .kernels import find_kernels
 from .memory import HostMemory
 from .plugins import KVStoreBase, plugin
-from .store import LOST, OPEN, KVStore, let_gpus_queue
+from .store import KVStore, let_gpus_queue, lost_stores, open_stores
 from .storeless import AllReduce
+from .tracebacks import hiding_frames
 from .tracing import find_tracer
 from .transports import open_transport
 from .transports.device import open_device_transport
 from .typing import GpuKernels, Transport
-from .world import Group, connect, disown, end_job, free_leftovers, last_seen
+from .world import Group, connect, disown, end_job, fail_at_end, free_leftovers, last_seen, leave_mpi
 
 __all__ = ["check_name", "create"]
 
@@ -51,6 +55,7 @@ _ASYNC = ("dist_async", "dist_async_device", "dist_device_async")
 _NAMES = (_PASSABLE, *_HOST, *_STORELESS, *_DEVICE, *_ASYNC, *_NCCL, "teststore")
 
 
+@hiding_frames
 def create(
     name: str = "local",
     *,
@@ -274,7 +279,8 @@ def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None,
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"create: {problem}{where}",)
-        raise problem
+        failures = [failure for _, failure, _ in said]
+        raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
     for rank, (other, failure, _) in enumerate(said):
         if failure:
             raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
@@ -284,7 +290,8 @@ def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None,
                 for key in first
                 if first[key] != other[key]
             ]
-            raise RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
+            mismatch = RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
+            raise mark_repeated(mismatch, group.rank == 0)
     return [other for _, _, other in said]
 
 
@@ -325,32 +332,47 @@ def _known(name: str) -> str:
 
 def _close_all() -> None:
     """Close what is still open at the end of the program, while MPI still runs."""
-    while OPEN:
-        store = OPEN[0]
+    while stores := open_stores():
+        store = stores[0]
         try:
             store.drain()
             store.close()
-        except MPIKVError as error:
-            logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
+        except BaseException as error:  # sys.exit in an updater, too
+            if isinstance(error, Stalled):
+                logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
+            else:
+                _complain(error)
             store.abandon("the program has ended")
+    for store in lost_stores():
+        if (unseen := store.unseen()) is not None:
+            _complain(unseen)
     # First to all, then wait: the ranks may have lost their stores in another order.
-    farewells = [store.farewell() for store in LOST]
+    farewells = [store.farewell() for store in lost_stores()]
     absent = last_seen([heard for heard, _ in farewells], max((seconds for _, seconds in farewells), default=0))
     if absent:
         why = f"ranks {absent} do not come to their end"
         logging.getLogger("mpikv").error("ending the job: %s", why)
         end_job(why)
     free_leftovers()
+    leave_mpi()
+
+
+def _complain(error: BaseException) -> None:
+    """Print what nobody can catch any more, and have the process end with an exit status that tells of it."""
+    text = "; ".join([repr(error), *notes(error)])
+    sys.stderr.write(f"mpikv: at the end of the program: {text}\n")
+    sys.stderr.flush()
+    fail_at_end()
 
 
 def _end_in_child() -> None:
     """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
-    for store in OPEN.copy():
+    for store in open_stores().copy():
         store.abandon(
             "the store was made before a fork, which neither MPI nor CUDA survives; use it in the parent "
             "(see docs/mpi.md)"
         )
-    LOST.clear()  # the parent's affair
+    lost_stores().clear()  # the parent's affair
     disown()
 
 

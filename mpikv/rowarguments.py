@@ -11,7 +11,7 @@ import numpy as np
 
 from .arguments import writable
 from .arrays import accumulator, castable, is_array, run_quietly
-from .errors import Unsupported, ValueMismatch
+from .errors import Unsupported, ValueMismatch, a_kind
 from .keys import Entry, parse
 from .rowsparse import RowSparse, cast_rows, merged_rows, row_ids
 from .typing import Array, Key, Memory
@@ -290,7 +290,7 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
     for each in group:
         if type(each) is not RowSparse:
             raise ValueMismatch(
-                f"value of key {key!r} is a {type(each).__name__}, and others of this call are RowSparse; make a call "
+                f"value of key {key!r} is {a_kind(each)}, and others of this call are RowSparse; make a call "
                 "for each kind"
             )
 

@@ -93,15 +93,14 @@ class Rows:
             MemoryError: on every rank, if one has too little; nothing was changed.
         """
         table = self._exchange.table
-        dirty = [self._exchange.leaves_old(rows.dtype, prod(rows.shape)) for rows in given]
         likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
         with ExitStack() as held:
             sent = self._from_root(keys, given, held)
             self._exchange.enter(keys, likes, sparse=keys)
             entries = [table[key] for key in keys]
-            for entry, old, (ids, rows) in zip(entries, dirty, sent, strict=True):
+            for entry, (ids, rows) in zip(entries, sent, strict=True):
                 if self._transport.place == 0:
-                    if old:
+                    if entry.place.old:
                         entry.value.fill(0)
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)
                 assert entry.present is not None

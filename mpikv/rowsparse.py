@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from .arrays import is_array, source
 from .device import found, read
-from .errors import ValueMismatch
+from .errors import ValueMismatch, a_kind
 from .memory import HOST
 from .typing import Array, Tables
 
@@ -46,6 +47,8 @@ class RowSparse:
         >>> rows.values
         array([[ 2.,  2.],
                [11., 11.]])
+        >>> rows[3], rows[0]
+        (array([11., 11.]), array([0., 0.]))
         >>> rows.to_dense()[3]
         array([11., 11.])
     """
@@ -106,6 +109,35 @@ class RowSparse:
     def __len__(self) -> int:
         """How many rows are there."""
         return int(self.indices.size)
+
+    def __getitem__(self, number: Any) -> Array:
+        """Return a copy of the row of a number, or of the rows of an array of numbers, in their order; zeros for one
+        that is not there. Its place in :attr:`values` does not count.
+
+        Raises:
+            IndexError: a number is negative, or not below ``shape[0]``.
+            ValueMismatch: the numbers are no integers.
+            TypeError: it is no number, as a slice or a tuple; use :meth:`to_dense`.
+
+        >>> rows = RowSparse([1, 7], np.array([[1.0], [7.0]]), (9, 1))
+        >>> rows[7], rows[[7, 2]]
+        (array([7.]), array([[7.],
+               [0.]]))
+        """
+        one = isinstance(number, Integral) or (is_array(number) and getattr(number, "ndim", 1) == 0)
+        if not one and not isinstance(number, list) and not is_array(number):
+            raise TypeError(f"rows are looked up by their numbers, not by {a_kind(number)}; see to_dense()")
+        ids = row_ids([number] if isinstance(number, Integral) else number, self.shape[0])
+        at = np.minimum(np.searchsorted(self.indices, ids), max(len(self) - 1, 0))
+        there = np.flatnonzero(self.indices[at] == ids) if len(self) else at[:0]
+        rows = self._tables.empty((ids.size, *self.shape[1:]), self.dtype)
+        self._tables.clear(rows)
+        self._tables.put_rows(rows, there, self._tables.take_rows(self.values, at[there]))
+        result: Array = rows[0] if one else rows
+        return result
+
+    # Python would look up the rows of all numbers, of which there may be very many, beside the few of len().
+    __iter__ = __reversed__ = __contains__ = None
 
     def __repr__(self) -> str:
         return f"<mpikv.RowSparse {list(self.shape)} {self.dtype.name}, {len(self)} rows>"

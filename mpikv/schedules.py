@@ -10,15 +10,35 @@ PolyScheduler and CosineScheduler.
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal
 
 from .errors import ConfigError, known_names
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
+
+
+def beginning_with(scheduler: Any, base_lr: float) -> Any:
+    """Return a copy of a scheduler, one's own or one of these, that has another ``base_lr``.
+
+    >>> beginning_with(Factor(10), 0.5).base_lr
+    0.5
+
+    Raises:
+        ConfigError: it is one's own, and its ``base_lr`` cannot be set.
+    """
+    if isinstance(scheduler, Schedule):
+        return replace(scheduler, base_lr=base_lr)
+    other = copy.copy(scheduler)
+    try:
+        other.base_lr = base_lr
+    except AttributeError as error:
+        raise ConfigError(f"base_lr of {scheduler!r} cannot be set; leave learning_rate out") from error
+    return other
 
 
 def _is(value: object, kind: type[Any]) -> bool:

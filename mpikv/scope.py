@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NoReturn
 
-from .errors import ConfigError, Unsupported
+from .errors import ConfigError, Unsupported, a_kind
+from .renewed import contained
+from .tracebacks import hidden_from_pytest
 from .typing import Key
 from .wrapped import Wrapped
 
 __all__ = ["Scope"]
+
+__tracebackhide__ = hidden_from_pytest
 
 # Lists of keys that are remembered with their names in the store.
 _MOST_LISTS = 1024
@@ -103,14 +108,14 @@ class Scope(Wrapped):
     ) -> Any:
         """As :meth:`mpikv.KVStore.pull`. Collective."""
         result = self._store.pull(self._checked("pull", key), out, priority, ignore_sparse, wait=wait)
-        return self._inner(key, result, key, wait)
+        return self._inner(key, result, wait)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """As :meth:`mpikv.KVStore.pushpull`. Collective."""
         named = self._checked("pushpull", key)
         outs = self._checked("pushpull", out) if isinstance(out, Mapping) else out
         result = self._store.pushpull(named, value, outs, priority, wait=wait)
-        return self._inner(key, result, key if out is None else out, wait)
+        return self._inner(key, result, wait)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """As :meth:`mpikv.KVStore.row_sparse_pull`. Collective."""
@@ -120,10 +125,7 @@ class Scope(Wrapped):
         """As :meth:`mpikv.KVStore.broadcast`. Collective."""
         named = self._checked("broadcast", key)
         outs = self._checked("broadcast", out) if isinstance(out, Mapping) else out
-        result = self._store.broadcast(named, value, outs, priority)
-        if isinstance(key, Mapping) and out is None:
-            return {name[len(self._prefix) :]: array for name, array in result.items()}
-        return result if out is None else out
+        return self._inner(key, self._store.broadcast(named, value, outs, priority))
 
     def set(self, key: Any, value: Any = None) -> None:
         """As :meth:`mpikv.KVStore.set`. Collective."""
@@ -157,22 +159,23 @@ class Scope(Wrapped):
         if isinstance(key, Mapping):
             return {self._prefix[:-1]: key}
         if not isinstance(key, (list, tuple)):
-            raise TypeError(f"a key of a scope is a str, not a {type(key).__name__}: {key!r}")
+            raise TypeError(f"a key of a scope is a str, not {a_kind(key)}: {key!r}")
         if not all(isinstance(each, str) for each in key):
-            return [self._named(each) for each in key]
+            return contained(key, [self._named(each) for each in key])
         names = self._lists.get(kept := tuple(key))
         if names is None:
             names = [self._named(each) for each in key]
             if len(self._lists) >= _MOST_LISTS:
                 self._lists.clear()
             self._lists[kept] = names
-        return names
+        return contained(key, names)
 
-    def _inner(self, key: Any, result: Any, answer: Any, wait: bool) -> Any:
+    def _inner(self, key: Any, result: Any, wait: bool = True) -> Any:
         """Return what the caller of a verb expects: of a dict the dict itself, not the one around it."""
         if not isinstance(key, Mapping):
             return result
+        inner = itemgetter(self._prefix[:-1])
         if wait:
-            return answer
-        result.answer = answer
+            return inner(result)
+        result.inner = inner
         return result

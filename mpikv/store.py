@@ -19,7 +19,18 @@ from .board import Board
 from .calls import Calls, Prepared
 from .checkpoint import Checkpoints
 from .config import VARIABLES_ONLY, Config
-from .errors import Closed, ConfigError, Stalled, TransportError, Unsupported, known_names, notes
+from .errors import (
+    Closed,
+    ConfigError,
+    Stalled,
+    TransportError,
+    Unsupported,
+    a_kind,
+    is_settled,
+    known_names,
+    mark_stalled,
+    text_of,
+)
 from .exchange import Exchange
 from .kernels import find_codec, find_kernels
 from .keys import parse
@@ -27,22 +38,20 @@ from .plan import digest, label
 from .plugins import KVStoreBase
 from .replay import Compiled
 from .rows import Rows
+from .runtime import owned
 from .scope import Scope
+from .tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from .typing import Array, GpuKernels, Issue, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, makes_calls, urgency
 from .world import Group
 
-__all__ = ["LOST", "OPEN", "KVStore", "let_gpus_queue"]
+__all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
 
+__tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# In the order of their making, the same on all ranks, in which they are closed at exit. A store stays here until it is
-# closed: the garbage collector would take it at another moment on each rank.
-OPEN: list[KVStore] = []
-# Those that were not closed together, so that not all ranks may come to the end of MPI.
-LOST: list[KVStore] = []
 # Characters of the arguments of a call in a message.
 _MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
@@ -62,6 +71,13 @@ class KVStore(KVStoreBase):
     rank and the call, before any data move; the store can then be used again. Host arrays are complete when a call
     returns.
 
+    What a call fills, it returns: ``out``, or without it what :meth:`pushpull` and :meth:`broadcast` were given. Arrays
+    of JAX are never written to, and arrays that were given without ``out`` may be read-only. The call does not fill
+    these. It returns a structure like the one that it was given: the same dicts, nested as they came, lists, tuples and
+    named tuples. A new array of the same library, shape and dtype stands there for each of them, beside the arrays that
+    were filled. A read-only ``out`` of numpy's is a TypeError. A list or a tuple beside a key, or inside of a dict,
+    always holds several arrays of this rank for one key: one for each device.
+
     Example (one rank; on n ranks every push adds up n arrays):
 
         >>> import mpikv, numpy as np
@@ -75,6 +91,11 @@ class KVStore(KVStoreBase):
 
     _placement: str | None = None
     """The placement of stores of a kind, whatever was asked for."""
+
+    def __new__(cls, *parts: Any, **options: Any) -> KVStore:
+        if len(parts) < 4:
+            raise TypeError("a KVStore is made by mpikv.create(), or mpikv.create('dist_sync'), on every rank")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -102,9 +123,10 @@ class KVStore(KVStoreBase):
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root, config.dense_rows)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
-        self._pending = Pending(self._least, board.aside if transport.memory.on_host else self._aside)
+        aside = board.aside if transport.memory.on_host else self._aside
+        self._pending = Pending(self._least, aside, lambda: bool(self._running))
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
-        OPEN.append(self)
+        open_stores().append(self)
         self._running = ""
         # Whether calls are made in the order of streams.
         self._in_order = transport.memory.orders
@@ -276,8 +298,8 @@ class KVStore(KVStoreBase):
 
         Args:
             key: an int or a str, a list of them, or a dict of arrays.
-            value: an array, or a list of one array per key. It is copied. A :class:`RowSparse`, or a list of them,
-                makes the keys row-sparse.
+            value: an array, or a list of one array per key. It is copied, and never written: :meth:`broadcast` fills
+                every rank's arrays with the root's. A :class:`RowSparse`, or a list of them, makes the keys row-sparse.
             overwrite: whether known keys start anew, with the new shape and dtype and without optimizer state.
 
         Raises:
@@ -351,7 +373,7 @@ class KVStore(KVStoreBase):
             key: an int or a str, a list of them, or a dict of arrays to fill.
             out: an array of the stored shape, or a list of such arrays, each of which is filled; for a list of keys,
                 a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
-                up to date. None: new arrays are returned.
+                up to date. None: new arrays of numpy's are returned.
             priority: as in :meth:`push`.
             ignore_sparse: what happens to a :class:`RowSparse` among the outs. True leaves it as it is, and logs so;
                 False gives it all rows of the value that are not zero, for which the whole value travels;
@@ -359,12 +381,13 @@ class KVStore(KVStoreBase):
             wait: as in :meth:`push`.
 
         Returns:
-            ``out``, or the new arrays in the form of ``key``; with ``wait=False`` a :class:`Work` that returns them.
+            ``out``, or a structure like it where it cannot be written (see the class), or new arrays, for a list or a
+            tuple of keys in one like it; with ``wait=False`` a :class:`Work` that returns them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
             ValueMismatch: a shape or a dtype does not fit.
-            TypeError: ``out`` cannot be written, as JAX's arrays.
+            TypeError: ``out`` is an array of numpy's that cannot be written.
             RankMismatch, PeerFailed: as in :meth:`push`.
 
         Example:
@@ -391,9 +414,9 @@ class KVStore(KVStoreBase):
             wait: as in :meth:`push`.
 
         Returns:
-            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. A :class:`RowSparse`
-            that is filled is given the new values of its own rows. With ``wait=False`` a :class:`Work` that returns
-            them.
+            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. A structure like it
+            where it cannot be written (see the class). A :class:`RowSparse` that is filled is given the new values of
+            its own rows. With ``wait=False`` a :class:`Work` that returns them.
 
         Raises:
             KeyNotInitialized: ``init`` was not called for a key.
@@ -523,6 +546,7 @@ class KVStore(KVStoreBase):
         """
         return self._collective("buffer", self._calls.buffer, key)
 
+    @hiding_frames
     def view(self, key: Any) -> Any:
         """Return a read-only view of the value of a key, or the list of those of a list of keys. Local.
 
@@ -556,16 +580,17 @@ class KVStore(KVStoreBase):
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
         """Store the root's values under keys, new or known, and read them: ``init`` or ``set``, then ``pull``.
 
-        Collective. ``value`` is read on the root only; on other ranks it gives shape and dtype.
+        Collective. ``value`` is read on the root only; on other ranks it gives shape and dtype. A training begins with
+        it: all ranks then compute their first gradients from the same weights.
 
         Args:
             key: as in :meth:`init`.
             value: as in :meth:`init`.
-            out: as in :meth:`pull`; may be ``value``.
+            out: as in :meth:`pull`, a dict where ``key`` is one; None writes into the arrays of ``value``.
             priority: as in :meth:`push`.
 
         Returns:
-            ``out``, or new arrays; a nested dict comes back flat, with joined keys.
+            ``out``; if None, ``value``. A structure like it where it cannot be written (see the class).
 
         Raises:
             ValueMismatch: a value or ``out`` does not fit a known key, or a dtype cannot be stored.
@@ -573,8 +598,9 @@ class KVStore(KVStoreBase):
 
         Example:
             >>> import mpikv, numpy as np
-            >>> mpikv.create().broadcast("w", np.ones(2))
-            array([1., 1.])
+            >>> params = {"w": np.ones(2), "layer": {"b": np.zeros(1)}}
+            >>> mpikv.create().broadcast(params) is params
+            True
         """
         return self._collective("broadcast", self._calls.broadcast, key, value, out, priority)
 
@@ -662,6 +688,7 @@ class KVStore(KVStoreBase):
         none: int = self._collective("vote", lambda: (_VOTE, (self._agreement.least, int(not flag))))
         return not none
 
+    @hiding_frames
     def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
         """Raise an error of this rank in place of the next call, so that the others need not wait for it.
 
@@ -684,7 +711,7 @@ class KVStore(KVStoreBase):
     def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
         """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
         if controller is not None and not callable(controller):
-            raise TypeError(f"a controller is a function of the command's body, not a {type(controller).__name__}")
+            raise TypeError(f"a controller is a function of the command's body, not {a_kind(controller)}")
         self._controllers[_head(head)] = controller
 
     def command(self, head: int, body: Any = None) -> None:
@@ -720,10 +747,10 @@ class KVStore(KVStoreBase):
         """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``.
 
         Collective. It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key``
-        exactly what the caller of ``init`` wrote. Both arrays are valid during the call only. For a push of rows
-        ``input`` is a :class:`RowSparse`, and ``stored`` a copy of the whole value all the same. An exception in it is
-        raised on every rank, and no value of that push is changed. None returns to ASSIGN. Nothing changes until the
-        next push.
+        exactly what the caller of ``init`` wrote. Both arrays are valid, and can be written, during the call only;
+        shape and dtype of ``stored`` stay. For a push of rows ``input`` is a :class:`RowSparse`, and ``stored`` a copy
+        of the whole value all the same. An exception in it is raised on every rank, and no value of that push is
+        changed. None returns to ASSIGN. Nothing changes until the next push.
 
         Raises:
             Unsupported: the placement was asked to be ``sharded`` or ``replicated``.
@@ -758,11 +785,12 @@ class KVStore(KVStoreBase):
 
         Args:
             optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
-            arguments: for a name, its arguments.
+            arguments: for a name, its arguments. ``average=True``, for an object, too, divides each sum by the number
+                of ranks; so does a store that loads a checkpoint, by its own number.
 
         Raises:
             ConfigError: the name or an argument is unknown.
-            Unsupported: a stored dtype cannot be optimized.
+            Unsupported: a stored dtype cannot be optimized; or ``average`` where pushes are not summed (dist_async).
             RankMismatch: ranks gave other optimizers or settings.
 
         Example:
@@ -992,7 +1020,8 @@ class KVStore(KVStoreBase):
 
         Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
         different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,
-        and is given nothing; a sum then has fewer terms, by which a mean over ranks has to be corrected by the caller.
+        and is given nothing; a sum then has fewer terms. An optimizer with ``average`` divides by the number of all
+        ranks all the same: a mean over those that have brought something is yours to make.
         Only one store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot be
         made in it; those that were made before are waited for.
 
@@ -1008,7 +1037,7 @@ class KVStore(KVStoreBase):
             ...     for batch in range(3 + kv.rank):
             ...         kv.push("w", np.ones(2))
         """
-        self._check_open("join")
+        self._check_free("join")
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         self._pending.drain()
@@ -1046,28 +1075,34 @@ class KVStore(KVStoreBase):
             raise unseen
 
     def drain(self) -> None:
-        """Wait for calls with ``wait=False``, and log what nobody has seen. Local. For the end of the program.
+        """Wait for calls with ``wait=False``. Local. For the end of the program.
 
         Raises:
             Stalled: no call has completed within the store's timeout, as where an updater never returns.
         """
         if not self._pending.drain(self._config.timeout):
             raise Stalled(f"calls with wait=False have not completed after {self._config.timeout} s")
-        if (unseen := self._pending.failure()) is not None:
-            logging.getLogger("mpikv").error("%r; %s", unseen, notes(unseen)[-1])
+
+    def unseen(self) -> BaseException | None:
+        """Return what a call with ``wait=False`` has raised and nobody has seen, if it is more than that the store had
+        ended. Local. For the end of the program.
+        """
+        self._pending.drain(_LAST_STEPS)
+        failure = self._pending.failure()
+        return None if isinstance(failure, Closed) else failure
 
     def abandon(self, why: str, tell: bool = True) -> None:
         """Make the store unusable on this rank without asking the others. Local; used where a collective call could
         wait for ever. ``tell`` the others, where they would wait on GPUs for this rank.
         """
         if self._leave(why):
-            LOST.append(self)
+            lost_stores().append(self)
             self._transport.memory.abandon(why if tell else "")
 
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""
         try:
-            OPEN.remove(self)  # which only one of two threads can, that of the pending calls being one
+            open_stores().remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
             return False
         self._ended = why
@@ -1095,7 +1130,7 @@ class KVStore(KVStoreBase):
             self.close()
         else:
             # The other ranks may be anywhere; closing together could wait for ever and hide the error.
-            self.abandon(f"the store ended with {failure[1]!r}; create a new store")
+            self.abandon(f"the store ended with {text_of(failure[1], repr)}; create a new store")
 
     # --- The door of every collective call
 
@@ -1112,7 +1147,9 @@ class KVStore(KVStoreBase):
                 if self._in_order:
                     self._transport.memory.check_order()
                 call, work = prepare(*arguments)
-            except Exception as error:
+            except BaseException as error:
+                if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
+                    raise
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
             self._agreement.begin(call, self._exchange.staged is not None)
             try:
@@ -1124,30 +1161,45 @@ class KVStore(KVStoreBase):
             self._exchange.staged = None
             self._transport.memory.forget()
             self._end_unless_settled(verb, error)
+            hide_frames(error)
             raise
         finally:
             self._running = ""
 
+    @hiding_frames
     def _entered(self, verb: str) -> BaseException | None:
         """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
         if self._ended is None:
             self._check_free(verb)
-        unseen = None
         if self._pending.waiting and not self._pending.runs_here():
-            self._pending.drain()
-            unseen = self._pending.failure()
-            if unseen is not None and self._ended is not None:  # by that failure, which says more than "closed"
-                raise unseen
+            self._pending.pass_to(partial(self._claim, verb))
+            try:
+                unseen = self._pending.failure()
+                if unseen is not None and self._ended is not None:  # by that failure, which says more than "closed"
+                    raise unseen
+                self._check_open(verb)
+            except BaseException:  # Ctrl-C, too: nobody else gives back what was claimed
+                self._running = ""
+                raise
+            return unseen
         self._check_open(verb)
-        return unseen
+        return None
 
     def _check_free(self, verb: str) -> None:
         """Raise unless a call may run here, perhaps after those that are pending."""
         self._check_open(verb)
         # First this, as calls may complete meanwhile.
-        mine = not self._pending.active or self._pending.runs_here()
-        if mine and (running := self._running):
+        if not self._pending.active or self._pending.runs_here():
+            self._check_idle(verb)
+
+    def _check_idle(self, verb: str) -> None:
+        if running := self._running:
             raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
+
+    def _claim(self, verb: str) -> None:
+        """Have the thread of pending calls begin none: it would begin it in the middle of this one."""
+        self._check_idle(verb)
+        self._running = verb
 
     def _door(self, verb: str, wait: object) -> Callable[..., Any]:
         """Return the door for a call that may not be waited for."""
@@ -1217,24 +1269,28 @@ class KVStore(KVStoreBase):
 
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
-        if getattr(error, "settled", False):
+        if is_settled(error):
             if self._transport.memory.failed:  # whoever has been told of it
-                self.abandon(f"the store ended in an earlier call ({error!r}); create a new store")
+                self._abandon_after(error)
             return
         if isinstance(error, Stalled):
             error.missing, about = self._board.report(error.missing)
+            mark_stalled(error, self.rank)
             self._board.give_up()
             about = f": {about}" if about else ""
             error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self._agreement.at_rank(verb, error)
         # The others have the same deadline.
-        tell = not isinstance(error, Stalled)
-        self.abandon(f"the store ended in an earlier call ({error!r}); create a new store", tell)
+        self._abandon_after(error, tell=not isinstance(error, Stalled))
+
+    def _abandon_after(self, error: BaseException, tell: bool = True) -> None:
+        self.abandon(f"the store ended in an earlier call ({text_of(error, repr)}); create a new store", tell)
 
     def _shadow(self) -> None:
         """Make the calls of the ranks that still have work, and bring nothing to them."""
         call = Call("join", JOINED)
+        self._running = "join"  # an updater may run here, and cannot call the store
         try:
             while said := self._agreement.shadow(call):
                 work, failure = None, None
@@ -1250,7 +1306,10 @@ class KVStore(KVStoreBase):
                         self._transport.memory.in_order(work)
         except BaseException as error:
             self._end_unless_settled("join", error)
+            hide_frames(error)
             raise
+        finally:
+            self._running = ""
 
     def _parted(self, ranks: Sequence[int]) -> Prepared:
         """Prepare a communicator of some ranks, who are told with it."""
@@ -1296,9 +1355,21 @@ class KVStore(KVStoreBase):
         self._group.close()
 
 
+def open_stores() -> list[KVStore]:
+    """Return the stores of this process that are not closed, in the order of their making, which is the same on all
+    ranks. A store stays there until it is closed: the garbage collector would take it at another moment on each rank.
+    """
+    return owned("open stores")
+
+
+def lost_stores() -> list[KVStore]:
+    """Return those that were not closed together, so that not all ranks may come to the end of MPI."""
+    return owned("lost stores")
+
+
 def let_gpus_queue(but: KVStore | None = None) -> None:
     """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
-    for store in () if makes_calls() else tuple(OPEN):
+    for store in () if makes_calls() else tuple(open_stores()):
         if store is not but and store._pending.active and not store._transport.memory.on_host:
             store._pending.drain()
 

@@ -8,14 +8,17 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from .arrays import source, target
-from .errors import RankMismatch, Unsupported, ValueMismatch, brief
+from .errors import KeyNotInitialized, RankMismatch, Unsupported, ValueMismatch, brief
 from .keys import parse
 from .plugins import KVStoreBase
 from .store import KVStore
+from .tracebacks import hidden_from_pytest
 from .typing import Array, Key
 from .wrapped import Wrapped
 
 __all__ = ["AllReduce", "TestStore"]
+
+__tracebackhide__ = hidden_from_pytest
 
 
 _Kind: TypeAlias = "tuple[tuple[int, ...], np.dtype[Any]]"
@@ -62,7 +65,7 @@ class AllReduce(Wrapped):
         return self._called("pushpull", key, value, out, priority)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
-        """Fill ``out``, or new arrays, with the root's ``value``. Collective, and repeatable."""
+        """Fill ``out``, or ``value`` where there is none, with the root's ``value``. Collective, and repeatable."""
         return self._called("broadcast", key, value, out, priority)
 
     def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
@@ -78,13 +81,21 @@ class AllReduce(Wrapped):
         self._cannot("pull")
 
     def delete(self, key: Any) -> None:
-        """Give back the memory of names that are not summed any more, for others of that size. Collective.
+        """Give back the memory of names that are not summed any more. Collective.
 
         Raises:
             KeyNotInitialized: a name was not used since the store was made, or deleted.
         """
+        try:
+            names = parse(key, None).keys
+            if unknown := [name for name in names if name not in self._known]:
+                raise KeyNotInitialized(
+                    f"{unknown[0]!r} was not summed or broadcast since the store was made, or deleted"
+                )
+        except Exception as error:
+            self.refuse(error, "delete")
         self._store.delete(key)
-        for name in parse(key, None).keys:
+        for name in names:
             del self._known[name]
 
     def close(self) -> None:
@@ -147,7 +158,9 @@ class TestStore(KVStoreBase):
     """
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> None:
-        """Copy the array of each key to those of ``out``."""
+        """Copy the array of each key to those of ``out``; without it there is nothing to do."""
+        if out is None:
+            return
         for (array, *_), outs in zip(parse(key, value).groups, parse(key, out, "out").groups, strict=True):
             _fill(outs, source(array))
 

@@ -21,6 +21,7 @@ from .errors import (
     StaleGradient,
     Unsupported,
     ValueMismatch,
+    a_kind,
     known_names,
 )
 from .keys import flatten
@@ -29,10 +30,13 @@ from .optimizers import Optimizer
 from .parameter import Parameter
 from .plugins import KVStoreBase
 from .registry import check_name, create
+from .tracebacks import hidden_from_pytest, hiding_frames
 from .typing import Array, Key
 from .updating import Updates, fetched, new_state, prepare, restart_master, sent
 
 __all__ = ["Trainer"]
+
+__tracebackhide__ = hidden_from_pytest
 
 Result = TypeVar("Result")
 
@@ -94,6 +98,8 @@ class Trainer:
             updates all weights, so that gradients can be changed in between. None: what the variable
             MXNET_UPDATE_ON_KVSTORE says (0 or 1, 1 by default) if the store can.
         loss_scaler: as :class:`mpikv.LossScaler`.
+        average: True: take the mean over ranks in place of the sum, whatever their number, also after a restart on
+            another. None: what the optimizer's option ``average`` says.
 
     Raises:
         ConfigError: an unknown or bad option, or no parameters at all.
@@ -112,6 +118,7 @@ class Trainer:
         >>> trainer.close()
     """
 
+    @hiding_frames
     def __init__(
         self,
         params: Mapping[str, Any],
@@ -122,15 +129,18 @@ class Trainer:
         update_on_kvstore: bool | None = None,
         *,
         loss_scaler: Scaler | None = None,
+        average: bool | None = None,
     ) -> None:
         self._named = _parameters(params)
         self._own = _once(self._named)
-        self._optimizer: Optimizer = optimizer_of(optimizer, optimizer_params or {})
+        self._average = average
+        more = {} if average is None else {"average": average}
+        self._optimizer: Optimizer = optimizer_of(optimizer, {**(optimizer_params or {}), **more})
         self.scale = self._optimizer.rescale_grad
         """Factor of all gradients, besides the batch size: at first the optimizer's ``rescale_grad``."""
         if not isinstance(kvstore, (str, KVStoreBase)):
             raise TypeError(
-                f"kvstore is a store or the name of one, not a {type(kvstore).__name__}; "
+                f"kvstore is a store or the name of one, not {a_kind(kvstore)}; "
                 "for this rank alone: mpikv.create(comm=MPI.COMM_SELF)"
             )
         if isinstance(kvstore, str):
@@ -263,6 +273,7 @@ class Trainer:
             store.delete(list(apart))
         kept = self._kept()
         if self._resumed:
+            self._keep_average()
             store.pull(list(kept), out=[parameter.data for parameter in kept.values()])
             self._updates = max(map(store._update_count, kept), default=0)
         else:
@@ -275,6 +286,11 @@ class Trainer:
         self._started = True
         if self._shown:
             self.optimizer._user = self._token
+
+    def _keep_average(self) -> None:
+        """Have an optimizer that was loaded take the mean, or the sum, as the Trainer was told when it was made."""
+        if self._average is not None:
+            self.optimizer.average = self._average
 
     def _kept(self) -> dict[str, Parameter]:
         """Return the parameters that the store has values of."""
@@ -290,10 +306,10 @@ class Trainer:
 
         Collective.
 
-        The sum is never divided by the number of ranks. With gradients that are sums over this rank's part of a batch,
-        the ``batch_size`` of all ranks together gives the mean. A program that was written for one rank, and passes the
-        size of its own part, makes steps that are ``size`` times as large: divide its learning rate by ``kv.size``, or
-        multiply its batch size.
+        The sum is divided by the number of ranks where the Trainer was made with ``average=True``, and never otherwise.
+        With gradients that are sums over this rank's part of a batch, the ``batch_size`` of all ranks together gives
+        the mean. A program that was written for one rank, and passes the size of its own part, makes steps that are
+        ``size`` times as large: give it ``average=True``.
 
         Args:
             batch_size: a number above 0, the same on every rank. It may change between steps.
@@ -429,8 +445,8 @@ class Trainer:
         are state, from which the next step goes on.
 
         Collective; the same path on every rank, of a Trainer with the same parameters and an optimizer of the same
-        kind. Where the file has settings, :attr:`optimizer` is a new object with these. The file is loaded as a whole,
-        on all ranks, or not at all.
+        kind. Where the file has settings, :attr:`optimizer` is a new object with these, but for an ``average`` that the
+        Trainer was given. The file is loaded as a whole, on all ranks, or not at all.
 
         Raises:
             OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
@@ -446,6 +462,7 @@ class Trainer:
             self._updates = max(map(self._kvstore._update_count, self._kept()), default=0)
         else:
             self._together("load_states", self._loading(fname))
+        self._keep_average()
 
     def close(self) -> None:
         """Close the store, if the Trainer has made it. Collective, idempotent; also done by ``with`` and at exit."""
@@ -531,6 +548,7 @@ class Trainer:
         """Apply the settings of a step, while it lasts; return the parameters that it updates."""
         self._check_usable()
         optimizer = self.optimizer
+        optimizer.sums_over(self._kvstore.num_workers)
         options = {"rescale_grad": self._scale(batch_size), **self._factors(optimizer)}
         settings.enter_context(optimizer.having(**options))
         taken, stale = self._fresh()
@@ -714,13 +732,14 @@ class Trainer:
         return {name: one.data for name, one in self._own.items() if _updatable(self.optimizer, one)}
 
 
-def _parameters(params: Mapping[str, Any]) -> dict[str, Parameter]:
+def _parameters(params: Any) -> dict[str, Parameter]:
     """Return the parameters by all of their names, in sorted order."""
     if not isinstance(params, Mapping):
-        raise TypeError(f"params is a dict of names and arrays, not a {type(params).__name__}")
+        remedy = "; pass dict(model.named_parameters())" if hasattr(params, "named_parameters") else ""
+        raise TypeError(f"params is a dict of names and arrays, not {a_kind(params)}{remedy}")
     names, values = flatten(params)
     if other := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"the name of a parameter is a str, not a {type(other[0]).__name__}: {other[0]!r}")
+        raise TypeError(f"the name of a parameter is a str, not {a_kind(other[0])}: {other[0]!r}")
     if not names:
         raise ConfigError("a Trainer without parameters has nothing to train")
     known: dict[int, Parameter] = {}

@@ -1,7 +1,7 @@
 """Whether a codec saves time on these ranks: found by pushes with and without it, over the transport of the store.
 
-The trial has a table of its own and changes no value of the store. Its memory, some messages' worth, is kept for the
-next trial until the store is closed.
+The trial has a table of its own and changes no value of the store. Its memory, some messages' worth, is given back
+when it ends.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class _Pushes:
         return time.perf_counter() - started
 
     def end(self) -> None:
-        """Leave the memory to the next trial."""
+        """Give the memory back."""
         self.exchange.compress(None)
         self.exchange.delete(["trial"])
         self.exchange.close()

@@ -485,10 +485,14 @@ class Transport(Protocol):
 
     def allocate(self, nbytes: int) -> Array:
         """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it
-        closes.
+        closes, or reclaims it.
 
         Raises MemoryError on every rank if one has too little.
         """
+        ...
+
+    def reclaim(self) -> None:
+        """Give back what was allocated and over which no rank has an array any more; what one still has stays."""
         ...
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from .errors import Stalled
+from .runtime import present
 
 __all__ = ["Waiting", "Waits", "until_read"]
 
-# Polls before a waiting rank begins to sleep, each of which lets another process have the core.
-_YIELDS = 200
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
 
@@ -51,21 +50,23 @@ class Waiting:
             told.
         """
         # Before the first yield: on a busy core each may take a scheduler's slice, and all of them seconds.
-        started, warned = time.monotonic(), False
-        for _ in range(_YIELDS):
+        here = present()
+        started, warned = here.now(), False
+        for _ in range(here.polls):
             if ready():
                 return
-            os.sched_yield()
+            here.give_way()
         while not ready():
-            waited = time.monotonic() - started
-            if waited > self._timeout and not ready():
+            waited = here.now() - started
+            if waited >= self._timeout and not ready():
                 who = missing()
                 raise Stalled(f"waited {waited:.1f} s for " + (f"ranks {list(who)}" if who else "other ranks"), who)
-            if self._warn and waited > self._warn_after and not warned:
+            if self._warn and waited >= self._warn_after and not warned:
                 warned = True
                 self._warn(waited, missing())
             # Short beside what was waited already: MPI may make progress only when it is asked whether it is ready.
-            time.sleep(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP))
+            due = self._timeout if warned or not self._warn else min(self._warn_after, self._timeout)
+            here.nap(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP), started + due, ready)
 
 
 def until_read(descriptors: Sequence[int], seconds: float = 1.0) -> None:

@@ -17,21 +17,30 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
-from .errors import Closed, TransportError, Unsupported, noted
+from .errors import Closed, TransportError, Unsupported, is_settled, noted, text_of
+from .runtime import present
+from .tracebacks import hidden_from_pytest, hide_frames
 
 __all__ = ["Pending", "Work", "makes_calls", "urgency"]
 
+__tracebackhide__ = hidden_from_pytest
+
+# Seconds after which the thread looks again whether another one's call has ended.
+_SHORT = 1e-3
 # How many calls may be on the stack of the thread, each passed by the next: Python's has an end.
 _MOST_BEGUN = 16
 
 
-class _Maker(threading.Thread):
-    """The thread that makes the calls of a store."""
+class _Here(threading.local):
+    makes_calls = False
+
+
+_here = _Here()
 
 
 def makes_calls() -> bool:
     """Return whether this thread makes calls with ``wait=False`` for those that have issued them."""
-    return isinstance(threading.current_thread(), _Maker)
+    return bool(_here.makes_calls)
 
 
 class Work:
@@ -60,21 +69,23 @@ class Work:
         self._pending, self._urgency, self._text, self._keys = pending, urgent, text, keys
         self._run: Callable[[], Any] | None = run
         self._rejoin = rejoin
-        self._completed = threading.Event()
+        self._completed = present().event()
         self._result: Any = None
-        self.answer: Any = None
-        """What :meth:`wait` returns in place of the call's own result, if it is to be anything else."""
+        self.inner: Callable[[Any], Any] | None = None
+        """What :meth:`wait` makes of the call's own result, if it is to return anything else."""
         self._error: BaseException | None = None
         self._trace: TracebackType | None = None
 
     def __repr__(self) -> str:
-        state = f"failed: {self._error!r}" if self._error is not None else "done" if self.done else "pending"
+        state = (
+            f"failed: {text_of(self._error, repr)}" if self._error is not None else "done" if self.done else "pending"
+        )
         return f"<mpikv.Work {self._text()} {state}>"
 
     @property
     def done(self) -> bool:
         """Whether the call has completed, well or not. Local. On a GPU it has when it is queued."""
-        return self._completed.is_set()
+        return bool(self._completed.is_set())
 
     @property
     def error(self) -> BaseException | None:
@@ -110,7 +121,7 @@ class Work:
         if error is not None:
             self._pending.saw(self)
             raise error
-        return self._result if self.answer is None else self.answer
+        return self._result if self.inner is None else self.inner(self._result)
 
     def _perform(self) -> None:
         assert self._run is not None
@@ -121,6 +132,7 @@ class Work:
         self._run = None  # it holds the caller's arrays
 
     def _fail(self, error: BaseException) -> None:
+        hide_frames(error)
         self._error, self._trace = error, error.__traceback__
         self._run = None
         # They hold the caller's arrays.
@@ -131,13 +143,16 @@ class Pending:
     """The calls of one store that were made with ``wait=False``. All methods but those of its thread are local."""
 
     def __init__(
-        self, least: Callable[[int], int], aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        least: Callable[[int], int],
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        busy: Callable[[], bool] = bool,
     ) -> None:
         """``least`` returns the smallest of the numbers that all ranks pass, collectively. The thread is in ``aside``
-        while it makes calls.
+        while it makes calls, and begins none while the store is ``busy`` with another thread's.
         """
-        self._least, self._aside = least, aside
-        self._changed = threading.Condition()
+        self._least, self._aside, self._busy = least, aside, busy
+        self._changed = present().condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
         self._begun: list[Work] = []
@@ -178,7 +193,7 @@ class Pending:
     def _start(self) -> None:
         if self._thread is None:
             # Known before it starts: an interrupt comes while this waits for it, and the next call would start another.
-            self._thread = _Maker(target=self._serve, name="mpikv", daemon=True)
+            self._thread = present().thread(self._serve, "mpikv")
             try:
                 self._thread.start()
             except RuntimeError:  # the system has no thread left
@@ -203,6 +218,12 @@ class Pending:
                 if self._changed.wait_for(lambda: not self.active, patience):
                     return True
         return False
+
+    def pass_to(self, claim: Callable[[], None]) -> None:
+        """Wait until all calls have completed, and let another thread ``claim`` the store before the next begins."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.active)
+            claim()
 
     def failure(self) -> BaseException | None:
         """Return what the first failed call raised that nobody has seen, if there is one; all then count as seen."""
@@ -246,6 +267,7 @@ class Pending:
     # --- The thread
 
     def _serve(self) -> None:
+        _here.makes_calls = True
         while queued := self._await():
             with self._aside():
                 work = self._make_next(queued)
@@ -291,7 +313,7 @@ class Pending:
                 work = self._queue.pop(place)
             self._make(work)
             self._complete(work)
-            if work._error is not None and not getattr(work._error, "settled", False):
+            if work._error is not None and not is_settled(work._error):
                 raise Closed(f"{running._text()}: {work._text()}, which has passed it, has ended the store")
             passed = running._text()
         return passed
@@ -324,6 +346,8 @@ class Pending:
         """Wait for a call to make; return how many there are, or 0 at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
+            while self._queue and self._busy():
+                self._changed.wait(_SHORT)
             return len(self._queue)
 
     def _take(self, common: int) -> Work:

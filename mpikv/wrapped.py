@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from .errors import a_kind
 from .plugins import KVStoreBase
+from .tracebacks import hiding_frames
 
 __all__ = ["Wrapped"]
 
@@ -18,7 +20,7 @@ class Wrapped(KVStoreBase):
     def __getattr__(self, name: str) -> NoReturn:
         known = not name.startswith("_") and hasattr(type(self._store), name)
         where = f"; {self._where(name)}" if known else ""
-        raise AttributeError(f"a {type(self).__name__} has no {name!r}{where}", name=name, obj=self)
+        raise AttributeError(f"{a_kind(self)} has no {name!r}{where}", name=name, obj=self)
 
     def _where(self, name: str) -> str:
         """Say where something is that this store has not, and the one that it is made of has."""
@@ -83,6 +85,7 @@ class Wrapped(KVStoreBase):
         """As :meth:`mpikv.KVStore.vote`. Collective."""
         return bool(self._store.vote(flag))
 
+    @hiding_frames
     def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
         """As :meth:`mpikv.KVStore.refuse`. Collective."""
         self._store.refuse(error, verb)

@@ -66,7 +66,7 @@ def initial() -> Arrays:
 def train(kv: mpikv.KVStore, tumours: Tumours, steps: int) -> Arrays:
     """Train on all ranks; return the weights, which are the same on each."""
     params, velocity = initial(), initial()
-    kv.init(params)
+    kv.broadcast(params)  # every rank starts from the root's weights
 
     @kv.updater
     def descend(key: str, gradient: Array, stored: Array) -> None:

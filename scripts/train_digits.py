@@ -147,7 +147,7 @@ def train(
 ) -> Arrays:
     """Train on all ranks; return the weights, which are the same on each. ``onto`` brings arrays to their device."""
     params = {name: onto(value) for name, value in initial(settings.dtype, settings.seed).items()}
-    kv.broadcast(params, out=params)  # every rank starts from the root's weights
+    kv.broadcast(params)  # every rank starts from the root's weights
     kv.set_optimizer(settings.optimizer, **OPTIMIZERS[settings.optimizer], rescale_grad=1 / settings.scale)
     for rate, batches in epochs(len(digits.labels), settings):
         kv.set_learning_rate(rate)

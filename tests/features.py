@@ -189,7 +189,11 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "optimizer-factors-per-key", "`lr_mult` and `wd_mult` by key", "test_each_key_has_its_own_count_and_factor"
         ),
         _row("optimizer-counts", "one count per key and push, whatever lists hold"),
-        _refused("optimizer-rate-and-schedule", "a rate beside a schedule raises"),
+        _refused("optimizer-rate-and-schedule", "a rate that is set later, beside a schedule, raises"),
+        _row("optimizer-rate-beside-schedule", "a rate and a schedule: the schedule begins with the rate, in a copy"),
+        _row("optimizer-names", "options under MXNet's names, with its defaults"),
+        _row("optimizer-average", "`average=True`: the mean over ranks, on any number of them"),
+        _row("checkpoint-other-mean", "a `rescale_grad` of 1 / size that is loaded on another size is warned of"),
         _row("optimizer-sgd-order", "SGD has MXNet's order of operations"),
         _row("optimizer-test", "`test` has MXNet 2's rule"),
         _refused("optimizer-unknown", "unknown names and options raise and list the known"),

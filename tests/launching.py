@@ -43,7 +43,7 @@ GRACE = 0.5  # seconds that other ranks get to tell their outcome once one rank 
 START = 120.0  # seconds until a job's first test must have started
 FINISH = 15.0  # seconds that a job may take to end after its last test
 
-# The signal that asks a rank for its stack. Another than mpikv's own, SIGUSR2.
+# The signal that asks a rank for its stack. Another than mpikv's own, SIGURG.
 STACKS = signal.SIGUSR1
 
 # What MPICH and Open MPI call their shared memory. A killed job leaves it behind.

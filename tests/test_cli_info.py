@@ -67,6 +67,7 @@ def test_json(mpi: tuple[Library, Launcher]) -> None:
         "library": mpi[0].version,
         "path": str(mpi[0].path),
         "launcher": str(mpi[1].path),
+        "slurm": None,
         "problem": None,
     }
     assert found["launch"] is None
@@ -75,7 +76,15 @@ def test_json(mpi: tuple[Library, Launcher]) -> None:
         name: {"available": True, "reason": None} for name in ("hosts", "local", "mpi", "shm")
     }
     assert found["chosen"] == {"transport": "local", "reason": "one rank"}
-    assert found["ranks"] == {"size": 1, "hosts": {platform.node(): [0]}}
+    assert found["ranks"] == {"size": 1, "hosts": {platform.node(): [0]}, "problem": None}
+
+
+def test_in_a_job_of_slurm(mpi: tuple[Library, Launcher]) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    says = "5 tasks on 3 nodes; use  mpikv run -n 5 SCRIPT  without srun"
+    assert report(**job)["mpi"]["slurm"].startswith(says)
+    assert says in info(**job)
+    assert "is not of Slurm's form" in report(**job | {"SLURM_TASKS_PER_NODE": "many"})["mpi"]["problem"]
 
 
 def test_without_a_library() -> None:
@@ -153,3 +162,16 @@ def test_two_ranks_print_once(mpi: tuple[Library, Launcher], through: str) -> No
     assert rows["ranks"] == f"2 on {platform.node()}: 0-1"
     assert rows["launched"].startswith("by Open MPI" if mpi[0].kind == "Open MPI" else "by PMI")
     assert "chosen: shm" in text
+
+
+def test_ranks_of_one_machine_that_mpi_takes_for_two(mpi: tuple[Library, Launcher]) -> None:
+    if mpi[0].kind != "MPICH":
+        pytest.skip("no variable makes this library divide the ranks of an mpiexec")
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "-m", "mpikv", "info", "--json"]
+    found, insisting = (
+        json.loads(run(command, MPIR_CVAR_NOLOCAL="1", MPIKV_TRANSPORT=transport)) for transport in ("auto", "shm")
+    )
+    assert found["chosen"] == {"transport": "mpi", "reason": "ranks on 2 hosts, as MPI has it"}
+    for word in (f"the 2 ranks on {platform.node()}", "2 hosts", "MPIKV_TRANSPORT=shm", "MPIR_CVAR_NOLOCAL=1"):
+        assert word in found["ranks"]["problem"]
+    assert insisting["chosen"] == {"transport": "shm", "reason": "asked for"}

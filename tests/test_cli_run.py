@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -14,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import launch
 
 from mpikv.cli import launchers
 from mpikv.cli.job import run_job
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
+from mpikv.cli.watch import remove_leftovers
 from mpikv.errors import ConfigError, MPIKVError, TransportUnavailable
 
 ROOT = Path(__file__).parents[1]
@@ -32,10 +36,10 @@ SAYS = {"Open MPI": "mpiexec (Open MPI) 5.0.11", "MPICH": "HYDRA build details:\
 ONE_HOST = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_mtl": "^ofi"}
 ALL = {"PYTHONFAULTHANDLER": "1"}
 QUIET = {"OMPI_MCA_osc": "^ucx"}
-CROWDED = {
+UNBOUND = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+CROWDED = UNBOUND | {
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 AS_ROOT = dict.fromkeys(launchers.ROOT_VARIABLES, "1")
@@ -52,16 +56,26 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
     (MPICH, {"tag": True}, "-n 4 -prepend-rank", threads(2) | ALL),
     (MPICH, {"hosts": {"a": 3, "b": 1}}, "-n 4 -hosts a:3,b:1", threads(2) | ALL),
     (MPICH, {"environ": {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": ""}}, "-n 4", {}),
-    (OPENMPI, {}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST),
+    (MPICH, {"size": 6, "tasks": (4, 2)}, "-n 6", threads(2) | ALL),
+    (OPENMPI, {}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (OPENMPI, {"size": 8}, "-n 8", threads(1) | ALL | QUIET | ONE_HOST),
+    (OPENMPI, {"tasks": (8,)}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (OPENMPI, {"tasks": (2,)}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST | CROWDED),
+    (
+        OPENMPI,
+        {"size": 16, "tasks": (8, 8)},
+        "-n 16 -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
+        threads(1) | ALL | QUIET | UNBOUND,
+    ),
     (OPENMPI, {"size": 9}, "-n 9", threads(1) | ALL | QUIET | ONE_HOST | CROWDED),
-    (OPENMPI, {"size": 1, "uid": 0}, "-n 1", threads(8) | ALL | QUIET | ONE_HOST | AS_ROOT),
-    (OPENMPI, {"tag": True}, "-n 4 --output rank", threads(2) | ALL | QUIET | ONE_HOST),
-    (OPENMPI, {"hosts": {"a": 4}}, "-n 4 --host a:4", threads(2) | ALL | QUIET | ONE_HOST),
+    (OPENMPI, {"size": 1, "uid": 0}, "-n 1", threads(8) | ALL | QUIET | ONE_HOST | UNBOUND | AS_ROOT),
+    (OPENMPI, {"tag": True}, "-n 4 --output rank", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (OPENMPI, {"hosts": {"a": 4}}, "-n 4 --host a:4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
     (
         OPENMPI,
         {"hosts": {"a": 2, "b": 2}, "environ": {"MPIKV_TIMEOUT": "5", "PYTHONPATH": "/x", "HOME": "/h"}},
         "-n 4 --host a:2,b:2 -x MPIKV_TIMEOUT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER -x PYTHONPATH",
-        threads(4) | ALL | QUIET,
+        threads(4) | ALL | QUIET | UNBOUND,
     ),
     (
         OPENMPI,
@@ -73,13 +87,13 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
         OPENMPI,
         {"environ": {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3"}},
         "-n 4",
-        ALL | QUIET | {"OMPI_MCA_mtl": "^ofi"},
+        ALL | QUIET | UNBOUND | {"OMPI_MCA_mtl": "^ofi"},
     ),
     (
         OPENMPI4,
         {"tag": True},
         "-n 4 --tag-output",
-        threads(2) | ALL | QUIET | ONE_HOST | {"OMPI_MCA_btl": "self,vader,tcp"},
+        threads(2) | ALL | QUIET | ONE_HOST | UNBOUND | {"OMPI_MCA_btl": "self,vader,tcp"},
     ),
 ]
 
@@ -124,7 +138,8 @@ def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
 def fake_launcher(folder: Path, says: str, name: str = "mpiexec") -> Path:
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\ncat <<'end'\n{says}\nend\n")
+    # Nothing but the shell's own commands: PATH leads to what a test has made, and not to the system's launchers.
+    path.write_text(f"#!/bin/sh\nprintf '%s\\n' '{says}'\n")
     path.chmod(0o755)
     return path
 
@@ -133,7 +148,7 @@ def fake_launcher(folder: Path, says: str, name: str = "mpiexec") -> Path:
 def test_launcher_of_another_library_is_refused(tmp_path: Path, kind: str, other: str) -> None:
     library = Library(kind, f"{kind} 5.0.1", tmp_path / "prefix/lib/libmpi.so")
     wrong = fake_launcher(tmp_path / "path", SAYS[other])
-    environ = {"PATH": f"{wrong.parent}:/usr/bin:/bin"}
+    environ = {"PATH": str(wrong.parent)}
     for chosen in (None, str(wrong)):
         with pytest.raises(ConfigError) as caught:
             find_launcher(library, environ, chosen)
@@ -146,8 +161,19 @@ def test_launcher_that_fits_is_found_behind_one_that_does_not(tmp_path: Path, pl
     library = Library("Open MPI", "Open MPI 5.0.1", tmp_path / "prefix/lib/libmpi.so.40")
     fake_launcher(tmp_path / "path", SAYS["MPICH"])
     right = fake_launcher(tmp_path, SAYS["Open MPI"], place)
-    environ = {"PATH": f"{tmp_path}/path:{tmp_path}/late:/usr/bin:/bin"}
+    environ = {"PATH": f"{tmp_path}/path:{tmp_path}/late"}
     assert find_launcher(library, environ).path == right
+
+
+def test_the_launcher_of_a_linked_directory_is_named_where_it_is(tmp_path: Path) -> None:
+    """As /bin is usr/bin: Open MPI would take the root for its directory, and start nothing."""
+    library = Library("Open MPI", "Open MPI 4.1.4", tmp_path / "lib/x86_64-linux-gnu/libmpi.so.40")
+    right = fake_launcher(tmp_path, SAYS["Open MPI"], "usr/bin/orterun").with_name("mpiexec.openmpi")
+    right.symlink_to("orterun")
+    (tmp_path / "bin").symlink_to("usr/bin")
+    environ = {"PATH": f"{tmp_path}/bin"}
+    for chosen in (None, "mpiexec.openmpi", str(tmp_path / "bin" / "mpiexec.openmpi")):
+        assert find_launcher(library, environ, chosen).path == right
 
 
 def test_no_launcher_at_all(tmp_path: Path) -> None:
@@ -213,6 +239,13 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
         ("-n 2 -m", "-m needs the name"),
         ("-n 2 -m no_such_module_here", "no module named 'no_such_module_here'"),
         ("-n 2 absent.py", "no file 'absent.py'"),
+        ("-n 2 pytest", "no file 'pytest'; to run the module of that name: -m pytest"),
+        ("-np two SCRIPT", "'two' is not a positive number"),
+        ("-n 2 python", "give a script"),
+        ("-n 2 python3 -m", "-m needs the name"),
+        ("-n 2 python -u SCRIPT", f"ranks run with {sys.executable} without the option -u"),
+        ("-n 2 /other/python3 SCRIPT", f"ranks run with {sys.executable}, not with "),
+        ("-n 2 FOLDER", "is a directory without a file __main__.py"),
         ("-n 2 --fast SCRIPT", "--fast"),
         ("-n 2 --hosts a:0 SCRIPT", "'a:0'"),
         ("-n 2 --hosts a,a SCRIPT", "'a'"),
@@ -222,7 +255,9 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
 )
 def test_misuse_is_one_line_and_status_2(tmp_path: Path, arguments: str, complaint: str, library: Library) -> None:
     name = script(tmp_path, "raise SystemExit('the script ran')")
-    done = mpikv("run", *(name if part == "SCRIPT" else part for part in arguments.split()))
+    other = fake_launcher(tmp_path, "", "other/python3")
+    places = {"SCRIPT": name, "FOLDER": str(other.parent), "/other/python3": str(other)}
+    done = mpikv("run", *(places.get(part, part) for part in arguments.split()))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("mpikv run: ")
     assert done.stderr.count("\n") == 1
@@ -235,7 +270,7 @@ def test_commands() -> None:
     assert (nothing.returncode, helped.returncode, unknown.returncode) == (2, 0, 2)
     assert unknown.stderr == "mpikv: unknown command 'rnu' (known: bench, info, run, trace); did you mean 'run'?\n"
     text = mpikv("run", "--help").stdout
-    assert all(word in text for word in ("--hosts", "--tag", "--dry-run", "srun --mpi=pmix", "exit status"))
+    assert all(word in text for word in ("--hosts", "--tag", "--dry-run", "srun --mpi=pmi2", "exit status"))
 
 
 def test_dry_run_shows_the_line_and_starts_nothing(tmp_path: Path, library: Library) -> None:
@@ -248,6 +283,93 @@ def test_dry_run_shows_the_line_and_starts_nothing(tmp_path: Path, library: Libr
     assert "PYTHONFAULTHANDLER=1" in variables
     assert not any(variable.startswith("OMP_NUM_THREADS") for variable in variables)
     assert any(variable.startswith("OMPI_MCA_btl=") for variable in variables) == (library.kind == "Open MPI")
+
+
+def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library) -> None:
+    name = script(tmp_path, "raise SystemExit('the script ran')")
+    job = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_JOB_CPUS_PER_NODE": "6(x4)"}
+    done = mpikv("run", "-n", "auto", "--dry-run", name, **job)
+    *variables, line = done.stdout.splitlines()
+    assert " -n 7 " in line
+    assert "OMP_NUM_THREADS=3" in variables
+    # They would cut off the other nodes.
+    assert not any(variable.startswith("OMPI_MCA_btl") for variable in variables)
+    wrong = mpikv("run", "-n", "auto", "--dry-run", name, **job | {"SLURM_TASKS_PER_NODE": "2x3"})
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "mpikv run: SLURM_TASKS_PER_NODE='2x3' is not of Slurm's form" in wrong.stderr
+
+
+def test_what_a_program_wants_of_mpi_is_heeded(tmp_path: Path, library: Library) -> None:
+    text = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+import mpikv
+with mpikv.create() as kv:
+    from mpi4py import MPI
+    print(MPI.Query_thread() == MPI.THREAD_SERIALIZED, kv.size)
+try:
+    MPI.COMM_WORLD.Send(b"", 7)
+except MPI.Exception:
+    print("raises")
+"""
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["True 2"] * 2 + ["raises"] * 2), done.stderr
+
+
+def test_a_line_for_mpiexec_is_understood(tmp_path: Path, library: Library) -> None:
+    """With -np, and the interpreter before the script."""
+    name = script(tmp_path, "raise SystemExit('the script ran')")
+    usual = mpikv("run", "-n", "2", "--dry-run", name, "-x").stdout
+    assert mpikv("run", "-np", "2", "--dry-run", "python3", name, "-x").stdout == usual
+    assert mpikv("run", "-np", "2", "--dry-run", sys.executable, name, "-x").stdout == usual
+    (tmp_path / "link").symlink_to(Path(sys.executable).parent)
+    linked = str(tmp_path / "link" / Path(sys.executable).name)
+    assert mpikv("run", "-np", "2", "--dry-run", linked, name, "-x").stdout == usual
+    module = mpikv("run", "-n", "2", "--dry-run", "python", "-m", "json.tool", "-x").stdout
+    assert module.endswith("main()' -m json.tool -x\n")
+
+
+def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
+    """Not those of other names, nor of late, nor those that a process has."""
+    names = ["mpich_old", "mpich_new", "mpich_open", "mpich_mapped", "other_old"]
+    files = {name: Path(f"/dev/shm/{name}_{os.getpid()}") for name in names}
+    try:
+        for file in files.values():
+            file.write_bytes(b"some")
+        with files["mpich_mapped"].open("r+b") as mapped:
+            memory = mmap.mmap(mapped.fileno(), 4)
+        with files["mpich_open"].open():
+            for name, file in files.items():
+                os.utime(file, (0, 0) if name != "mpich_new" else None)
+            removed = remove_leftovers()
+        memory.close()
+        assert str(files["mpich_old"]) in removed
+        assert {name for name, file in files.items() if file.exists()} == set(names) - {"mpich_old"}
+    finally:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+
+
+def test_a_file_that_hides_mpi4py_is_named(tmp_path: Path, library: Library) -> None:
+    name = script(tmp_path, "import mpikv\nmpikv.create()", "mpi4py.py")
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "mpi4py.py"]
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1
+    assert f"the file {name} hides the package mpi4py; rename it" in done.stderr
+
+
+def test_a_library_of_another_name_is_no_missing_one() -> None:
+    trace = "Traceback ...\nImportError: libmpi.so.12: cannot open shared object file: No such file or directory\n"
+    text = launchers._why_no_library(trace, {"MPI4PY_LIBMPI": "/mpi/libmpich.so.12"})
+    assert "MPI4PY_LIBMPI=/mpi/libmpich.so.12 (libmpi.so.12: cannot open shared object file" in text
+    assert "make a link libmpi.so.12 to the library" in text
+    trace = (
+        "RuntimeError: cannot load MPI library\n/no/such: cannot open shared object file: No such file or directory\n"
+    )
+    text = launchers._why_no_library(trace, {"MPI4PY_LIBMPI": "/no/such"})
+    assert text.endswith("unset it, or give the full path of an MPI library")
+    assert "MPI4PY_LIBMPI=/no/such (/no/such: cannot open" in text
 
 
 def test_without_a_library_one_rank_runs_and_two_are_refused(tmp_path: Path) -> None:
@@ -332,6 +454,60 @@ def test_a_rank_that_fails_ends_the_job(
     assert done.stderr.count("Traceback") == shown.count("Traceback")
     assert "rank.py" not in done.stderr
     assert "runpy" not in done.stderr
+
+
+# What ranks do, the rank that prints in full, and what the others print.
+WRONG = {
+    "all are": ("kv.push('v', np.ones(3))", 0, "KeyNotInitialized: push: key 'v'"),
+    "one is": ("kv.push('w', np.ones(3 + (kv.rank == 1)))", 1, "PeerFailed: .*rank 1 raised ValueMismatch"),
+    "other calls": ("(kv.push if kv.rank == 1 else kv.set)('w', np.ones(3))", 0, "RankMismatch: .*ranks disagree"),
+}
+
+
+@pytest.mark.parametrize("plainly", [False, True], ids=["mpikv run", "mpiexec"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_one_rank_prints_in_full(tmp_path: Path, library: Library, wrong: str, plainly: bool) -> None:
+    text, full, line = WRONG[wrong]
+    body = ["kv = mpikv.create()", "kv.init('w', np.zeros(3))", text]
+    path = script(tmp_path, "\n    ".join(["import numpy as np, mpikv\ndef main():", *body]) + "\nmain()")
+    if plainly:
+        command, environ = launch(3, [sys.executable, path])
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+    else:
+        done = mpikv("run", "-n", "3", path)
+    assert done.returncode != 0
+    lines = done.stderr.replace("\0", "").splitlines()
+    of_ranks = [[line for line in lines if line.startswith(f"[rank {rank}/3] ")] for rank in range(3)]
+    assert of_ranks[full][0].endswith("Traceback (most recent call last):")
+    assert not any(str(ROOT / "mpikv") in line for line in lines)
+    for rank, said in enumerate(of_ranks):
+        # None where another rank has ended the job first; the rest where it took its time.
+        if rank != full and said:
+            assert re.search(rf"{line}.* at \S+:5 in main$", said[0])
+
+
+@pytest.mark.parametrize(("ranks_per_host", "late"), [("0", "create"), ("2", "push")])
+def test_the_lowest_rank_that_came_prints_a_late_one_in_full(
+    tmp_path: Path, library: Library, ranks_per_host: str, late: str
+) -> None:
+    """Also where it is another host that knows which rank is late."""
+    text = """
+import time, mpikv, numpy as np
+from mpi4py import MPI
+def wait(verb):
+    if (MPI.COMM_WORLD.rank, verb) == (1, LATE):
+        time.sleep(20)
+wait("create")
+kv = mpikv.create(timeout=1.5, warn_after=0.5)
+kv.init("w", np.zeros(3))
+wait("push")
+kv.push("w", np.ones(3))
+"""
+    path = script(tmp_path, text.replace("LATE", repr(late)))
+    done = mpikv("run", "-n", "3", path, MPIKV_RANKS_PER_HOST=ranks_per_host)
+    assert done.returncode != 0
+    full = [line[:10] for line in done.stderr.replace("\0", "").splitlines() if "Traceback" in line]
+    assert full == ["[rank 0/3]"], done.stderr
 
 
 def test_a_hook_of_the_script_shows_its_exceptions(tmp_path: Path, library: Library) -> None:

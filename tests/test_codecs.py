@@ -367,7 +367,7 @@ def test_none_is_no_codec():
         ({"type": "1bit", "threshold": -(10**5000)}, ConfigError, "threshold is too large for a float"),
         ({"type": "topk", "ratio": 10**400}, ConfigError, "ratio is too large for a float"),
         ({"type": "2bit", "threshold": "0.5"}, TypeError, "threshold is a number, not a str"),
-        ({"type": "2bit", "threshold": None}, TypeError, "threshold is a number, not a NoneType"),
+        ({"type": "2bit", "threshold": None}, TypeError, "threshold is a number, not None"),
         ({"type": "2bit", "threshold": True}, TypeError, "threshold is a number, not a bool"),
         ({"type": "1bit", "threshold": float("inf")}, ConfigError, "threshold=inf is not a finite number"),
         ({"type": "2bit", "error_feedback": 1}, TypeError, "error_feedback is True or False, not 1"),

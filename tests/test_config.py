@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 
-from mpikv.config import Config, launch_of
+from mpikv.config import (
+    Allocation,
+    Config,
+    advise_start,
+    find_allocation,
+    launch_of,
+    offered_protocols,
+    parse_counts,
+    place_on_host,
+    tasks_set_aside,
+)
 from mpikv.errors import ConfigError
 
 ENVIRON = {
@@ -21,6 +32,7 @@ ENVIRON = {
     "MPIKV_TRACE": "traces",
     "MPIKV_SINGLE_COPY": "no",
     "MPIKV_GPU_SHARING": "1",
+    "MPIKV_FULL_TRACEBACK": "1",
     "PATH": "/bin",
 }
 
@@ -40,6 +52,7 @@ def test_variables():
     assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
     assert (config.ranks_per_host, config.single_copy, config.trace) == (2, False, "traces")
     assert config.gpu_sharing
+    assert config.full_traceback
 
 
 def test_arguments_come_first():
@@ -56,7 +69,7 @@ def test_switches(text):
     ("variable", "text", "pattern"),
     [
         ("MPIKV_TIMEOUT", "soon", "MPIKV_TIMEOUT='soon' is not a float"),
-        ("MPIKV_BUCKET_BYTES", "1e6", "MPIKV_BUCKET_BYTES='1e6' is not a int"),
+        ("MPIKV_BUCKET_BYTES", "1e6", "MPIKV_BUCKET_BYTES='1e6' is not an int"),
         ("MPIKV_CHECK", "maybe", "MPIKV_CHECK='maybe' is not a switch \\(1, true, on, yes, 0, false, off, no\\)"),
         ("MPIKV_TIMEOUT", "-1", r"timeout=-1.0 is not a number from .*\(from the environment\)"),
         (
@@ -87,6 +100,7 @@ def test_bad_variables(variable, text, pattern):
         {"ranks_per_host": -1},
         {"single_copy": 1},
         {"gpu_sharing": 1},
+        {"full_traceback": 1},
         {"ranks_per_host": True},
         {"timeout": 0},
         {"timeout": float("nan")},
@@ -140,3 +154,112 @@ def test_the_launchers_own_variable_does_not_warn():
 def test_launches(environ, expected):
     launch = launch_of(environ)
     assert (launch and (launch.size, launch.rank)) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("4", (4,)), ("2(x3),1", (2, 2, 2, 1)), ("1,2(x2),3(x1)", (1, 2, 2, 3)), ("16(x2)", (16, 16))]
+)
+def test_counts_that_slurm_writes_in_short(text, numbers):
+    assert parse_counts("SLURM_TASKS_PER_NODE", text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "2(x3", "x", "-1", "2,", "2(3)", "2 (x3)", "\u0664"])
+def test_counts_of_another_form_are_refused(text):
+    with pytest.raises(ConfigError, match=re.escape(f"SLURM_TASKS_PER_NODE={text!r} is not of Slurm's form")):
+        parse_counts("SLURM_TASKS_PER_NODE", text)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_NTASKS": "8"}, None),
+        ({"SLURM_JOB_ID": "7"}, Allocation((1,), (1,), 1, False)),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_CPUS_PER_NODE": "8(x2)"},
+            Allocation((2, 2), (8, 8), 4, False),
+        ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1", "SLURMD_NODENAME": "a"},
+            Allocation((2, 1), (1,), 3, True),
+        ),
+    ],
+)
+def test_allocations(environ, expected):
+    assert find_allocation(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("tasks", "cpus", "cores"),
+    [((2, 2), (8, 8), 8), ((2, 1), (2, 1), 2), ((4, 1), (8, 8), 8), ((2,), (1,), 0), ((3,), (), 3)],
+)
+def test_the_cores_of_a_node(tasks, cpus, cores):
+    assert Allocation(tasks, cpus, sum(tasks), False).cores == cores
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_PROCID": "0", "PMIX_MCA_gds": "hash", "PMIX_VERSION": "4"}, set()),
+        ({"PMI_RANK": "0"}, {"PMI"}),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a"}, {"PMIx"}),
+    ],
+)
+def test_the_protocols_of_launchers(environ, expected):
+    assert offered_protocols(environ) == expected
+
+
+OFFERS = "MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plugin versions available: pmix_v4"
+
+
+@pytest.mark.parametrize(
+    ("library", "offers", "srun"),
+    [
+        ("MPICH 5.0.2", OFFERS, ", or  srun --mpi=pmi2 -n 4 python SCRIPT"),
+        ("MPICH 5.0.2", "srun: MPI types are...\nsrun: none\nsrun: pmi2", ", or  srun --mpi=pmi2 -n 4 python SCRIPT"),
+        ("MPICH 5.0.2", "MPI plugin types are...\n\tnone", ""),
+        (
+            "Open MPI 5.0.11",
+            OFFERS,
+            ", or  srun --mpi=pmix -n 4 python SCRIPT  with an Open MPI that was built for this",
+        ),
+        (
+            "Intel(R) MPI Library 2021.11",
+            OFFERS,
+            ", or  srun --mpi=pmi2 -n 4 python SCRIPT  with I_MPI_PMI_LIBRARY set",
+        ),
+        ("CRAY MPICH 8.1", OFFERS, ""),
+        ("", OFFERS, ""),
+    ],
+)
+def test_the_advice_in_a_job_of_slurm_is_by_library_and_by_what_srun_offers(tmp_path, library, offers, srun):
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{offers}\nend\n")
+    (tmp_path / "srun").chmod(0o755)
+    environ = {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    advice = advise_start(4, library, environ)
+    assert advice.startswith(f"mpikv run -n 4 SCRIPT  without srun, inside of salloc or sbatch{srun}")
+    assert ("srun --" in advice) == bool(srun)
+
+
+def test_the_advice_needs_no_srun(tmp_path):
+    advice = advise_start(4, "MPICH 5.0.2", {"SLURM_JOB_ID": "7", "PATH": str(tmp_path)})
+    assert advice == "mpikv run -n 4 SCRIPT  without srun, inside of salloc or sbatch"
+
+
+@pytest.mark.parametrize("text", ["abc", "", "4(x2)", "-1", "1.0", "\u0664", "0x4"])
+@pytest.mark.parametrize(
+    ("read", "variables"),
+    [
+        (launch_of, ("PMI_SIZE", "PMI_RANK")),
+        (launch_of, ("PMI_RANK", "PMI_SIZE")),
+        (launch_of, ("WORLD_SIZE", "RANK")),
+        (launch_of, ("SLURM_STEP_NUM_TASKS", "PMIX_RANK")),
+        (launch_of, ("PMIX_RANK",)),
+        (place_on_host, ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+        (place_on_host, ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")),
+        (tasks_set_aside, ("SLURM_NTASKS",)),
+    ],
+)
+def test_a_variable_of_a_launcher_that_is_no_number(read, variables, text):
+    environ = dict.fromkeys(variables, "1") | {variables[0]: text}
+    with pytest.raises(ConfigError, match=re.escape(f"{variables[0]}={text!r} is not a number from 0")):
+        read(environ)

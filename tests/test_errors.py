@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import mpikv
 from mpikv import errors
 
 # As the docstring of the module draws it, and the built-in error that old code may expect.
@@ -82,3 +85,36 @@ def test_what_errors_carry():
 )
 def test_unknown_names(name, known, text):
     assert errors.known_names("optimizer", name, known) == text
+
+
+@pytest.mark.parametrize("arguments", [(), ("dist_sync",)])
+def test_a_store_is_made_by_create(arguments):
+    with pytest.raises(TypeError, match=r"a KVStore is made by mpikv.create\(\)"):
+        mpikv.KVStore(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (3, "an int"),
+        (np.zeros(1), "an ndarray"),
+        (errors, "a module"),
+        (None, "None"),
+        (0.5, "a float"),
+        ({}, "a dict"),
+    ],
+)
+def test_articles(value, named):
+    assert errors.a_kind(value) == named
+
+
+def test_no_message_has_an_article_of_its_own_before_a_type():
+    """``a {type(value).__name__}`` is "a int" one day."""
+    package = Path(mpikv.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {line.strip()}"
+        for path in sorted(package.rglob("*.py"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.search(r"\ban? \{[^{}]*__name__\}", line)
+    ]
+    assert found == []

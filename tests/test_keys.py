@@ -77,7 +77,7 @@ def test_the_callers_list_is_not_kept():
 
 @pytest.mark.parametrize("key", [1.0, True, None, b"w", {"a"}, object, np.bool_(True), (1.5,), ["a", ["b"]]])
 def test_bad_keys(key):
-    with pytest.raises(TypeError, match="a key is an int or a str, not a"):
+    with pytest.raises(TypeError, match=r"a key is an int or a str, not (a|None)"):
         parse(key, None)
 
 
@@ -85,7 +85,7 @@ def test_bad_keys(key):
     ("key", "value", "kind", "pattern"),
     [
         (["a", "b"], [A], ValueMismatch, "2 keys and 1 values; give one value, or one list of them, per key"),
-        (["a"], A, ValueMismatch, "1 keys need a list of as many values, not a ndarray"),
+        (["a"], A, ValueMismatch, "1 keys need a list of as many values, not an ndarray"),
         ("a", [], ValueMismatch, "an empty list of values for key 'a'"),
         (["a", "b"], [A, []], ValueMismatch, "an empty list of values for key 'b'"),
         ("a", 3.0, TypeError, r"value of key 'a' is a float, not an array; numpy.asarray\(value\) makes one"),

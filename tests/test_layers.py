@@ -16,8 +16,22 @@ PACKAGE = Path(__file__).parents[1] / "mpikv"
 
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
-    ("errors", "typing"),
-    ("arrays", "compiling", "config", "device", "halves", "memory", "sharing", "spare", "waiting", "work", "world"),
+    ("errors", "runtime", "typing"),
+    (
+        "arrays",
+        "compiling",
+        "config",
+        "device",
+        "halves",
+        "memory",
+        "sharing",
+        "spare",
+        "tracebacks",
+        "waiting",
+        "work",
+        "world",
+    ),
+    ("inquiry",),
     (
         *(
             "arena",
@@ -32,7 +46,7 @@ LAYERS = (
         ),
         *("transports", "updaters"),
     ),
-    ("cuda", "kernels", "keys", "plan", "wrapped"),
+    ("cuda", "kernels", "keys", "plan", "renewed", "wrapped"),
     ("agreement", "arguments", "asking", "compression", "gpu", "ledger", "placement", "publication", "scope"),
     ("calls", "checkpoint", "exchange", "located", "replay", "rowarguments", "rowmessages", "rows", "store", "trial"),
     ("asynchronous", "parameter", "storeless", "tracing"),
@@ -49,8 +63,11 @@ SIDEWAYS = {
     ("device", "spare"),
     ("memory", "arrays"),
     ("memory", "work"),
+    ("tracebacks", "config"),
+    ("work", "tracebacks"),
     ("world", "arrays"),
     ("world", "config"),
+    ("world", "tracebacks"),
     ("world", "waiting"),
     ("optimizers", "schedules"),
     ("updaters", "rowsparse"),
@@ -79,9 +96,9 @@ SIDEWAYS = {
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
 CUPY = {"cuda/loading", "gpu"}
-MPI = {"world", "transports/shm", "transports/mpi", "transports/post", "cli/rank", "cli/info", "cli/bench/worker"}
+MPI = {"world", "transports/shm", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer", "sharing"}
-SPEAKING = {"__main__", "cli"}
+SPEAKING = {"__main__", "cli", "testing/explore"}
 
 
 def violations(package: Path) -> list[str]:
@@ -170,7 +187,7 @@ def environment(tree: ast.Module, module: str, package: Path) -> Offences:
 
 
 def speech(tree: ast.Module, module: str, package: Path) -> Offences:
-    if module.partition("/")[0] in SPEAKING:
+    if module in SPEAKING or module.partition("/")[0] in SPEAKING:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -199,13 +216,13 @@ def test_mpikv_keeps_the_rules() -> None:
         ("errors", "from .typing import Key", "layer 0 imports typing of layer 0"),
         ("arrays", "from . import config", "layer 1 imports config of layer 1"),
         ("config", "def late():\n    from .world import connect", "layer 1 imports world of layer 1"),
-        ("keys", "from .plan import Plan", "layer 3 imports plan of layer 3"),
-        ("store", "import mpikv.registry", "layer 5 imports registry of layer 7"),
-        ("store", "from mpikv import create", "layer 5 imports __init__ of layer 9"),
-        ("store", "from .utils import anything", "layer 5 imports utils of layer unknown"),
-        ("transports/shm", "from ..optimizers import Adam", "layer 2 imports optimizers of layer 2"),
-        ("transports/shm", "from ..store import KVStore", "layer 2 imports store of layer 5"),
-        ("placement", "if TYPE_CHECKING:\n    from .store import KVStore", "layer 4 imports store of layer 5"),
+        ("keys", "from .plan import Plan", "layer 4 imports plan of layer 4"),
+        ("store", "import mpikv.registry", "layer 6 imports registry of layer 8"),
+        ("store", "from mpikv import create", "layer 6 imports __init__ of layer 10"),
+        ("store", "from .utils import anything", "layer 6 imports utils of layer unknown"),
+        ("transports/shm", "from ..optimizers import Adam", "layer 3 imports optimizers of layer 3"),
+        ("transports/shm", "from ..store import KVStore", "layer 3 imports store of layer 6"),
+        ("placement", "if TYPE_CHECKING:\n    from .store import KVStore", "layer 5 imports store of layer 6"),
         ("utils", "", "utils has no layer"),
         ("store", "def late():\n    from mpi4py import MPI", "imports mpi4py"),
         ("cli/run", "import mpi4py.MPI", "imports mpi4py"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -13,6 +15,7 @@ import pytest
 from mpikv import optimizers
 from mpikv.errors import ConfigError, Unsupported
 from mpikv.optimizers import Optimizer, create
+from mpikv.optimizers.forms import call_of
 from mpikv.schedules import Cosine, Factor
 from mpikv.testing.updater import UpdaterContract
 
@@ -320,12 +323,53 @@ class TestOptions:
         assert optimizer.learning_rate is None
         with pytest.raises(ConfigError, match="set lr_scheduler = None first"):
             optimizer.learning_rate = 0.5
-        with pytest.raises(ConfigError, match="base_lr"):
-            optimizers.SGD(learning_rate=0.1, lr_scheduler=Cosine(100))
         optimizer.lr_scheduler = None
         assert optimizer.learning_rate == 0.1
         optimizer.learning_rate = 0.5
         assert optimizer.rate(1) == 0.5
+
+    @pytest.mark.feature("optimizer-rate-beside-schedule")
+    @pytest.mark.parametrize("make", [optimizers.SGD, lambda **options: create("sgd", **options)])
+    def test_a_rate_beside_a_schedule_is_its_base(self, make, caplog):
+        schedule = Factor(2, factor=0.5)
+        one, other = (make(learning_rate=rate, lr_scheduler=schedule) for rate in (1, 4))
+        assert [one.rate(count) for count in (1, 2, 3, 5)] == [1.0, 1.0, 0.5, 0.25]
+        assert other.rate(3) == 2.0
+        assert schedule.base_lr == 0.01
+        assert one.learning_rate is None
+        assert not caplog.text  # nobody has asked for that rate
+        make(learning_rate=1, lr_scheduler=Factor(2, base_lr=3.0))
+        assert caplog.text.count("SGD: learning_rate=1.0 replaces base_lr=3.0 of its lr_scheduler") == 1
+        assert copy.copy(one).settings() == one.settings() == make(lr_scheduler=one.lr_scheduler).settings()
+        caplog.clear()
+        make(learning_rate=0.5, lr_scheduler=Cosine(100, base_lr=0.5))
+        make(learning_rate=None, lr_scheduler=Cosine(100, base_lr=0.5))
+        assert not caplog.text
+
+    def test_a_schedule_whose_rate_cannot_be_set(self):
+        class Fixed:
+            base_lr = property(lambda self: 0.1)
+
+            def __call__(self, count):
+                return 0.1
+
+        with pytest.raises(ConfigError, match="cannot be set; leave learning_rate out"):
+            optimizers.SGD(learning_rate=0.5, lr_scheduler=Fixed())
+
+    def test_a_schedule_of_ones_own_beside_a_rate(self):
+        class Halving:
+            base_lr = 1.0
+
+            def __call__(self, number):
+                return self.base_lr / 2**number
+
+        schedule = Halving()
+        assert optimizers.SGD(learning_rate=4.0, lr_scheduler=schedule).rate(1) == 2.0
+        assert schedule.base_lr == 1.0
+        with pytest.raises(ConfigError, match=r"learning_rate=0.1 would not be used.* has no base_lr; leave one out"):
+            optimizers.SGD(learning_rate=0.1, lr_scheduler=lambda number: 1.0)
+        with pytest.raises(ConfigError, match=r"warmup_begin_lr=0.5 is above base_lr=0.25"):
+            optimizers.SGD(learning_rate=0.25, lr_scheduler=Cosine(9, base_lr=1, warmup_steps=3, warmup_begin_lr=0.5))
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -361,6 +405,61 @@ class TestOptions:
             create("sgd", momentun=0.9)
         with pytest.raises(ConfigError, match="unknown option of SGD 'learning_rat'"):
             optimizers.SGD().learning_rat = 0.1
+
+    @pytest.mark.parametrize(
+        ("name", "option", "hint"),
+        [
+            ("sgd", "lr", "did you mean 'learning_rate'?"),
+            ("adam", "weight_decay", "did you mean 'wd'?"),
+            ("adamw", "betas", "did you mean 'beta1' and 'beta2'?"),
+            ("adagrad", "eps", "did you mean 'epsilon'?"),
+            ("rmsprop", "alpha", "did you mean 'rho'?"),
+            ("rmsprop", "gamma2", "did you mean 'momentum'?"),
+            ("nadam", "momentum_decay", "did you mean 'schedule_decay'?"),
+            ("sgd", "param_dict", "did you mean 'lr_mult' and 'wd_mult'?"),
+            ("sgd", "lazy_update", "leave it out: a push of RowSparse"),
+            ("lamb", "aggregate_num", "leave it out"),
+            ("ftrl", "use_fused_step", "leave it out"),
+            ("adam", "nesterov", "SGD has it, and Nadam"),
+        ],
+    )
+    def test_names_of_other_libraries(self, name, option, hint):
+        kind = optimizers.kind_of(name)
+        text = re.escape(f"unknown option of {kind.__name__} {option!r} ") + ".*" + re.escape(f"; {hint}")
+        for make in (kind, lambda **options: create(name, **options), lambda **options: setattr(kind(), option, 1)):
+            with pytest.raises(ConfigError, match=text):
+                make(**{option: 0.5})
+
+    def test_a_class_with_arguments_of_its_own(self):
+        class Slow(optimizers.SGD):
+            def __init__(self, slowness, **options):
+                super().__init__(learning_rate=1 / slowness, **options)
+
+        class Fixed(optimizers.SGD):
+            def __init__(self, slowness=4):
+                super().__init__(learning_rate=1 / slowness)
+
+        assert Slow(slowness=2, wd=0.5).rate(1) == 0.5
+        assert Fixed(slowness=8).rate(1) == 0.125
+        with pytest.raises(ConfigError, match="unknown option of Fixed 'lr'"):
+            Fixed(lr=1)
+        assert list(inspect.signature(Fixed).parameters) == ["slowness"]
+        assert set(inspect.signature(optimizers.Adam).parameters) == set(optimizers.Adam.options())
+
+    def test_the_mean_is_noted(self):
+        optimizer = optimizers.SGD(rescale_grad=0.5, average=True)
+        assert optimizer.rescale == 0.5
+        optimizer.sums_over(4)
+        assert optimizer.rescale == 0.125
+        assert call_of(optimizer, optimizer.step("a", 1))[1][0] == 0.125  # what compiled code is given
+        with optimizer.having(rescale_grad=2.0):
+            assert optimizer.rescale == 0.5
+        assert optimizer.rescale == 0.125
+        optimizer.average = False
+        assert optimizer.rescale == 0.5
+        assert "average" not in optimizer.settings()
+        with pytest.raises(ConfigError, match="unknown option of SGD 'rescale'"):
+            optimizer.rescale = 1.0
 
     def test_multipliers_cannot_change_unnoticed(self):
         factors = {"a": 2}

@@ -13,7 +13,7 @@ from mpikv.kernels import NumpyKernels
 from mpikv.keys import Entry, KeyTable
 from mpikv.memory import HOST
 from mpikv.placement import Owners, Replicated, Root, Sharded
-from mpikv.plan import build, describe, digest, label
+from mpikv.plan import Plans, build, describe, digest, label
 from mpikv.transports.local import LocalTransport
 
 LIMIT = 4096
@@ -206,3 +206,45 @@ def test_labels():
     assert label([1, 2]) == "[1, 2]"
     assert label(list(range(10))) == "[0, … 10 keys … 9]"
     assert label([]) == "[]"
+
+
+class TestPlans:
+    """What is kept of them."""
+
+    @pytest.fixture
+    def made(self):
+        return entries([(number, (2,), FLOAT) for number in range(1000)])
+
+    def test_lists_are_kept_up_to_a_number_of_keys(self, made, monkeypatch):
+        monkeypatch.setattr("mpikv.plan._MOST_KEYS", 1000)
+        plans, lists = Plans(), [plan_of(made[:length]) for length in range(2, 200)]
+        for plan in lists:
+            plan.memo["call"] = plan
+            plans.add(plan, 100)
+        kept = [plan for plan in lists if plans.find(plan.keys) is plan]
+        assert kept == lists[-len(kept) :]
+        assert 800 < sum(len(plan.keys) for plan in kept) <= 2000
+        assert all(bool(plan.memo) is (plan in kept) for plan in lists)
+
+    def test_what_is_used_is_kept(self, made, monkeypatch):
+        monkeypatch.setattr("mpikv.plan._MOST_KEYS", 1000)
+        plans, used = Plans(), plan_of(made[:10])
+        plans.add(used, 0)
+        for start in range(0, 900, 2):
+            plans.add(plan_of(made[start : start + 100]), 0)
+            assert plans.find(used.keys) is used
+
+    def test_single_keys_and_a_list_of_all_are_kept(self, made, monkeypatch):
+        """However many there are: they are no more than the store has."""
+        monkeypatch.setattr("mpikv.plan._MOST_KEYS", 10)
+        plans, halves = Plans(), [plan_of(made[:500]), plan_of(made[500:])]
+        for entry in made:
+            plans.add(plan_of([entry]), 1000)
+        for _ in range(3):
+            for half in halves:
+                assert plans.find(half.keys) is half or plans.add(half, 1000) is None
+        assert [plans.find(half.keys) for half in halves] == halves
+        assert list(plans.single) == list(range(1000))
+        plans.clear()
+        assert not plans.single
+        assert plans.find(halves[0].keys) is None

@@ -36,6 +36,36 @@ def test_it_is_the_sum_of_what_was_given(rows):
     np.testing.assert_array_equal(np.asarray(sparse), dense)
 
 
+@given(some_rows(), st.data())
+def test_rows_are_looked_up_by_number(rows, data):
+    sparse = RowSparse(*rows)
+    dense, shape = sparse.to_dense(), rows[2]
+    numbers = data.draw(st.lists(st.integers(0, shape[0] - 1), max_size=6)) if shape[0] else []
+    found = sparse[np.array(numbers, np.int64)]
+    np.testing.assert_array_equal(found, dense[np.array(numbers, np.int64)])
+    assert found.dtype == sparse.dtype
+    assert not np.shares_memory(found, sparse.values)
+    for number in numbers:
+        np.testing.assert_array_equal(sparse[number], dense[number])
+        np.testing.assert_array_equal(sparse[np.array(number)], dense[number])
+    np.testing.assert_array_equal(sparse.to_dense(), dense)
+
+
+def test_what_is_no_number_of_a_row():
+    rows = RowSparse([1, 3], np.ones((2, 2)), (5, 2))
+    for number in (5, -1, [0, 5]):
+        with pytest.raises(IndexError, match="is not in an array of 5 rows"):
+            rows[number]
+    for wrong in (slice(2), (1, 0), None, "1", 1.0, ...):
+        with pytest.raises(TypeError, match="by their numbers, not by "):
+            rows[wrong]
+    with pytest.raises(ValueMismatch, match="integers"):
+        rows[True]
+    for attempt in (iter, reversed, lambda rows: 3 in rows, list):
+        with pytest.raises(TypeError):
+            attempt(rows)
+
+
 @given(st.lists(st.lists(st.integers(0, 6), unique=True).map(sorted), min_size=1, max_size=6), st.booleans())
 def test_sums_of_several(every, in_pairs):
     terms = [(np.array(ids, np.int64), np.full((len(ids), 2), number + 1.0)) for number, ids in enumerate(every)]

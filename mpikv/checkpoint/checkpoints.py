@@ -7,6 +7,7 @@ nobody waits longer than a window takes, and a full disk is noticed by all when 
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from .files import NONCE, Draft, Reader, Source
 from .fits import check_keys, check_slots, found, restored_for_states, slot_names
 from .pieces import Piece, check_sums, contributed, cut, read_pieces, spans, windows, write_pieces
 from .residuals import Targets, held, make_room, positions_of, taken, targeted, whole, with_residuals
-from .settings import check_dumpable, described, restored
+from .settings import check_dumpable, described, other_mean, restored
 
 __all__ = ["Checkpoints"]
 
@@ -63,13 +64,15 @@ class Checkpoints:
 
     def save(self, path: Any, residuals: bool) -> Prepared:
         self._check_kept()
-        return self._saving("save", path, described(self._exchange.updater), values=True, residuals=bool(residuals))
+        updater = described(self._exchange.updater, ranks=self._transport.size)
+        return self._saving("save", path, updater, values=True, residuals=bool(residuals))
 
     def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
         updater = self._optimizer()
         if dump_optimizer:
             check_dumpable(updater)
-        return self._saving("save_optimizer_states", path, described(updater, bool(dump_optimizer)), values=False)
+        saved = described(updater, bool(dump_optimizer), self._transport.size)
+        return self._saving("save_optimizer_states", path, saved, values=False)
 
     def _saving(
         self, verb: str, path: Any, updater: Mapping[str, Any], values: bool, residuals: bool = False
@@ -181,6 +184,9 @@ class Checkpoints:
             reader.close()
         contents = source.header.contents
         self._settle_counts(contents)
+        warning = other_mean(contents.updater, updater, self._transport.size)
+        if warning and self._transport.rank == self._root:
+            logging.getLogger("mpikv").warning(warning)
 
     def _load_new(self, call: Call, reader: Reader, header: Header, updater: Updater) -> None:
         """Load into a store without keys, which has none again if the file turns out to be damaged."""

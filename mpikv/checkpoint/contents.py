@@ -373,6 +373,7 @@ def _contents(tree: Mapping[str, Any]) -> Contents:
         raise CheckpointError(f"its updater is of an unknown kind {brief(repr(updater['kind']), 40)}")
     for name, kinds in expected[updater["kind"]].items():
         _typed(updater[name], kinds)
+    _count(updater.get("divides_by_ranks", 1))
     values = _typed(tree["values"], bool)
     if not extended:
         return Contents(keys, values, updater)

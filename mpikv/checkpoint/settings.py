@@ -20,15 +20,16 @@ from ..schedules import Schedule
 from ..typing import Updater
 from ..updaters import Assign
 
-__all__ = ["check_dumpable", "described", "restored"]
+__all__ = ["check_dumpable", "described", "other_mean", "restored"]
 
 
 class _Unwritable(Exception):
     """A value that JSON cannot hold."""
 
 
-def described(updater: Updater, options: bool = True) -> dict[str, Any]:
-    """Return what a file says of an updater; ``options``: with all that is needed to make it again, if it can be.
+def described(updater: Updater, options: bool = True, ranks: int = 1) -> dict[str, Any]:
+    """Return what a file says of an updater; ``options``: with all that is needed to make it again, if it can be;
+    ``ranks``: how many a store has, by which its ``rescale_grad`` may divide.
 
     >>> described(optimizers.SGD(momentum=0.5))["options"]["momentum"]
     0.5
@@ -38,7 +39,23 @@ def described(updater: Updater, options: bool = True) -> dict[str, Any]:
     if not isinstance(updater, Optimizer):
         return {"kind": "function", "settings": updater.settings()}
     found: dict[str, Any] = {"kind": "optimizer", "name": type(updater).__name__, "settings": updater.settings()}
-    return found | {"options": _options(updater) if options else None}
+    # A Trainer's gradients have the scale of the Trainer.
+    divides = ranks > 1 and updater.rescale_grad == 1 / ranks and not updater.average and updater._user is None
+    return (
+        found | {"options": _options(updater) if options else None} | ({"divides_by_ranks": ranks} if divides else {})
+    )
+
+
+def other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> str:
+    """Return what to say of an optimizer that still divides by the number of ranks that have saved it, if it does."""
+    before = saved.get("divides_by_ranks", ranks)
+    if before == ranks or saved.get("options") is None:
+        return ""
+    return (
+        f"the optimizer of the checkpoint, {made!r}, divides by the {before} ranks that have saved it, and this store "
+        f"has {ranks}: set kv.optimizer.rescale_grad = 1 / kv.size, on every rank, or leave it out and set "
+        "kv.optimizer.average = True, which follows the number of ranks"
+    )
 
 
 def check_dumpable(updater: Updater) -> None:
@@ -85,7 +102,7 @@ def _options(optimizer: Optimizer) -> dict[str, Any] | None:
     if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
         return None
     try:
-        return {name: _written(getattr(optimizer, name)) for name in optimizer.options()}
+        return {name: _written(value) for name, value in optimizer.chosen().items()}
     except _Unwritable:
         return None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import SavedKey, Source, inspect
-from ..config import TRANSPORTS, Config, Launch, launch_of, visible_gpus
+from ..config import TRANSPORTS, Config, Launch, advise_start, find_allocation, launch_of, visible_gpus
 from ..errors import MPIKVError
 from ..gpu import survey
 from ..kernels import find_kernels
@@ -153,10 +153,14 @@ def _version_of(package: str) -> str | None:
 
 
 def _describe_mpi(environ: Mapping[str, str]) -> Report:
-    found: Report = {"library": None, "path": None, "launcher": None, "problem": None}
+    found: Report = {"library": None, "path": None, "launcher": None, "slurm": None, "problem": None}
     try:
         library = find_library(environ)
         found |= {"library": library.version, "path": str(library.path)}
+        if job := find_allocation(environ):
+            found["slurm"] = (
+                f"{job.size} tasks on {len(job.tasks)} nodes; use  {advise_start(job.size, library.version)}"
+            )
         found["launcher"] = str(find_launcher(library, environ).path)
     except MPIKVError as error:
         found["problem"] = str(error)
@@ -204,7 +208,8 @@ def _describe_ranks(launch: Launch | None) -> Report:
         hosts: dict[str, list[int]] = {}
         for rank, host in enumerate(group.gather(platform.node())):
             hosts.setdefault(host, []).append(rank)
-        return {"chosen": _describe_choice(group, config), "ranks": {"size": group.size, "hosts": hosts}}
+        ranks = {"size": group.size, "hosts": hosts, "problem": group.divided or None}
+        return {"chosen": _describe_choice(group, config), "ranks": ranks}
     finally:
         group.close()
 
@@ -222,7 +227,7 @@ def _lines(report: Report) -> Iterator[str]:
     rows = [(name, text or "not installed") for name, text in report["versions"].items()]
     rows.append(("MPI library", f"{mpi['library']} ({mpi['path']})" if mpi["library"] else "none"))
     rows.append(("launcher", mpi["launcher"] or "none"))
-    rows += [("problem", mpi["problem"])] if mpi["problem"] else []
+    rows += [(name, text) for name, text in (("Slurm", mpi["slurm"]), ("problem", mpi["problem"])) if text]
     rows.append(("host", f"{host['name']}, {host['system']}"))
     rows.append(("cores", f"{host['cores']}, as this process may use them"))
     rows += _gpu_rows(report["gpu"])
@@ -231,6 +236,7 @@ def _lines(report: Report) -> Iterator[str]:
         rows += [
             ("ranks", f"{len(ranks)} on {name}: {_ranges(ranks)}") for name, ranks in report["ranks"]["hosts"].items()
         ]
+        rows += [("problem", text) for text in [report["ranks"]["problem"]] if text]
     yield from _table(rows)
     yield "\noptional packages"
     yield from _table([(name, text or "not installed") for name, text in report["optional"].items()], "  ")

@@ -7,6 +7,7 @@ library is asked in a child process, under a deadline, since loading a broken on
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import forced_library
 from ..errors import ConfigError, TransportUnavailable
-from ..world import INSTALL
+from ..world import name_library, why_no_mpi
 
 __all__ = [
     "Launcher",
@@ -39,7 +41,9 @@ DEADLINE = 30.0
 
 # The second line is the path, printed by mpi4py's own command.
 _PROBE = """
-import json, sys, mpi4py
+import json, sys
+sys.path[0] or sys.path.pop(0)
+import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(json.dumps(MPI.Get_library_version()))
@@ -128,7 +132,7 @@ def find_library(environ: Mapping[str, str]) -> Library:
         raise TransportUnavailable(_why_no_library(probe.stderr, environ))
     text, path = probe.stdout.strip().splitlines()[-2:]
     version = json.loads(text)
-    return Library(_library_kind(version), _library_version(version), Path(path))
+    return Library(_library_kind(version), name_library(version), Path(path))
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -144,28 +148,13 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Compl
 
 
 def _why_no_library(trace: str, environ: Mapping[str, str]) -> str:
-    forced = environ.get("MPI4PY_LIBMPI")
-    if forced:
-        return f"mpi4py cannot load MPI4PY_LIBMPI={forced}; unset it, or give the full path of an MPI library"
-    if "cannot load MPI library" in trace:
-        return INSTALL
-    return f"mpi4py cannot be imported: {(trace.strip().splitlines() or ['no reason given'])[-1]}"
+    _, error, reasons = trace.strip().rpartition("RuntimeError: ")
+    reason = reasons if error else reasons.rpartition("\n")[2].removeprefix("ImportError: ")
+    return why_no_mpi(reason or "no reason given", forced_library(environ))
 
 
 def _library_kind(version: str) -> str:
     return OPENMPI if "Open MPI" in version else MPICH
-
-
-def _library_version(version: str) -> str:
-    r"""Return name and number from what ``MPI_Get_library_version`` says.
-
-    >>> _library_version("MPICH Version:      5.0.2\nMPICH Release date: ...")
-    'MPICH 5.0.2'
-    >>> _library_version("Open MPI v5.0.11, package: Open MPI ...")
-    'Open MPI 5.0.11'
-    """
-    first = version.strip("\0 \n").partition("\n")[0].partition(",")[0] or "unknown"
-    return re.sub(r"\s+(?:[Vv]ersion\s*:?\s*|v)(?=\d)", " ", first).strip()
 
 
 def find_launcher(library: Library, environ: Mapping[str, str], chosen: str | None = None) -> Launcher:
@@ -182,7 +171,7 @@ def find_launcher(library: Library, environ: Mapping[str, str], chosen: str | No
         found = shutil.which(chosen, path=environ.get("PATH"))
         if found is None:
             raise ConfigError(f"the launcher {chosen!r} is not an executable file")
-        candidates: Iterator[Path] = iter([Path(found)])
+        candidates: Iterator[Path] = iter([_without_links(Path(found))])
     else:
         candidates = _candidates(library, environ)
     wrong: list[Path] = []
@@ -206,9 +195,18 @@ def _candidates(library: Library, environ: Mapping[str, str]) -> Iterator[Path]:
     search = [Path(entry) for entry in environ.get("PATH", os.defpath).split(os.pathsep) if entry]
     names = [(directory, name) for directory in beside for name in ("mpiexec", *special)]
     names += [(directory, name) for name in (*special, "mpiexec") for directory in search]
-    for path in dict.fromkeys(directory / name for directory, name in names):
+    for path in dict.fromkeys(_without_links(directory / name) for directory, name in names):
         if path.is_file() and os.access(path, os.X_OK):
             yield path
+
+
+def _without_links(path: Path) -> Path:
+    """Return the same file by a path whose directories are no links.
+
+    Open MPI takes the directory above that of its launcher for its own: above ``/bin``, a link to ``usr/bin``, it is
+    the root. The file's own name stays, since a launcher may heed it.
+    """
+    return path.parent.resolve() / path.name
 
 
 def _launcher_version(path: Path, environ: Mapping[str, str]) -> str:
@@ -246,17 +244,21 @@ def plan(
     uid: int,
     environ: Mapping[str, str],
     hosts: Mapping[str, int] | None = None,
+    tasks: Sequence[int] = (),
     tag: bool = False,
 ) -> Plan:
     """Return the command line that starts ``command`` on ``size`` ranks, and the variables to set for it. Pure.
 
-    ``hosts`` maps each host to the number of its ranks; None is this host. ``cores`` counts those of one host.
+    ``hosts`` maps each host to the number of its ranks; None is this host, or where Slurm has set aside ``tasks``, one
+    number for each of its nodes, which the launcher finds itself. ``cores`` counts those of one host.
     """
-    local_size = max(hosts.values()) if hosts else size
-    several = hosts is not None and len(hosts) > 1
-    wanted = _common_variables(cores // local_size)
+    shares = tuple(hosts.values()) if hosts else tuple(tasks) or (size,)
+    local_size = min(size, max(*shares, math.ceil(size / len(shares))))
+    several, threads = len(shares) > 1, cores // local_size
+    wanted = _common_variables(threads)
     if library.kind == OPENMPI:
-        wanted |= _openmpi_variables(library.major, several=several, crowded=local_size > cores, root=uid == 0)
+        crowded, bound = threads < 1 or size > sum(shares), threads == 1 and not tasks
+        wanted |= _openmpi_variables(library.major, several=several, crowded=crowded, bound=bound, root=uid == 0)
     variables = {name: value for name, value in wanted.items() if name not in environ}
     line = [str(launcher.path), "-n", str(size)]
     if hosts:
@@ -280,12 +282,13 @@ def _common_variables(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, threads)), "PYTHONFAULTHANDLER": "1"}
 
 
-def _openmpi_variables(major: int, *, several: bool, crowded: bool, root: bool) -> dict[str, str]:
+def _openmpi_variables(major: int, *, several: bool, crowded: bool, bound: bool, root: bool) -> dict[str, str]:
     """Return settings for Open MPI; each removes a failure or a delay that was measured.
 
     One host: looking for fast networks takes a second of every start. These settings must not reach several hosts,
     which they would cut off from those networks. Crowded: more ranks than cores are refused unless allowed, and then
-    waiting ranks must give way.
+    waiting ranks must give way. Bound: a rank would keep all of its threads on the core that it is bound to, and Slurm
+    may count each thread of the hardware as a core.
     """
     variables = {"OMPI_MCA_osc": "^ucx"}
     if not several:
@@ -294,9 +297,10 @@ def _openmpi_variables(major: int, *, several: bool, crowded: bool, root: bool) 
         variables |= {
             "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
             "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
+    if not bound:
+        variables["PRTE_MCA_hwloc_default_binding_policy"] = "none"
     if root:
         variables |= dict.fromkeys(ROOT_VARIABLES, "1")
     return variables

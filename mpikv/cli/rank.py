@@ -15,7 +15,6 @@ import os
 import platform
 import runpy
 import sys
-import traceback
 import types
 import zipfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from ..config import FILES, aborts, launch_of
+from ..tracebacks import place_of, print_last, print_lines
 from ..waiting import until_read
 from .watch import PREFIX, shared_files
 
@@ -42,7 +42,7 @@ def main() -> None:
     _announce(rank, process)
     # Not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, rank, 0, process)
-    status = _run(sys.argv[1:], prefix)
+    status = _run(sys.argv[1:], prefix, rank)
     if status == 0:
         return
     atexit.unregister(at_end)
@@ -55,7 +55,7 @@ def main() -> None:
     sys.exit(status)
 
 
-def _run(arguments: Sequence[str], prefix: str) -> int:
+def _run(arguments: Sequence[str], prefix: str, rank: int) -> int:
     """Run a script or a module to its end and return its exit status."""
     try:
         if arguments[0] == "-m":
@@ -65,10 +65,10 @@ def _run(arguments: Sequence[str], prefix: str) -> int:
     except SystemExit as error:
         return _exit_status(error, prefix)
     except KeyboardInterrupt as error:
-        _complain(f"{prefix}interrupted{_place(error)}\n")
+        print_lines(f"interrupted{place_of(error)}", prefix)
         return INTERRUPTED
     except BaseException as error:
-        _show(error, prefix)
+        _show(error, prefix, rank)
         return 1
     return 0
 
@@ -103,11 +103,11 @@ def _exit_status(error: SystemExit, prefix: str) -> int:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF
-    _complain(f"{prefix}{error.code}\n")
+    print_lines(str(error.code), prefix)
     return 1
 
 
-def _show(error: BaseException, prefix: str) -> None:
+def _show(error: BaseException, prefix: str, rank: int) -> None:
     """Print a traceback once, without the frames of this module, or let the script's own hook do it."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame):
@@ -116,25 +116,12 @@ def _show(error: BaseException, prefix: str) -> None:
     # The store's own hook would end the job before this rank's status is recorded.
     if hook is not sys.__excepthook__ and not getattr(hook, "ends_the_job", False):
         hook(type(error), error, trace)
-        return
-    lines = "".join(traceback.format_exception(type(error), error, trace)).splitlines(keepends=True)
-    _complain("".join(prefix + line for line in lines))
+    else:
+        print_last(error.with_traceback(trace), prefix, rank)
 
 
 def _is_ours(frame: types.FrameType) -> bool:
     return frame.f_globals is globals() or frame.f_globals.get("__name__") == "runpy"
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
-
-
-def _complain(text: str) -> None:
-    # One write: those of several ranks share a pipe, and must not mix.
-    sys.stdout.flush()
-    sys.stderr.write(text)
-    sys.stderr.flush()
 
 
 def _announce(rank: int, process: int) -> None:

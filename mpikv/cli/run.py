@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+from ..config import find_allocation
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
 from .job import run_job
 from .parser import Parser
+from .watch import remove_leftovers
 
 __all__ = ["main", "parse_hosts"]
 
@@ -25,7 +28,7 @@ loads. SCRIPT or -m MODULE ends the options: all that follows is its own."""
 EPILOG = """\
 examples:
   mpikv run -n 4 train.py --epochs 10      four ranks on this host
-  mpikv run -n auto -m package.train       one rank per core, a module
+  mpikv run -n auto -m package.train       one rank per core, or per task of a Slurm job; a module
   mpikv run -n 4 --hosts a:2,b:2 train.py  two ranks on each of two hosts
   mpikv run -n 4 --dry-run train.py        only show the command and the variables
 
@@ -39,8 +42,8 @@ exit status:
   other    that of the rank that failed first (an uncaught exception is 1); 1 where a rank left early without saying so,
            which is noticed on one host only; else the launcher's
 
-Inside a Slurm job, 'srun --mpi=pmix -n 4 python train.py' uses the cluster's own launcher; 'srun --mpi=list' shows what
-there is.
+Inside a Slurm job (salloc, sbatch) it starts the ranks on the nodes of the job, with any MPI library. Whether srun does
+depends on that library and on what 'srun --mpi=list' shows: 'srun --mpi=pmi2 python train.py' serves MPICH.
 """
 
 
@@ -49,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     program = _program(parser, options)
-    size = launchers.core_count() if options.ranks == "auto" else options.ranks
     try:
-        return _run(options, program, size)
+        return _run(options, program)
     except MPIKVError as error:
         _note(str(error))
         return 2
@@ -67,7 +69,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", dest="ranks", metavar="N", type=_ranks, required=True, help="number of ranks; 'auto': one per core")
+    add(
+        "-n",
+        "-np",
+        dest="ranks",
+        metavar="N",
+        type=_ranks,
+        required=True,
+        help="number of ranks; 'auto': one per core, or Slurm's tasks",
+    )
     add(
         "--hosts",
         metavar="A:2,B:2",
@@ -108,33 +118,83 @@ def parse_hosts(text: str) -> dict[str, int]:
 def _program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> list[str]:
     """Return the arguments of the rank's entry; what cannot run is refused here, once, and not by every rank."""
     if options.module is not None:
-        if not options.module:
-            parser.error("-m needs the name of a module")
-        top = options.module[0].partition(".")[0]
-        # The ranks look in the current directory first, as python -m does.
-        here = PathFinder.find_spec(top, [os.getcwd(), *sys.path])
-        if here is None and top not in sys.builtin_module_names and find_spec(top) is None:
-            parser.error(f"no module named {top!r}")
-        return ["-m", *options.module]
+        return _module(parser, options.module)
     script: list[str] = options.script[1:] if options.script[:1] == ["--"] else options.script
+    if script and _is_python(script[0]):
+        _check_python(parser, script)
+        script = script[1:]
+        if script[:1] == ["-m"]:
+            return _module(parser, script[1:])
     if not script:
         parser.error("give a script, or -m and a module")
-    if not os.path.exists(script[0]):
-        parser.error(f"no file {script[0]!r}")
-    if not os.access(script[0], os.R_OK):
-        parser.error(f"the file {script[0]!r} cannot be read")
+    _check_script(parser, script[0])
     return script
+
+
+def _module(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
+    if not arguments:
+        parser.error("-m needs the name of a module")
+    if not _has_module(arguments[0]):
+        parser.error(f"no module named {arguments[0].partition('.')[0]!r}")
+    return ["-m", *arguments]
+
+
+def _has_module(name: str) -> bool:
+    top = name.partition(".")[0]
+    # The ranks look in the current directory first, as python -m does.
+    here = PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+    return here is not None or top in sys.builtin_module_names or find_spec(top) is not None
+
+
+def _check_script(parser: argparse.ArgumentParser, script: str) -> None:
+    if not os.path.exists(script):
+        module = script.isidentifier() and _has_module(script)
+        parser.error(f"no file {script!r}" + (f"; to run the module of that name: -m {script}" if module else ""))
+    if not os.access(script, os.R_OK):
+        parser.error(f"the file {script!r} cannot be read")
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        parser.error(f"{script!r} is a directory without a file __main__.py")
+
+
+_PYTHON = re.compile(r"(python|pypy)[\d.]*")
+
+
+def _is_python(word: str) -> bool:
+    """Return whether a word is meant as the interpreter, as an mpiexec wants one before the script."""
+    return _PYTHON.fullmatch(os.path.basename(word)) is not None and (os.sep in word or not os.path.isfile(word))
+
+
+def _check_python(parser: argparse.ArgumentParser, script: list[str]) -> None:
+    """Refuse another interpreter than this one, which all ranks have, and options for it."""
+    given = os.path.abspath(script[0])
+    # Not the interpreter's own links, by which environments differ.
+    folder, ours = (os.path.realpath(os.path.dirname(path)) for path in (given, sys.executable))
+    if os.sep in script[0] and folder != ours:
+        parser.error(
+            f"ranks run with {sys.executable}, not with {given}; leave it out, or install mpikv there and "
+            f"start that: {given} -m mpikv run ..."
+        )
+    version = re.fullmatch(r"\D+(\d+)(?:\.(\d+))?[\d.]*", os.path.basename(script[0]))
+    wanted = tuple(int(number) for number in version.groups() if number) if version else ()
+    if wanted != sys.version_info[: len(wanted)]:
+        parser.error(f"ranks run with {sys.executable}, which is not {script[0]}; leave {script[0]} out")
+    if script[1:2] == ["-c"]:
+        parser.error("code for -c is no script; write it to a file, and name that")
+    if len(script) > 1 and script[1].startswith("-") and script[1] != "-m":
+        parser.error(f"ranks run with {sys.executable} without the option {script[1]}; leave it out")
 
 
 # Not -m, which would look for this package, and for numpy, in the current directory first.
 _ENTRY = "import sys; sys.path[0] or sys.path.pop(0); from mpikv.cli.rank import main; main()"
 
 
-def _run(options: argparse.Namespace, program: Sequence[str], size: int) -> int:
+def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     environ = launchers.environment()
     command = [sys.executable, "-c", _ENTRY, *program]
+    slurm = None if options.hosts else find_allocation(environ)
+    cores = launchers.core_count() if slurm is None else slurm.cores
+    size = options.ranks if options.ranks != "auto" else cores if slurm is None else slurm.size
     hosts = _fill(options.hosts, size) if options.hosts else None
-    cores = launchers.core_count()
     try:
         library = launchers.find_library(environ)
         launcher = launchers.find_launcher(library, environ, options.launcher)
@@ -153,6 +213,7 @@ def _run(options: argparse.Namespace, program: Sequence[str], size: int) -> int:
             uid=os.getuid(),
             environ=environ,
             hosts=hosts,
+            tasks=slurm.tasks if slurm else (),
             tag=options.tag,
         )
     if options.dry_run:
@@ -162,10 +223,12 @@ def _run(options: argparse.Namespace, program: Sequence[str], size: int) -> int:
             )
         )
         return 0
-    _advise(plan, environ)
-    status, reason = run_job(
-        plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=hosts is None or len(hosts) == 1
-    )
+    if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
+        _note("running as root, which Open MPI allows only when told to; this sets the variables that tell it")
+    if left := remove_leftovers():
+        _note(f"removed {len(left)} files of this user's jobs that were killed before, as {left[0]}")
+    one_host = len(hosts) == 1 if hosts else slurm is None or (slurm.here and len(slurm.tasks) == 1)
+    status, reason = run_job(plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host)
     if reason:
         _note(reason)
     return status
@@ -182,13 +245,6 @@ def _fill(hosts: dict[str, int], size: int) -> dict[str, int]:
     if sum(filled.values()) < size:
         raise ConfigError(f"--hosts has room for {sum(filled.values())} ranks, not for {size}")
     return filled
-
-
-def _advise(plan: launchers.Plan, environ: dict[str, str]) -> None:
-    if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
-        _note("running as root, which Open MPI allows only when told to; this sets the variables that tell it")
-    if "SLURM_JOB_ID" in environ:
-        _note("inside a Slurm job, 'srun --mpi=pmix' may fit better (see mpikv run --help)")
 
 
 def _note(text: str) -> None:

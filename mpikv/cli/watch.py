@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import select
+import stat
 import struct
 import subprocess
 import time
@@ -23,7 +24,7 @@ from typing import NamedTuple
 
 from ..config import FILES
 
-__all__ = ["PREFIX", "Death", "Watch", "shared_files"]
+__all__ = ["PREFIX", "Death", "Watch", "remove_leftovers", "shared_files"]
 
 PREFIX = "rank."
 """Begins the name of the file in which a rank writes its process id and its host when it starts."""
@@ -31,9 +32,14 @@ PREFIX = "rank."
 _TICK = 0.05
 # Who makes a file in shared memory maps it soon after; others of the job a little later.
 _FRESH = 0.5
+# Seconds after which the ranks of a job have opened what it made; to remove a file does not hurt who has it open.
+_OLD = 600.0
 _SHARED = Path("/dev/shm")
-# What MPI libraries call their files. A rank may map others, which are no business of ours.
-_FILES = re.compile(rf"{_SHARED}/(?:mpich_|sm_segment\.|vader_segment\.|osc_(?:sm|rdma)\.)\S*(?!.*\(deleted\))")
+# What MPI libraries, and a store that MPI makes no window, call their files. A rank may map others, which are no
+# business of ours.
+_FILES = re.compile(
+    rf"{_SHARED}/(?:mpich_|mpikv-\d|sm_segment\.|vader_segment\.|osc_(?:sm|rdma)\.)\S*(?!.*\(deleted\))"
+)
 
 # Of <linux/pidfd.h>: PIDFD_GET_INFO with the structure's first version, and the bit of its mask for the exit status.
 _INFO_BYTES, _INFO_EXIT = 64, 8
@@ -147,6 +153,39 @@ def shared_files(pid: int) -> set[str]:
         return set(_FILES.findall(Path(f"/proc/{pid}/maps").read_text()))
     except OSError:
         return set()
+
+
+def remove_leftovers() -> list[str]:
+    """Remove the shared files of this user's jobs that were killed whole, a while ago; return their names."""
+    old: dict[tuple[int, int], str] = {}
+    for file in filter(_ours, _SHARED.glob("*")):
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            state = file.lstat()
+            if stat.S_ISREG(state.st_mode) and time.time() - state.st_mtime > _OLD:
+                old[state.st_dev, state.st_ino] = str(file)
+    for process in Path("/proc").glob("[0-9]*") if old else ():
+        for held in _held(process):
+            old.pop(held, None)
+    for name in old.values():
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    return sorted(old.values())
+
+
+def _held(process: Path) -> set[tuple[int, int]]:
+    """Return device and number of the files that a process has open, or in memory, if it may be asked."""
+    held = set()
+    # Files that are open first: whoever opens one has it in memory before it closes it.
+    with contextlib.suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                state = descriptor.stat()
+                held.add((state.st_dev, state.st_ino))
+    with contextlib.suppress(OSError):
+        for line in (process / "maps").read_text(errors="replace").splitlines():
+            major, _, minor = line.split()[3].partition(":")
+            held.add((os.makedev(int(major, 16), int(minor, 16)), int(line.split()[4])))
+    return held
 
 
 def _ours(file: Path) -> bool:

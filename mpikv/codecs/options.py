@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, a_kind
 from ..typing import Array, Codec
 
 __all__ = ["BLOCK", "Scratch", "checked", "real", "single", "whole"]
@@ -88,7 +88,7 @@ def whole(where: str, value: Any, low: int = 1) -> int:
     mpikv.errors.ConfigError: lowrank: rank=0 is not a whole number from 1
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{where} is a whole number, not a {type(value).__name__}: {value!r}")
+        raise TypeError(f"{where} is a whole number, not {a_kind(value)}: {value!r}")
     if value < low:
         raise ConfigError(f"{where}={value!r} is not a whole number from {low}")
     return int(value)
@@ -96,7 +96,7 @@ def whole(where: str, value: Any, low: int = 1) -> int:
 
 def _number(where: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where} is a number, not a {type(value).__name__}: {value!r}")
+        raise TypeError(f"{where} is a number, not {a_kind(value)}: {value!r}")
     try:
         return float(value)
     except OverflowError:  # of a long int, whose digits may be too many to print

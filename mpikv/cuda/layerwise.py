@@ -120,7 +120,7 @@ def _names(optimizer: Optimizer, dtype: str) -> tuple[str, str, str]:
 
 def _numbers(optimizer: Any) -> tuple[float, ...]:
     bound = math.inf if optimizer.clip_gradient is None else optimizer.clip_gradient
-    scale = optimizer.rescale_grad
+    scale = optimizer.rescale
     if isinstance(optimizer, LARS):
         return scale, bound, optimizer.momentum, optimizer.eta, optimizer.epsilon, abs(scale)
     lowest = -math.inf if optimizer.lower_bound is None else optimizer.lower_bound

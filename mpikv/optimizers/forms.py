@@ -39,7 +39,7 @@ def call_of(optimizer: Optimizer, step: Step) -> Call:
     """
     form, numbers = FORMS[type(optimizer)](optimizer, step)
     bound = math.inf if optimizer.clip_gradient is None else optimizer.clip_gradient
-    return form, (optimizer.rescale_grad, bound, step.wd, *numbers)
+    return form, (optimizer.rescale, bound, step.wd, *numbers)
 
 
 def _of_sgd(optimizer: SGD, step: Step) -> Call:

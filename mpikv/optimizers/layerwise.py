@@ -84,7 +84,7 @@ class LARS(Optimizer):
             block.load()
             weights += sum_of_squares(block.weight, wide)
             gradients += sum_of_squares(block.gradient, wide)
-        weight_norm, gradient_norm = math.sqrt(weights), math.sqrt(gradients) * abs(self.rescale_grad)
+        weight_norm, gradient_norm = math.sqrt(weights), math.sqrt(gradients) * abs(self.rescale)
         if not weight_norm or not gradient_norm:
             return 1.0
         return self.eta * weight_norm / (gradient_norm + step.wd * weight_norm + self.epsilon)

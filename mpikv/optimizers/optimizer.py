@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from inspect import Parameter, Signature, signature
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import ConfigError, Unsupported, known_names
+from ..errors import ConfigError, Unsupported
 from ..halves import narrow, widen
-from ..schedules import Schedule
+from ..schedules import Schedule, beginning_with
 from ..typing import Array, Key, Slots
-from .options import MULTIPLIERS, SCHEDULER, Multipliers, count, describe, flag, number, rate
+from .options import MULTIPLIERS, SCHEDULER, Multipliers, count, describe, flag, number, rate, unknown_option
 
 __all__ = ["BLOCK", "Block", "Optimizer", "Step"]
+
+Made = TypeVar("Made", bound="Optimizer")
 
 BLOCK = 1 << 16
 """Elements per block. A rule passes a dozen times over each of its arrays; all but the first pass find a block in the
@@ -71,6 +74,14 @@ class Block:
             narrow(self.weight, self.stored)
 
 
+class _OfInit:
+    """What ``inspect`` and ``help`` show of a class: the arguments of its ``__init__``, not those of a ``__new__``."""
+
+    def __get__(self, instance: object, kind: type[Any]) -> Signature:
+        shown = signature(kind.__init__)
+        return shown.replace(parameters=list(shown.parameters.values())[1:])
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class Optimizer:
     """The settings that every optimizer has, and the parts of the :class:`~mpikv.typing.Updater` contract that do not
@@ -81,12 +92,15 @@ class Optimizer:
 
         g = clip(rescale_grad * sum, -clip_gradient, clip_gradient) + wd * weight
 
-    where rules with a weight decay of their own (AdamW, FTRL, LAMB) leave the last term out.
+    where rules with a weight decay of their own (AdamW, FTRL, LAMB) leave the last term out, and with ``average`` the
+    sum is divided by the number of ranks first.
 
     float32 and float64 values are computed in their dtype; float16 and bfloat16 ones in float32, with float32 state,
     and rounded once per update. One object is not to be used by two threads at once: they would share its scratch
     memory.
     """
+
+    __signature__ = _OfInit()
 
     elementwise = True
     """Whether the rule may be applied to any part of a value."""
@@ -97,10 +111,13 @@ class Optimizer:
     spares = 1
     """How many scratch arrays the rule needs."""
 
+    rescale: float = field(init=False, default=1.0)
+    """The factor of the sum: ``rescale_grad``, with ``average`` divided by the number of ranks. Read-only."""
     revision: int = field(init=False, default=0)
     """Another number after every change of an option, so that what was derived from them can be kept until then."""
     _changes: int = field(init=False, default=0)
     _user: object = field(init=False, default=None)
+    _ranks: int = field(init=False, default=0)
     _warned: bool = field(init=False, default=False)
     _had: tuple[int, Mapping[str, Any], Mapping[str, Any], int] | None = field(init=False, default=None)
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
@@ -110,12 +127,15 @@ class Optimizer:
     """A pure function from the number of updates to the learning rate, such as those of :mod:`mpikv.schedules`. A
     callable without a ``repr`` of its own is described to other ranks by its name only."""
     learning_rate: float | None = rate(0.01)
-    """In [0, inf). None: the optimizer's default, or, with a scheduler, the scheduler's rate; giving both is an
-    error."""
+    """In [0, inf). None: the optimizer's default, or, with a scheduler, the scheduler's rate. Where both are given when
+    the optimizer is made, a copy of the scheduler has the rate as its ``base_lr``, and this is None."""
     wd: float = number(0.0, "[0, inf)")
     """Weight decay (L2 penalty), in [0, inf)."""
     rescale_grad: float = number(1.0, "(-inf, inf)")
     """Factor of the sum, often 1 / (batch size of all ranks)."""
+    average: bool = flag(False)
+    """Divide the sum by the number of ranks of the store, that of all ranks also in ``join``, before ``rescale_grad``.
+    A store of another size, as after a restart, divides by that."""
     clip_gradient: float | None = number(None, "(0, inf)")
     """Bound of each element of the rescaled sum, in (0, inf); None: no bound."""
     lr_mult: Multipliers = field(default_factory=dict, metadata=MULTIPLIERS)
@@ -129,31 +149,82 @@ class Optimizer:
     """Updates made before this run: the scheduler is called with ``begin_num_update + count``. Bias corrections use
     ``count`` alone, because the state starts from zero."""
 
+    def __new__(cls: type[Made], *arguments: Any, **options: Any) -> Made:
+        taken = signature(cls.__init__).parameters  # of one's own, too, which may be others than the options
+        anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
+        unknown = [name for name in options if name not in taken]
+        if unknown and not anything:
+            raise ConfigError(unknown_option(cls.__name__, unknown[0], cls.options()))
+        return super().__new__(cls)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_") or name == "revision":
             object.__setattr__(self, name, value)
             return
         option = {option.name: option for option in fields(self)}.get(name)
         if option is None or not option.init:
-            raise ConfigError(known_names(f"option of {type(self).__name__}", name, self.options()))
+            raise ConfigError(unknown_option(type(self).__name__, name, self.options()))
         value = option.metadata["check"](f"{type(self).__name__}: {name}", value)
         if name == "learning_rate":
             if self.lr_scheduler is None:
                 value = option.metadata["default"] if value is None else value
             elif value is not None:
-                raise ConfigError(
-                    f"{type(self).__name__}: learning_rate={value!r} would not be used, because lr_scheduler gives the "
-                    "rate; give it to the scheduler (base_lr=...), or set lr_scheduler = None first"
-                )
+                self._give_to_scheduler(value)
+                value = None
         object.__setattr__(self, name, value)
-        if name == "lr_scheduler":
+        if name == "lr_scheduler" and "learning_rate" in vars(self):
             self.learning_rate = None
         self._steps.clear()
         self._change()
 
+    def _give_to_scheduler(self, value: float) -> None:
+        """Have a scheduler begin with a rate, which its user gave beside it."""
+        scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
+        before = getattr(scheduler, "base_lr", None)
+        if "learning_rate" in vars(self):  # it is set later, and not where the optimizer is made
+            raise ConfigError(
+                f"{where} would not be used, because lr_scheduler gives the rate; "
+                "set a new lr_scheduler with that base_lr, or set lr_scheduler = None first"
+            )
+        if before is None:
+            raise ConfigError(
+                f"{where} would not be used, because lr_scheduler gives the rate, and has no base_lr; leave one out"
+            )
+        if before == value:
+            return
+        object.__setattr__(self, "lr_scheduler", beginning_with(scheduler, value))
+        if before != Schedule.base_lr:  # which nobody has asked for
+            logging.getLogger("mpikv").warning("%s replaces base_lr=%r of its lr_scheduler", where, before)
+
     def _change(self) -> None:
         self._changes += 1
         self.revision = self._changes
+        self._rescale()
+
+    def _rescale(self) -> None:
+        ranks = self._ranks or 1 if self.average else 1
+        object.__setattr__(self, "rescale", self.rescale_grad / ranks)
+
+    def sums_over(self, ranks: int) -> None:
+        """Take note that sums are those of so many ranks; 0: an update is by one rank's gradient, as in
+        ``dist_async``. Local.
+
+        Raises:
+            Unsupported: the mean over ranks is asked for, and there are no sums.
+            ConfigError: it is, and another store, of another number of ranks, has the optimizer, too.
+        """
+        if self.average and ranks == 0:
+            raise Unsupported(
+                "average=True: a push to dist_async is one rank's gradient, and there is no sum to divide; leave it "
+                "out, or use staleness=0 or 'dist_sync', which sum"
+            )
+        if self.average and self._ranks not in (0, ranks):
+            raise ConfigError(
+                f"average=True: {self!r} divides by the {self._ranks} ranks of a store that had it before, and here "
+                f"are {ranks}; give each store an optimizer of its own, as by copy.copy(optimizer)"
+            )
+        self._ranks = ranks
+        self._rescale()
 
     @contextmanager
     def having(self, **options: Any) -> Iterator[None]:
@@ -190,6 +261,7 @@ class Optimizer:
         for name, value in options.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "revision", revision)
+        self._rescale()
         self._steps.clear()
 
     @classmethod
@@ -311,14 +383,18 @@ class Optimizer:
 
     def settings(self) -> str:
         """Describe the optimizer so that two descriptions are equal exactly when the updates are."""
-        options = ", ".join(f"{name}={describe(getattr(self, name))}" for name in self.options())
+        options = ", ".join(f"{name}={describe(value)}" for name, value in self.chosen().items())
         return f"{type(self).__name__}({options})"
+
+    def chosen(self) -> dict[str, Any]:
+        """Return all options; ``average`` where it is True, as checkpoints of earlier versions know nothing of it."""
+        return {name: getattr(self, name) for name in self.options() if name != "average" or self.average}
 
     def prepare(self, step: Step, block: Block) -> None:
         """Turn the sum in ``block.gradient`` into the gradient of the rule."""
         gradient = block.gradient
-        if self.rescale_grad != 1.0:
-            np.multiply(gradient, self.rescale_grad, out=gradient)
+        if self.rescale != 1.0:
+            np.multiply(gradient, self.rescale, out=gradient)
         if self.clip_gradient is not None:
             np.clip(gradient, -self.clip_gradient, self.clip_gradient, out=gradient)
         if self.coupled and step.wd:

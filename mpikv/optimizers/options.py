@@ -11,12 +11,12 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from ..errors import ConfigError
+from ..errors import ConfigError, known_names
 
 __all__ = [
     "MULTIPLIERS",
@@ -29,10 +29,33 @@ __all__ = [
     "number",
     "rate",
     "suffixes",
+    "unknown_option",
 ]
 
 Multipliers: TypeAlias = Mapping[Any, float]
 """A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
+
+# Names of options in PyTorch and in MXNet, and the names here.
+_RENAMED: Mapping[str, Sequence[str]] = {
+    "lr": ("learning_rate",),
+    "weight_decay": ("wd",),
+    "betas": ("beta1", "beta2"),
+    "eps": ("epsilon",),
+    "alpha": ("rho",),
+    "gamma1": ("rho",),
+    "gamma2": ("momentum",),
+    "momentum_decay": ("schedule_decay",),
+    "param_dict": ("lr_mult", "wd_mult"),
+    "param_idx2name": ("lr_mult", "wd_mult"),
+}
+# Those that have no name here, and why they can be left out.
+_ELSEWHERE = {
+    "lazy_update": "leave it out: a push of RowSparse updates its rows, and any other push the whole value",
+    "use_fused_step": "leave it out: every update is one step",
+    "aggregate_num": "leave it out: a call updates all of its keys together",
+    "sym": "leave it out: lr_mult and wd_mult are dicts of keys",
+    "nesterov": "SGD has it, and Nadam is Adam with it",
+}
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """``check(where, value)`` returns what is stored; ``where`` begins the message of the error."""
@@ -61,6 +84,17 @@ def count(default: int) -> Any:
 def suffixes(*default: str) -> Any:
     """Return the field of a tuple of key endings."""
     return field(default=default, metadata={"check": _strings})
+
+
+def unknown_option(kind: str, name: str, known: Collection[str]) -> str:
+    """Return the sentence for an option that an optimizer does not have, with what other libraries' options are here.
+
+    >>> unknown_option("SGD", "lr", ["learning_rate", "momentum"])
+    "unknown option of SGD 'lr' (known: learning_rate, momentum); did you mean 'learning_rate'?"
+    """
+    here = [repr(option) for option in _RENAMED.get(name, ()) if option in known]
+    hint = f"did you mean {' and '.join(here)}?" if here else _ELSEWHERE.get(name, "")
+    return known_names(f"option of {kind}", name, known, hint)
 
 
 def describe(value: Any) -> str:
@@ -110,6 +144,8 @@ def _multipliers(where: str, value: Any) -> Multipliers:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r} is not a mapping of keys to factors")
     for key, factor in value.items():
+        if not isinstance(key, (numbers.Integral, str)):
+            raise ConfigError(f"{where} has the key {key!r}, and the keys of a store are integers or strings")
         if not isinstance(factor, numbers.Real) or not 0 <= float(factor) < math.inf:
             raise ConfigError(f"{where}[{key!r}]={factor!r} is not a number in [0, inf)")
     # Read-only: a factor changed in place would not be noticed by the store.

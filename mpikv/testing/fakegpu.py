@@ -30,7 +30,7 @@ import numpy as np
 
 from ..arrays import accumulator
 from ..cuda.codes import code_of, has_code
-from ..errors import TransportError, Unsupported
+from ..errors import TransportError, Unsupported, a_kind
 from ..optimizers import BLOCK
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
@@ -429,7 +429,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             return out
         (out,) = outs
         if not isinstance(out, FakeArray):
-            raise TypeError(f"out is a {type(out).__name__}")
+            raise TypeError(f"out is {a_kind(out)}")
         compute = partial(getattr(ufunc, method), *(value.content for value in given), out=out._beneath, **options)
         self._gpu.launch(ufunc.__name__, reads, [out], compute)
         return out

@@ -44,6 +44,9 @@ class Recording:
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)
 
+    def reclaim(self) -> None:
+        self._transport.reclaim()
+
     @property
     def outboxes(self) -> tuple[Array, ...]:
         return self._transport.outboxes

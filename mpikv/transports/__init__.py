@@ -25,6 +25,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     if group.size == 1:
         return "local", "one rank"
     hosts = len(group.hosts)
+    where = f"ranks on {hosts} hosts{', as MPI has it' if group.divided else ''}"
     if asked == "shm" and not group.one_host:
         raise Unsupported(f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hosts'")
     if asked == "hosts" and group.one_host:
@@ -39,8 +40,8 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
     if group.one_host:
         return "shm", "all ranks on one host"
     if config.deterministic:
-        return "mpi", f"ranks on {hosts} hosts, whose order of addition must not depend on where they are"
-    return ("mpi" if hosts == group.size else "hosts"), f"ranks on {hosts} hosts"
+        return "mpi", f"{where}, whose order of addition must not depend on where they are"
+    return ("mpi" if hosts == group.size else "hosts"), where
 
 
 def open_transport(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class HostsTransport:
         # Sums of half precision are twice as wide. Pages that are never written take no memory.
         self._outgoing = zeros(2 * limit)
         self._incoming = [zeros(2 * limit) for _ in group.ranks_of_hosts[1:]]
-        self._allocated: dict[int, Array] = {}
+        self._allocated: WeakValueDictionary[int, Array] = WeakValueDictionary()
         self._routes: dict[tuple[int, ...], Routes] = {}
         self._sums: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Sum] = {}
 
@@ -92,6 +93,9 @@ class HostsTransport:
         assert isinstance(memory.base, np.ndarray)
         self._allocated[id(memory.base)] = memory.base
         return memory
+
+    def reclaim(self) -> None:
+        self._group.reclaim()
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))

@@ -11,6 +11,7 @@ bucket that costs nothing that could be measured; on small messages some microse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,9 @@ class MpiTransport:
         With ``gathers`` the library only carries: sums return every rank's elements, for the caller to add in an order
         of its own. On n ranks a rank then receives as much by a reduce_scatter, and n times as much by the others.
         """
-        from mpi4py import MPI
-
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
-        self._mpi, self._group, self._comm = MPI, group, group.comm
+        self._mpi, self._group, self._comm = group.mpi, group, group.comm
         self._requests = Requests(group, waiting)
         self.outboxes: tuple[Array, ...] = (zeros(limit),)
         self.turn = 0
@@ -68,7 +67,7 @@ class MpiTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        return self.allocate_by(zeros, nbytes, lambda: None)
+        return self.allocate_by(partial(zeros, huge_pages=True), nbytes, lambda: None)
 
     def allocate_by(self, make: Callable[[int], Array], nbytes: int, take_back: Callable[[], None]) -> Array:
         """Return the memory that ``make(nbytes)`` returns; where another rank has too little, ``take_back`` is called.
@@ -77,6 +76,9 @@ class MpiTransport:
             MemoryError: on every rank, if it was raised on one.
         """
         return allocate_everywhere(self._group, self.agree, make, nbytes, take_back)
+
+    def reclaim(self) -> None:
+        pass  # it goes back with the last array over it
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):

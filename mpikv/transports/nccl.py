@@ -233,6 +233,9 @@ class NcclTransport:
         what = f"messages (bucket_bytes is {self.limit})"
         return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
 
+    def reclaim(self) -> None:
+        pass  # it goes back with the last array over it
+
     # --- Sums
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:

@@ -8,14 +8,13 @@ this rank sends while it computes.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..arrays import zeros
+from ..runtime import present
 from ..typing import Array
 from ..waiting import Waits
 from ..world import Group
@@ -67,13 +66,13 @@ class Post:
         self._group, self._serve = group, serve
         with group.translated("making a communicator"):
             self._comm = group.comm.Dup()
-        self._requests, self._answers = _Outbox(self._comm, _REQUEST), _Outbox(self._comm, _REPLY)
+        self._requests, self._answers = _Outbox(self._comm, _REQUEST, group.mpi), _Outbox(self._comm, _REPLY, group.mpi)
         # They live as long as the post: MPI may be writing to their memory when the thread ends.
-        self._asked, self._replies = _Inbox(self._comm, _REQUEST), _Inbox(self._comm, _REPLY)
+        self._asked, self._replies = _Inbox(self._comm, _REQUEST, group.mpi), _Inbox(self._comm, _REPLY, group.mpi)
         self.failure: BaseException | None = None
         """What has ended the thread, if it was not told to end."""
         self._ending = False
-        self._thread = threading.Thread(target=self._work, name="mpikv post", daemon=True)
+        self._thread = present().thread(self._work, "mpikv post")
 
     def start(self) -> None:
         """Begin to answer."""
@@ -133,30 +132,29 @@ class Post:
 
     def _answer_all(self) -> None:
         early: list[Letter] = []
-        last = time.monotonic()
+        here = present()
+        last = here.now()
         while not self._ending:
             letter = self._asked.take()
             if letter is not None:
                 early = unserved([*early, letter], self._serve)
                 if early and early[-1] is letter:
                     early[-1] = letter._replace(body=letter.body.copy())
-                last = time.monotonic()
+                last = here.now()
                 continue
             early = unserved(early, self._serve)
             self._requests.tidy()
             self._answers.tidy()
-            idle = time.monotonic() - last
-            time.sleep(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
+            idle = here.now() - last
+            here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
 
 
 class _Inbox:
     """Receives the letters of one tag."""
 
-    def __init__(self, comm: Any, tag: int) -> None:
-        from mpi4py import MPI
-
-        self._comm, self._tag, self._mpi = comm, tag, MPI
-        self._status = MPI.Status()
+    def __init__(self, comm: Any, tag: int, mpi: Any) -> None:
+        self._comm, self._tag, self._mpi = comm, tag, mpi
+        self._status = mpi.Status()
         self._memory = zeros(1 << 16)
         self._coming: tuple[Any, int, int] | None = None
 
@@ -193,11 +191,9 @@ class _Inbox:
 class _Outbox:
     """Sends letters of one tag from memory of its own, which it uses again."""
 
-    def __init__(self, comm: Any, tag: int) -> None:
-        from mpi4py import MPI
-
-        self._comm, self._tag, self._mpi = comm, tag, MPI
-        self._lock = threading.Lock()
+    def __init__(self, comm: Any, tag: int, mpi: Any) -> None:
+        self._comm, self._tag, self._mpi = comm, tag, mpi
+        self._lock = present().lock()
         self._sent: list[tuple[Any, Array, int]] = []
         self._free: dict[int, list[Array]] = {}
 

@@ -104,6 +104,7 @@ class Requests:
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if another rank has given up; this one says for whom it waited itself, if it can tell."""
+        self._group.witness()
         if self._comm.Iprobe(tag=_GONE):
             if why := self._group.told_end():  # by the rank for which they have
                 raise TransportError(why)

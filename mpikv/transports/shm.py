@@ -106,6 +106,9 @@ class ShmTransport:
     def allocate(self, nbytes: int) -> Array:
         return self._group.share(nbytes)
 
+    def reclaim(self) -> None:
+        self._group.reclaim()
+
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
 

@@ -27,10 +27,10 @@ from mpikv import (
     Stalled,
     Unsupported,
     ValueMismatch,
-    world,
 )
 from mpikv.asking import Kind
 from mpikv.cli.launchers import clean
+from mpikv.runtime import owned
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
@@ -448,7 +448,7 @@ def test_memory_is_given_back():
         adding(kv)
         kv.pushpull(["v", "w"], [np.ones(1000), np.ones(300_000)])
         kv.barrier()
-    assert world._kept == []
+    assert owned("kept windows") == []
 
 
 # --- What goes wrong

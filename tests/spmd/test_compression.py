@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from mpikv.errors import (
 )
 from mpikv.exchange import Exchange
 from mpikv.plan import build
-from mpikv.store import OPEN
+from mpikv.store import open_stores
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
 from mpikv.testing.faulty import Failing, Slow, Wrapper, store_over
@@ -700,10 +702,10 @@ def test_payloads_that_no_message_holds_are_refused(comm, auto):
 
 
 def test_a_store_that_cannot_have_its_codec_is_closed(comm):
-    before = list(OPEN)
+    before = list(open_stores())
     with pytest.raises(Unsupported, match=r"packed by wide\(100\)"):
         mpikv.create(comm=comm, bucket_bytes=4096, compression=Wide())
-    assert before == OPEN
+    assert before == open_stores()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -826,23 +828,31 @@ def test_auto_may_take_a_codec_of_matrices(comm):
 
 
 class Counting(Wrapper):
-    """Counts the bytes of shared memory that are taken."""
+    """Knows the shared memory that was taken and is still used."""
 
-    taken = 0
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.taken = []
 
     def allocate(self, nbytes):
-        self.taken += nbytes
-        return super().allocate(nbytes)
+        memory = super().allocate(nbytes)
+        self.taken.append(weakref.ref(memory))
+        return memory
+
+    def held(self):
+        return sum(memory().nbytes for memory in self.taken if memory() is not None)
 
 
-def test_auto_takes_memory_once(comm):
+def test_auto_gives_its_memory_back(comm):
     with store_over(Counting, comm=comm) as kv:
-        taken = []
+        transport = kv._exchange.transport
+        kv.init("w", np.zeros(100, F32))
+        before, count = transport.held(), len(transport.taken)
         for codec in ("bf16", "2bit", "topk"):
             kv.set_gradient_compression({"type": "auto", "codec": codec})
-            taken.append(kv._exchange.transport.taken)
-        assert taken[1:] == taken[:-1], "what the first trial took"
-        assert taken[0] <= 2 * 4 << 20
+            gc.collect()
+            assert transport.held() == before
+        assert len(transport.taken) > count, "the trials took none"
 
 
 def test_auto_takes_none_where_ranks_share_memory(comm):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import mpikv
+from mpikv import world
 from mpikv.cli.launchers import clean
 from mpikv.config import Config
-from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, Unsupported
+from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
 from mpikv.transports import choose
 from mpikv.transports.hosts import HostsTransport
 from mpikv.waiting import Waiting
@@ -112,6 +115,48 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, ranks_per_host):
         assert kv.placement == "sharded", "a copy of the values for each rank would be one copy twice"
     with mpikv.create(deterministic=True) as kv:
         assert (kv.transport, kv.placement) == ("mpi", "replicated")
+
+
+@SEVERAL
+def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
+    world._warn_once.cache_clear()
+    with mpikv.create(comm=Dealt(comm)) as kv:
+        assert (kv.transport, kv.local_rank) == ("mpi" if comm.size == 2 else "hosts", comm.rank // 2)
+    with mpikv.create(comm=Dealt(comm)):
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (comm.rank == 0), "once, on one rank"
+    whose = f"MPI takes the {comm.size} ranks on {platform.node()} for ranks of 2 hosts"
+    assert all(text.startswith(whose) and "MPIKV_TRANSPORT=shm" in text for text in said)
+
+
+@SEVERAL
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_shared_memory_is_insisted_on(comm, placement):
+    before = set(Path("/dev/shm").glob("mpikv-*"))
+    with mpikv.create(comm=Dealt(comm), transport="shm", placement=placement) as kv:
+        assert (kv.transport, kv.local_rank, kv._group.hosts) == ("shm", comm.rank, (platform.node(),))
+        kv.init("w", np.ones(100_000))
+        kv.push("w", np.full(100_000, kv.rank + 1.0))
+        np.testing.assert_array_equal(kv.pull("w"), np.full(100_000, kv.size * (kv.size + 1) / 2))
+        kept = kv.view("w")
+        kv.barrier()
+    assert (kept == kv.size * (kv.size + 1) / 2).all()
+    assert set(Path("/dev/shm").glob("mpikv-*")) <= before
+
+
+@SEVERAL
+def test_shared_memory_that_cannot_be_had(comm, monkeypatch):
+    """Every rank hears of it, and what to do."""
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(world, "_open_memory", refuse)
+    with pytest.raises(TransportError if comm.rank == comm.size - 1 else (TransportError, PeerFailed)) as caught:
+        mpikv.create(comm=Dealt(comm), transport="shm")
+    assert f"rank {comm.size - 1} cannot share memory with other ranks of this machine: no such" in str(caught.value)
+
+
+def refuse(path, nbytes, *, new):
+    raise OSError("no such directory")
 
 
 # --- Values
@@ -219,6 +264,25 @@ def test_a_rank_comes_late_to_its_neighbours(comm, ranks_per_host):
     comm.Barrier()
     transport.close()
     group.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("transport", ["hosts", "mpi"])
+def test_a_late_rank_of_another_host_is_named(comm, monkeypatch, caplog, transport):
+    """By the rank that waits beside it, in a warning and, twice asked, in the next; no call is disturbed."""
+    monkeypatch.setenv(VARIABLE, "2")
+    with mpikv.create(transport=transport, timeout=10, warn_after=0.1) as kv:
+        kv.init("w", np.zeros(3))
+        for turn in (1, 2):
+            caplog.clear()
+            late = comm.size - turn
+            if kv.rank == late:
+                time.sleep(1.5)
+            kv.push("w", np.ones(3))
+            np.testing.assert_array_equal(kv.pull("w"), np.full(3, kv.size))
+            said = [record.getMessage() for record in caplog.records if "in call" in record.getMessage()]
+            whom = f": rank {late} began call #{2 * turn - 1} "
+            assert kv.rank == late or any(whom in text and "test_hosts.py" in text for text in said), said
 
 
 @SEVERAL

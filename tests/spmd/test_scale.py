@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.runtime import present
 
 ALL = pytest.mark.ranks(1, 2)
 
@@ -241,7 +242,7 @@ def test_shared_memory_is_not_promised_twice(comm, monkeypatch):
     staging = 2 * comm.size * (1 << 20)
     free = staging + (4 << 20)
     monkeypatch.setattr("mpikv.world._free_bytes", lambda: free)
-    monkeypatch.setattr("mpikv.world._promised", 0)  # stores that were abandoned keep theirs
+    monkeypatch.setitem(present().owned, "live windows", [])  # stores that were abandoned keep theirs
     with mpikv.create(comm=comm, transport="shm") as kv:
         with pytest.raises(MemoryError, match="of shared memory are needed and /dev/shm has"):
             kv.init("large", np.zeros(5 << 20, np.int8))

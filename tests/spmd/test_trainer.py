@@ -37,6 +37,13 @@ def start(comm, on_store=None, params=None, optimizer="sgd", options=None, **mor
     return kv, mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, **more), params
 
 
+class Model:
+    """What PyTorch's modules have of what a Trainer looks at."""
+
+    def named_parameters(self):
+        return iter([("w", np.zeros(1))])
+
+
 def of_rank(rank, shape, step=0):
     """Return the gradient that a rank brings, in quarters, whose sums are exact."""
     return np.asarray(np.random.default_rng([rank, step, *shape]).integers(-8, 9, shape) / 4)
@@ -452,6 +459,23 @@ def test_a_schedule(comm, on_store):
 
 
 @BOTH
+@pytest.mark.feature("optimizer-rate-beside-schedule")
+def test_a_rate_beside_a_schedule(comm, on_store):
+    """As MXNet's own test of the Trainer has it: every second step a tenth of the rate."""
+    rate = 1.0
+    options = {"learning_rate": rate, "lr_scheduler": mpikv.schedules.Factor(2, factor=0.1, base_lr=rate)}
+    kv, trainer, params = start(comm, on_store, {"w": np.zeros(1)}, options=options)
+    with kv:
+        for number in range(1, 8):
+            trainer.params["w"].grad = np.ones(1)
+            trainer.step(kv.size)
+            expected = rate * 0.1 ** (number // 2)  # of the next update
+            np.testing.assert_allclose(trainer.learning_rate, expected, rtol=1e-12)
+        total = sum(rate * 0.1 ** (number // 2) for number in range(7))
+        np.testing.assert_allclose(params["w"], -total, rtol=1e-12)
+
+
+@BOTH
 @pytest.mark.feature("trainer-set-data")
 def test_weights_set_by_hand(comm, on_store):
     kv, trainer, params = start(comm, on_store, options={"learning_rate": 0.5, "momentum": 0.5})
@@ -705,7 +729,9 @@ def test_two_trainers_with_stores_of_their_own(comm):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        (([np.zeros(1)], "sgd"), TypeError, "params is a dict"),
+        (([np.zeros(1)], "sgd"), TypeError, "params is a dict of names and arrays, not a list$"),
+        ((Model(), "sgd"), TypeError, r"params is .*, not a Model; pass dict\(model.named_parameters\(\)\)"),
+        (({"w": np.zeros(1)}, "sgd", {"lr": 1}), ConfigError, "unknown option of SGD 'lr'.* 'learning_rate'"),
         (({}, "sgd"), ConfigError, "nothing to train"),
         (({3: np.zeros(1)}, "sgd"), TypeError, "is a str"),
         (({"w": [1.0]}, "sgd"), TypeError, "not a list"),
@@ -1089,13 +1115,13 @@ def test_mistakes_that_the_constructor_finds():
 def test_sparse_gradients_and_weights_are_refused(comm: Any, on_store: bool) -> None:
     """By name, with what to do; a gradient that is whole comes to its end."""
     rows = mpikv.RowSparse([2], np.ones((1, 2)), (4, 2))
-    with pytest.raises(TypeError, match=r"not a RowSparse; numpy\.array"):
+    with pytest.raises(TypeError, match=r"not a RowSparse; pass numpy\.array"):
         mpikv.Trainer({"w": rows}, "sgd")
     with mpikv.create(comm=comm) as kv:
         trainer = mpikv.Trainer({"w": np.ones((4, 2))}, "sgd", {"learning_rate": 1.0}, kv, update_on_kvstore=on_store)
-        with pytest.raises(TypeError, match=r"got RowSparse; numpy\.asarray"):
+        with pytest.raises(TypeError, match=r"got RowSparse; value\.to_dense\(\) makes one"):
             trainer.set_grads({"w": rows})
-        with pytest.raises(TypeError, match=r"got RowSparse; numpy\.asarray"):
+        with pytest.raises(TypeError, match=r"got RowSparse; value\.to_dense\(\) makes one"):
             trainer.params["w"].grad = rows
         trainer.set_grads({"w": np.asarray(rows)})
         trainer.step(kv.size)

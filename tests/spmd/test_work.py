@@ -29,6 +29,7 @@ from mpikv import (
     ValueMismatch,
 )
 from mpikv.cli.launchers import clean
+from mpikv.runtime import owned
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 4)
@@ -371,6 +372,9 @@ def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
         assert set(raised.value.missing) <= {0}  # none where the root is too busy to answer in time
     comm.Barrier()
     released.set()
+    if kv.is_root:
+        with pytest.raises(TransportError):
+            work.wait()
     kv.abandon("it has stalled")
 
 
@@ -466,7 +470,7 @@ def test_shared_memory_is_freed_after_calls_aside():
 
 def kept_windows():
     gc.collect()
-    return len(mpikv.world._kept)
+    return len(owned("kept windows"))
 
 
 @SEVERAL
@@ -530,14 +534,83 @@ UNSEEN = """
 import numpy as np, mpikv
 kv = mpikv.create(timeout=1)
 kv.init("w", np.zeros(1))
-kv.push("w", np.ones(2), wait=False)
+work = kv.push("w", np.ones(2), wait=False)
+print("first")
+"""
+UNSEEN_END = """
+import numpy as np, mpikv
+class Broken(mpikv.optimizers.SGD):
+    def update(self, step, received, stored, state):
+        1 / 0
+kv = mpikv.create(timeout=1)
+kv.init("w", np.zeros(1))
+kv.set_optimizer(Broken())
+kv.push("w", np.ones(1), wait=False)
+"""
+UNSEEN_EXIT = """
+import sys, numpy as np, mpikv
+kv = mpikv.create(timeout=1)
+kv.init("w", np.zeros(1))
+kv.set_updater(lambda key, total, stored: sys.exit(0))
+kv.push("w", np.ones(1), wait=False)
+"""
+LEFT = """
+import threading, numpy as np, mpikv
+go = threading.Event()
+kv = mpikv.create(timeout=5)
+kv.init("w", np.zeros(1))
+kv.set_updater(lambda key, total, stored: go.wait() and None)
+try:
+    with kv:
+        for _ in range(3): kv.push("w", np.ones(1), wait=False)
+        raise KeyError
+except KeyError:
+    go.set()
 """
 
 
-def test_what_nobody_has_seen_is_logged_at_the_end():
-    ended = run(UNSEEN, 30)
-    assert ended.returncode == 0
-    assert "for which nobody has waited" in ended.stderr
+@pytest.mark.parametrize(
+    ("last_lines", "status"),
+    [
+        ("", 1),
+        ("work = None", 1),
+        ("import logging; logging.disable()", 1),
+        ("import atexit; atexit.register(print, 'the last word')", 1),
+        ("import sys; sys.exit(3)", 1),
+        ("work.wait(1)", 1),
+        ("try: work.wait()\nexcept mpikv.ValueMismatch: pass", 0),
+        ("try: kv.pull('w')\nexcept mpikv.ValueMismatch: pass", 0),
+        ("try: kv.close()\nexcept mpikv.ValueMismatch: pass", 0),
+    ],
+)
+def test_what_nobody_has_seen_fails_the_program(last_lines, status):
+    ended = run(UNSEEN + last_lines, 30)
+    assert ended.returncode == status, ended.stderr
+    assert ended.stdout == "first\n" + ("the last word\n" if "atexit" in last_lines else "")
+    told = "mpikv: at the end of the program: ValueMismatch" in ended.stderr
+    assert (
+        told
+        == ("in push('w'), for which nobody has waited" in ended.stderr)
+        == (status and "work.wait" not in last_lines)
+    )
+
+
+def test_a_store_that_an_unseen_call_has_ended():
+    ended = run(UNSEEN_END, 30)
+    assert ended.returncode == 1
+    assert "at the end of the program: ZeroDivisionError" in ended.stderr
+
+
+def test_a_sys_exit_that_nobody_has_seen():
+    """The other ranks would wait for the end of one that does not come to its own."""
+    ended = run(UNSEEN_EXIT, 30)
+    assert ended.returncode == 1
+    assert "at the end of the program: SystemExit(0); updating key 'w'; in push('w')" in ended.stderr
+
+
+def test_a_block_that_was_left_by_an_exception_has_no_unseen_calls():
+    ended = run(LEFT, 30)
+    assert ended.returncode == 0, ended.stderr
 
 
 FORKED = """
@@ -546,7 +619,7 @@ import numpy as np, mpikv
 kv = mpikv.create(timeout=5)
 kv.init("w", np.zeros(1))
 go = threading.Event()
-kv.set_updater(lambda key, total, stored: go.wait() and None)
+kv.set_updater(lambda key, total, stored: stored + go.wait())
 work = kv.push("w", np.ones(1), wait=False)
 child = os.fork()
 if child == 0:
@@ -580,3 +653,40 @@ def test_ctrl_c_ends_a_wait():
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     assert "KeyboardInterrupt" in errors
+
+
+@pytest.mark.ranks(1)
+def test_another_thread_s_call_does_not_begin_in_the_middle_of_a_pending_one(monkeypatch):
+    """One that issues calls at the moment in which those before have completed and this thread goes on."""
+    with mpikv.create() as kv:
+        kv.init(["a", "b"], [np.zeros(2), np.zeros(2)])
+        running, refused = threading.Event(), []
+
+        def update(key, total, stored):
+            running.set()
+            time.sleep(0.05)
+            stored += total
+
+        def issue():
+            try:
+                kv.push("a", np.ones(2), wait=False)
+                running.wait(1)
+            except mpikv.Unsupported as error:
+                refused.append(str(error))
+
+        def failure():
+            running.clear()
+            thread = threading.Thread(target=issue)
+            thread.start()
+            thread.join()
+            return found()
+
+        kv.set_updater(update)
+        work = kv.push("a", np.ones(2), wait=False)
+        found = kv._pending.failure
+        monkeypatch.setattr(kv._pending, "failure", failure)
+        kv.push("b", np.ones(2))
+        monkeypatch.undo()
+        work.wait()
+        assert refused == ["push: the store is in push; an updater, or another thread, cannot call it"]
+        assert kv.pull(["a", "b"])[1].tolist() == [1.0, 1.0]

@@ -1,0 +1,136 @@
+"""What a rank asks of its system: the time, naps, threads, locks. A simulated rank asks its scheduler instead.
+
+Whatever waits for another rank or another thread goes through here, so that a simulation decides who runs next, and
+its clock can jump to the next deadline when all wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["Peer", "Runtime", "enter", "owned", "present"]
+
+
+class Peer(Protocol):
+    """What a simulated rank can see of another."""
+
+    def state(self) -> str:
+        """Return ``running`` or ``gone``."""
+        ...
+
+    def frames(self, thread: int) -> list[tuple[str, str, str]]:
+        """Return file, line and function of each frame of a thread, the innermost first."""
+        ...
+
+
+class Runtime(Protocol):
+    """Time, threads and locks."""
+
+    world: Any
+    """The communicator of all ranks where the rank is simulated, else None."""
+    owned: dict[str, list[Any]]
+    """What belongs to this rank's process, and lives until its end, by kind."""
+    polls: int
+    """How often a wait looks, giving way each time, before it begins to nap."""
+    host: str
+    """The name of this rank's host."""
+
+    @property
+    def process(self) -> int:
+        """The number of this rank's process."""
+        ...
+
+    def peer(self, process: int) -> Peer | None:
+        """Return the simulated rank that is the process of a number; None for a real one."""
+        ...
+
+    def now(self) -> float:
+        """Return seconds since some moment; they never go back."""
+        ...
+
+    def give_way(self) -> None:
+        """Let another thread or process have the core."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Return after so many seconds."""
+        ...
+
+    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
+        """Return soon: after so many seconds, or when ``ready()`` may be true, but not after the time ``until``."""
+        ...
+
+    def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
+        """Return a daemon thread that has not started."""
+        ...
+
+    def lock(self) -> Any:
+        """Return a lock, as ``threading.Lock()`` does."""
+        ...
+
+    def condition(self) -> Any:
+        """Return a condition variable, as ``threading.Condition()`` does."""
+        ...
+
+    def event(self) -> Any:
+        """Return an event, as ``threading.Event()`` does."""
+        ...
+
+
+class _System:
+    world = None
+    polls = 200
+    now = staticmethod(time.monotonic)
+    give_way = staticmethod(os.sched_yield)
+    sleep = staticmethod(time.sleep)
+    lock = staticmethod(threading.Lock)
+    condition = staticmethod(threading.Condition)
+    event = staticmethod(threading.Event)
+
+    def __init__(self) -> None:
+        self.owned: dict[str, list[Any]] = {}
+        self.host = platform.node()
+
+    @property
+    def process(self) -> int:
+        return os.getpid()  # which a fork changes
+
+    def peer(self, process: int) -> Peer | None:
+        return None
+
+    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
+        time.sleep(seconds)
+
+    def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
+        return threading.Thread(target=run, name=name, daemon=True)
+
+
+_SYSTEM: Runtime = _System()
+
+
+class _Here(threading.local):
+    runtime: Runtime = _SYSTEM
+
+
+_here = _Here()
+
+
+def present() -> Runtime:
+    """Return the runtime of this thread."""
+    return _here.runtime
+
+
+def owned(kind: str) -> list[Any]:
+    """Return the list of what belongs to this rank's process, of one kind."""
+    return _here.runtime.owned.setdefault(kind, [])
+
+
+def enter(runtime: Runtime) -> None:
+    """Make this thread one of a simulation."""
+    _here.runtime = runtime

@@ -1,0 +1,192 @@
+"""Memory of values that come and go: how much there is, what new values find in it, and who still looks at it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.cli.bench.memory import Memory, release_freed
+
+MIB = 1 << 20
+FEW = pytest.mark.ranks(1, 3)
+SEEDS = range(int(os.environ.get("MPIKV_MEMORY_SEEDS", "2")))
+
+
+@pytest.fixture(params=["shm", "mpi", "hosts"])
+def transport(request, ranks):
+    if ranks == 1 and request.param != "shm":
+        pytest.skip("one rank has one transport")
+    return "auto" if ranks == 1 else request.param
+
+
+class Growth:
+    """By how many bytes this rank's memory has grown."""
+
+    def __init__(self):
+        self._before = self._now()
+
+    def _now(self):
+        release_freed()
+        return Memory.now()
+
+    @property
+    def private(self):
+        return self._now().private - self._before.private
+
+    @property
+    def all(self):
+        now = self._now()
+        return self.private + now.shared - self._before.shared
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("transport", ["shm", "hosts"])
+def test_optimizer_state_is_divided(comm, transport):
+    with mpikv.create(comm=comm, transport=transport, timeout=15) as kv:
+        gradient = np.ones(8 * MIB, np.float32)
+        kv.init("w", gradient)
+        kv.set_optimizer("adam")
+        kv.push(["w"], [gradient])
+        kv.set_optimizer("sgd")  # which has no state, and the memory of messages has been touched
+        kv.push("w", gradient)
+        growth = Growth()
+        kv.set_optimizer("adam")
+        kv.push("w", gradient)
+        assert growth.private < 1.1 * 64 * MIB / kv.size + 2 * MIB
+
+
+def lengths(count):
+    return [int(length) for length in np.random.default_rng(0).integers(MIB // 4, MIB // 2, count)]
+
+
+@FEW
+@pytest.mark.deadline(60)
+def test_sums_of_varying_lengths(comm, transport):
+    with mpikv.create("horovod", comm=comm, transport=transport, timeout=15) as store:
+        store.pushpull("g", np.ones(MIB, np.float32))
+        store.delete("g")
+        growth = Growth()
+        for length in lengths(12):
+            gradient = np.ones(length, np.float32)
+            store.pushpull("g", gradient)
+            assert gradient.min() == gradient.max() == store.size
+        del gradient
+        assert growth.all < 1.2 * 4 * max(lengths(12)) + 4 * MIB
+        store.delete("g")
+        assert growth.all < 4 * MIB
+
+
+@FEW
+@pytest.mark.deadline(60)
+def test_values_that_grow(comm, transport):
+    """Whether they are deleted before they come again, or overwritten."""
+    with mpikv.create(comm=comm, transport=transport, timeout=15) as kv:
+        kv.init("w", np.ones(MIB, np.float32))
+        growth = Growth()
+        for number, length in enumerate(sorted(lengths(12))):
+            if number % 3:
+                kv.delete("w")
+            kv.init("w", np.full(length, number, np.float32), overwrite=True)
+            assert (kv.pull("w") == number).all()
+        assert growth.all < 1.2 * 4 * length + 4 * MIB
+        kv.delete("w")
+        assert growth.all < 4 * MIB
+
+
+@FEW
+def test_what_a_view_looks_at_stays(comm, transport):
+    """Also where one rank alone looks at it; it goes when nobody does."""
+    with mpikv.create(comm=comm, transport=transport, timeout=15) as kv:
+        kv.init("w", np.arange(MIB, dtype=np.float32))
+        kv.init("small", np.ones(3))
+        growth = Growth()
+        view = kv.view("w") if kv.rank == kv.size - 1 else None
+        kv.delete("w")
+        for number in range(3):
+            kv.init("other", np.full(MIB + number, -1, np.float32), overwrite=True)
+            if view is not None:
+                np.testing.assert_array_equal(view, np.arange(MIB, dtype=np.float32))
+        del view
+        kv.delete("other")
+        assert growth.all < 2 * MIB
+        np.testing.assert_array_equal(kv.pull("small"), np.ones(3))
+
+
+@FEW
+@pytest.mark.parametrize("compression", [None, "topk", "2bit"])
+def test_new_values_begin_anew(comm, transport, compression):
+    """They find no state, no residuals and no buffers of those whose memory they have."""
+
+    def trained(kv, length):
+        kv.init("w", np.ones(length, np.float32), overwrite=True)
+        for number in range(3):
+            kv.push("w", np.linspace(-1, 1 + number, length, dtype=np.float32))
+        return kv.pull("w")
+
+    def made():
+        kv = mpikv.create(comm=comm, transport=transport, timeout=15, bucket_bytes=1 << 16)
+        kv.set_optimizer("adam", learning_rate=0.25)
+        kv.set_gradient_compression(compression)
+        kv.init(["before", "after"], [np.ones(5, np.float32)] * 2)
+        return kv
+
+    with made() as kv:
+        for length in (40, 30, 40, 30000, 20000, 50):
+            found = trained(kv, length)
+            with made() as other:
+                np.testing.assert_array_equal(found, trained(other, length))
+            if compression is None:
+                buffer = kv.buffer("w")
+                assert not buffer.any()
+                buffer.fill(7)
+            if length == 20000:
+                kv.delete("w")
+
+
+@FEW
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.deadline(40)
+def test_values_that_come_and_go(comm, transport, seed):
+    """Against a model: each value is what was made of it, and nothing of a deleted one is found in another."""
+    draw, model = np.random.default_rng(seed), {}
+    with mpikv.create(comm=comm, transport=transport, timeout=15, bucket_bytes=1 << 15) as kv:
+        kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+        for step in range(40):
+            keys = [f"k{number}" for number in draw.choice(12, draw.integers(1, 5), replace=False)]
+            known = [key for key in keys if key in model]
+            match draw.choice(["init", "delete", "push", "pushpull"]):
+                case "init":
+                    sizes = [int(2 ** draw.uniform(0, 16)) for _ in keys]
+                    dtype = draw.choice([np.float32, np.float64])
+                    values = [np.full(size, step, dtype) for size in sizes]
+                    kv.init(keys, values, overwrite=True)
+                    model |= {key: [value.astype(float), value * 0.0] for key, value in zip(keys, values, strict=True)}
+                case "delete":
+                    kv.delete(known)
+                    for key in known:
+                        del model[key]
+                case verb if known:
+                    getattr(kv, verb)(known, [np.full(model[key][0].size, 2.0) for key in known])
+                    for key in known:
+                        value, momentum = model[key]
+                        momentum[:] = 0.5 * momentum - 0.5 * 2 * kv.size
+                        value += momentum
+            for key, value in zip(model, kv.pull(list(model)) if model else (), strict=True):
+                np.testing.assert_allclose(value, model[key][0], 1e-6, err_msg=f"seed {seed}, step {step}")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.deadline(40)
+def test_lists_of_keys_that_grow(comm, monkeypatch):
+    """What is kept of them is bounded by their keys."""
+    monkeypatch.setattr("mpikv.plan._MOST_KEYS", 2000)
+    arrays = [np.ones(1, np.float32)] * 250
+    with mpikv.create(comm=comm, timeout=15) as kv:
+        kv.init(list(range(250)), arrays)
+        growth = Growth()
+        for length in range(2, 251):
+            kv.push(list(range(length)), arrays[:length])
+        assert growth.private < 12 * MIB

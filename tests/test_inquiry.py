@@ -1,0 +1,38 @@
+"""What a rank answers to other hosts that ask about its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpikv.inquiry import Inquiry
+
+
+class Group:
+    """What an inquiry needs of a group, of two hosts: the questions that have come, and the answers that were sent."""
+
+    rank = 0
+    hosts = ("a", "b")
+    ranks_of_hosts = ((0, 1), (2,))
+
+    def __init__(self) -> None:
+        self.questions: list[tuple[int, bytes]] = []
+        self.sent: list[tuple[int, list[object]]] = []
+
+    def hear_word(self, tag: int) -> tuple[int, bytes] | None:
+        return self.questions.pop() if self.questions else None
+
+    def send_word(self, text: bytes, rank: int, tag: int) -> None:
+        self.sent.append((rank, json.loads(text)))
+
+
+@pytest.mark.parametrize(("call", "text"), [(1, "rank 1 was late"), (2, "rank 1 is late")])
+def test_an_answer_is_given_again_in_the_same_call_only(call: int, text: str) -> None:
+    group, calls, found = Group(), [1], [((1,), "rank 1 was late"), ((1,), "rank 1 is late")]
+    inquiry = Inquiry(group, lambda: found.pop(0), lambda: calls[-1])
+    for number in (1, 2):
+        group.questions.append((2, str(number).encode()))
+        inquiry.answer()
+        calls.append(call)
+    assert group.sent == [(2, [1, [1], "rank 1 was late"]), (2, [2, [1], text])]

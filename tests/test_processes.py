@@ -1,0 +1,116 @@
+"""Processes beside the ranks: children of a fork, and workers of multiprocessing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpikv.cli.launchers import clean
+
+CHILDREN = """
+import atexit, os, signal, sys
+import numpy as np, mpikv
+
+kv = mpikv.create(timeout=10)
+kv.init("w", np.zeros(2))
+rank = os.getpid()
+atexit.register(lambda: os.getpid() == rank or os.write(writer, b"!"))
+for end, status in (("sys.exit(0)", 0), ("sys.exit(3)", 3), ("raise SystemExit(4)", 4), ("1 / 0", 1), ("pass", 0)):
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        exec(end)
+        sys.exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status, end
+    os.close(writer)
+    assert os.read(reader, 9) == b"!", end
+kv.push("w", np.ones(2))
+assert kv.pull("w")[0] == kv.size
+kv.close()
+os.write(1, b"ended\\n")
+"""
+
+WORKERS = """
+import multiprocessing, sys
+import mpikv
+
+def work(number):
+    for _ in range(2):
+        try:
+            print(f"{mpikv.create().size} rank")
+        except mpikv.Unsupported as error:
+            print(error)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    worker = context.Process(target=work, args=(1,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+"""
+
+HANDLERS = """
+import signal, time
+import numpy as np, mpikv
+
+def handle(*_):
+    print("called")
+
+kv = mpikv.create(timeout=20, warn_after=0.05)
+kv.init("w", np.zeros(2))
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG):
+    for handler in (handle, signal.SIG_DFL, signal.SIG_IGN):
+        if kv.rank == 1:
+            signal.signal(number, handler)
+            time.sleep(0.2)
+        kv.push("w", np.ones(2))
+assert kv.pull("w")[0] == 2
+"""
+
+
+def ran(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], env=clean(os.environ), capture_output=True, text=True, timeout=55, check=False
+    )
+
+
+@pytest.mark.deadline(60)
+def test_ends_of_children_of_a_fork(tmp_path: Path) -> None:
+    """MPI at the end of one would be that of its parent, and an exception in one would end the job."""
+    (tmp_path / "children.py").write_text(CHILDREN)
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "children.py"))
+    assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
+    assert "MPI" not in done.stderr.replace("Open MPI allows", "")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_without_a_launcher_are_told_once(tmp_path: Path, method: str) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS)
+    done = ran(str(tmp_path / "workers.py"), method)
+    assert (done.returncode, done.stdout) == (0, "1 rank\n" * 2), done.stderr
+    assert done.stderr.count("whose store has one rank and shares nothing with the stores of other") == 1
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_rank_are_no_ranks(tmp_path: Path, method: str) -> None:
+    """They inherit the variables of a rank, and would wait in the start of MPI for ever."""
+    (tmp_path / "workers.py").write_text(WORKERS)
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "workers.py"), method)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        told = f"multiprocessing started this process in rank {rank} of 2, and it is no rank itself; use the store in"
+        assert done.stdout.count(told) == 2
+
+
+@pytest.mark.deadline(60)
+def test_asking_a_late_rank_calls_no_handler_of_the_program(tmp_path: Path) -> None:
+    (tmp_path / "handlers.py").write_text(HANDLERS)
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "handlers.py"))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    late = [line for line in done.stderr.splitlines() if "rank 0 has waited" in line]
+    assert len(late) == 9
+    assert ["is now at" in line for line in late] == [True] * 6 + [False] * 3
