@@ -1,0 +1,117 @@
+"""A cluster of simulated ranks that run one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...errors import noted
+from .faults import Fault, Kill, Pause
+from .messages import Communicator, make_world
+from .scheduler import Deadlock, Hung, Scheduler, Task
+
+__all__ = ["Cluster", "cluster"]
+
+Program = Callable[[Communicator], Any]
+
+
+class Cluster:
+    """Simulated ranks. See :func:`cluster`."""
+
+    def __init__(self, size: int, hosts: int, seed: int, faults: Sequence[Fault]) -> None:
+        if size < 1 or not 1 <= hosts <= size:
+            raise ValueError(f"{size} ranks on {hosts} hosts: every host has at least one rank")
+        self.size, self.hosts, self.seed, self.faults = size, hosts, seed, tuple(faults)
+
+    def run(self, program: Program) -> list[Any]:
+        """Call ``program(comm)`` on every rank; return what they return, in rank order, None for one that was killed.
+
+        Raises:
+            Deadlock, Hung: ranks wait for each other for ever, or one never comes to a scheduling point.
+            Exception: what the first rank to fail has raised, with what the others did last as its notes.
+        """
+        return _Run(self, program).results()
+
+
+class _Run:
+    """One run of a program."""
+
+    def __init__(self, cluster: Cluster, program: Program) -> None:
+        self._cluster, self._program = cluster, program
+        self._scheduler = Scheduler(cluster.seed, self._at_point)
+        self._points = [0] * cluster.size
+        self._planned = {(fault.rank, fault.at): fault for fault in cluster.faults if isinstance(fault, (Kill, Pause))}
+        self._results: list[Any] = [None] * cluster.size
+        self._failures: list[tuple[int, Exception]] = []
+        hosts = [rank * cluster.hosts // cluster.size for rank in range(cluster.size)]
+        self._comms = make_world(self._scheduler, hosts, cluster.faults)
+
+    def results(self) -> list[Any]:
+        for rank, comm in enumerate(self._comms):
+            Task(self._scheduler, rank, lambda rank=rank: self._run(rank), f"rank {rank}", comm, {}).start()  # type: ignore[misc]
+        ended: Exception | None = None
+        try:
+            self._scheduler.run()
+        except (Deadlock, Hung) as error:
+            ended = error
+        first = self._failures[0][1] if self._failures else ended
+        if first is not None:
+            raise self._explained(first, ended)
+        return self._results
+
+    def _run(self, rank: int) -> None:
+        try:
+            self._results[rank] = self._program(self._comms[rank])
+        except Exception as error:
+            self._failures.append((rank, error))
+
+    def _at_point(self, task: Task) -> None:
+        self._points[task.rank] += 1
+        fault = self._planned.get((task.rank, self._points[task.rank]))
+        if isinstance(fault, Kill):
+            self._scheduler.park(task.rank)
+        elif isinstance(fault, Pause):
+            self._scheduler.delay(task.rank, fault.seconds)
+
+    def _explained(self, error: Exception, ended: Exception | None) -> Exception:
+        """Add how to have a failure again, the other failures, and what the ranks did last."""
+        cluster = self._cluster
+        faults = f", faults={list(cluster.faults)}" if cluster.faults else ""
+        noted(error, f"in cluster({cluster.size}, hosts={cluster.hosts}, seed={cluster.seed}{faults})")
+        for rank, other in self._failures:
+            if other is not error:
+                noted(error, f"rank {rank} raised {type(other).__name__}: {other}")
+            else:
+                noted(error, f"rank {rank} raised this")
+        if ended is not None and ended is not error:
+            noted(error, f"then {ended}")
+        for story in self._scheduler.stories.values():
+            noted(error, story)
+        return error
+
+
+def cluster(size: int, *, hosts: int = 1, seed: int = 0, faults: Sequence[Fault] = ()) -> Cluster:
+    """Return ``size`` simulated ranks on so many hosts, whose order of events the seed draws.
+
+    Ranks are threads of this process, of which one runs at a time. :func:`mpikv.create` takes the communicator that
+    each is given, or none, and makes a store of the same code as on real ranks: shared memory inside of a host, and
+    messages between them. Time is simulated: a wait of a minute takes none.
+
+    Args:
+        size: the number of ranks.
+        hosts: the number of hosts, over which ranks are spread evenly, neighbours together.
+        seed: draws who goes on at each scheduling point, and how long messages take. The same seed gives the same run.
+        faults: what goes wrong: :class:`Kill`, :class:`Pause`, :class:`Delay`, :class:`Cut`.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> from mpikv.testing.simulation import cluster
+        >>> def program(comm):
+        ...     with mpikv.create(comm=comm) as kv:
+        ...         kv.init("w", np.zeros(2))
+        ...         kv.push("w", np.ones(2))
+        ...         return kv.pull("w")
+        >>> cluster(4, hosts=2, seed=7).run(program)[3]
+        array([4., 4.])
+    """
+    return Cluster(size, hosts, seed, faults)

@@ -1,0 +1,80 @@
+"""What may go wrong in a simulated cluster: a plan that a seed can draw, and that the scheduler carries out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = ["Cut", "Delay", "Fault", "Kill", "Pause", "draw_faults"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A rank ends as by SIGKILL, at its scheduling point of this number; none of its code runs any more."""
+
+    rank: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A rank does nothing for so many seconds, from its scheduling point of this number on: stopped, or late."""
+
+    rank: int
+    at: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Every message from one host to another takes so many seconds more."""
+
+    source: int
+    target: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cut:
+    """No message passes between some hosts and the others, from one second on to another. Those that were to arrive
+    meanwhile arrive afterwards.
+    """
+
+    hosts: tuple[int, ...]
+    start: float = 0.0
+    end: float = math.inf
+
+    def separates(self, source: int, target: int) -> bool:
+        """Return whether two hosts are on different sides."""
+        return (source in self.hosts) != (target in self.hosts)
+
+
+Fault: TypeAlias = "Kill | Pause | Delay | Cut"
+
+
+def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[Fault, ...]:
+    """Return one fault that a seed draws for a cluster, at a scheduling point up to ``most``.
+
+    >>> draw_faults(1, size=4)
+    (Kill(rank=0, at=64),)
+    """
+    draw = random.Random(f"{seed} faults")
+    rank, at = draw.randrange(size), draw.randint(1, most)
+    faults: list[Fault] = [Kill(rank, at), Pause(rank, at, round(draw.uniform(0.1, 2), 2))]
+    if hosts > 1:
+        faults += [Delay(draw.randrange(hosts), draw.randrange(hosts), 0.01), Cut((draw.randrange(hosts),), 0.0, 0.5)]
+    return (draw.choice(faults),)
+
+
+def arrival(faults: Sequence[Fault], source: int, target: int, moment: float) -> float:
+    """Return when a message arrives that would arrive at a moment if nothing went wrong."""
+    for fault in faults:
+        if isinstance(fault, Delay) and (fault.source, fault.target) == (source, target):
+            moment += fault.seconds
+    for fault in faults:
+        if isinstance(fault, Cut) and fault.separates(source, target) and fault.start <= moment < fault.end:
+            moment = fault.end
+    return moment

@@ -1,0 +1,455 @@
+"""A message-passing library between the tasks of one process, with the part of mpi4py's interface that mpikv uses.
+
+Messages of one rank to another on one communicator do not overtake each other; all else may come in any order that the
+seed draws. A collective operation is complete when all its ranks have called it, and a rank that calls another one, or
+with other counts, is an error on all of them, where MPI would give a wrong sum, or wait for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ... import runtime
+from .faults import Fault, arrival
+from .scheduler import Scheduler
+
+__all__ = ["Communicator", "Library", "SimulatedError", "make_world"]
+
+Array = Any
+# Seconds that a message travels: inside a host, and between hosts.
+_NEAR, _FAR = (1e-6, 5e-6), (2e-5, 1e-4)
+
+
+class SimulatedError(RuntimeError):
+    """What MPI would raise, or should."""
+
+
+class _Mark:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class Status:
+    source = -1
+    _nbytes = 0
+
+    def Get_count(self, unit: Any) -> int:
+        return self._nbytes
+
+
+class Request:
+    """An operation that was started."""
+
+    def __init__(self, test: Callable[[], bool]) -> None:
+        self._test, self._done = test, False
+
+    def Test(self) -> bool:
+        self._done = self._done or self._test()
+        return self._done
+
+    def __bool__(self) -> bool:
+        return not self._done
+
+    @staticmethod
+    def Testall(requests: Sequence[Request]) -> bool:
+        # Each is tested, so that all go on.
+        return sum(request.Test() for request in requests) == len(requests)
+
+    @staticmethod
+    def Testsome(requests: Sequence[Request]) -> list[int]:
+        active = [place for place, request in enumerate(requests) if request]
+        return [place for place in active if requests[place].Test()]
+
+
+class Window:
+    """Memory that the ranks of a communicator share."""
+
+    def __init__(self, memory: Array) -> None:
+        self._memory = memory
+
+    def Shared_query(self, rank: int) -> tuple[Array, int]:
+        return self._memory, 1
+
+    def Lock_all(self, assertion: Any = 0) -> None:
+        pass
+
+    def Unlock_all(self) -> None:
+        pass
+
+    def Sync(self) -> None:
+        pass
+
+    def Free(self) -> None:
+        pass
+
+    @staticmethod
+    def Allocate_shared(nbytes: int, unit: int, comm: Communicator) -> Window:
+        def make(given: list[Any]) -> list[Any]:
+            memory = np.zeros(sum(given), np.uint8)
+            return [Window(memory)] * len(given)
+
+        return comm.together("Win.Allocate_shared", nbytes, make)  # type: ignore[no-any-return]
+
+
+class Library:
+    """What ``mpi4py.MPI`` is to a real communicator, for one rank."""
+
+    COMM_WORLD: Communicator
+    COMM_SELF: Communicator
+
+    Exception = SimulatedError
+    Request, Status, Win = Request, Status, Window
+    IN_PLACE, BYTE, SUM, MAX, LOR = map(_Mark, ("IN_PLACE", "BYTE", "SUM", "MAX", "LOR"))
+    COMM_TYPE_SHARED, UNDEFINED, ANY_SOURCE, ANY_TAG, MODE_NOCHECK = 1, -32766, -1, -1, 0
+    THREAD_MULTIPLE = 3
+
+    def __init__(self, scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> None:
+        """``hosts`` has the number of each rank's host."""
+        self.scheduler, self.hosts, self.faults = scheduler, tuple(hosts), faults
+
+    def Is_finalized(self) -> bool:
+        return False
+
+    def Query_thread(self) -> int:
+        return self.THREAD_MULTIPLE
+
+    def Is_thread_main(self) -> bool:
+        return True
+
+    def Get_library_version(self) -> str:
+        return "simulated"
+
+
+class _Operation:
+    """A collective operation that some ranks have called."""
+
+    def __init__(self, size: int) -> None:
+        self.given: list[Any] = [None] * size
+        self.names: dict[int, str] = {}
+        self.results: list[Any] | None = None
+        self.failure = ""
+        self.taken = 0
+
+
+class _Message:
+    def __init__(self, source: int, tag: int, body: bytes) -> None:
+        self.source, self.tag, self.body = source, tag, body
+        self.arrived = False
+
+
+class _Shared:
+    """What the ranks of a communicator have in common."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members = tuple(members)
+        self.operations: dict[int, _Operation] = {}
+        self.inboxes: list[list[_Message]] = [[] for _ in members]
+        self.latest: dict[tuple[int, int], float] = {}
+
+
+class Communicator:
+    """One rank's view of a group of ranks."""
+
+    def __init__(self, shared: _Shared, rank: int, library: Library) -> None:
+        self._shared, self.rank, self.library = shared, rank, library
+        self.size = len(shared.members)
+        self._called = 0
+        self._world_rank = shared.members[rank]
+
+    def __repr__(self) -> str:
+        return f"<simulated communicator, rank {self.rank}/{self.size}>"
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self.library.scheduler
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    # --- Collective operations
+
+    def _join(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Request:
+        """Take part in the next operation; ``combine`` makes the ranks' results of what they have given."""
+        number, shared = self._called, self._shared
+        self._called += 1
+        operation = shared.operations.setdefault(number, _Operation(self.size))
+        operation.given[self.rank] = given
+        operation.names[self.rank] = name
+        if len(set(operation.names.values())) > 1 and not operation.failure:
+            said = ", ".join(f"rank {rank} {name}" for rank, name in sorted(operation.names.items()))
+            operation.failure = f"ranks call different operations: {said}"
+        if len(operation.names) == self.size and not operation.failure:
+            operation.results = combine(operation.given)
+        self._scheduler.changed()
+
+        def test() -> bool:
+            if operation.failure:
+                raise SimulatedError(operation.failure)
+            return operation.results is not None
+
+        request = Request(test)
+        request.operation = operation  # type: ignore[attr-defined]
+        return request
+
+    def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
+        """Take part in an operation, wait until all have, and return this rank's result."""
+        request = self._join(name, given, combine)
+        wait(request.Test)
+        return request.operation.results[self.rank]  # type: ignore[attr-defined]
+
+    def Barrier(self) -> None:
+        self.together("Barrier", None, lambda given: given)
+
+    def Ibarrier(self) -> Request:
+        return self._join("Ibarrier", None, lambda given: given)
+
+    def allgather(self, value: Any) -> list[Any]:
+        packed = pickle.dumps(value)
+        gathered = self.together("allgather", packed, lambda given: [tuple(given)] * len(given))
+        return [pickle.loads(each) for each in gathered]
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        packed = pickle.dumps(value)
+        return pickle.loads(self.together("bcast", packed, lambda given: [given[root]] * len(given)))
+
+    def Dup(self) -> Any:
+        return self.Split(0, self.rank)
+
+    def Idup(self) -> tuple[Communicator, Request]:
+        request = self._join("Idup", None, lambda given: [_Shared(self._shared.members)] * len(given))
+        made = Communicator(self._shared, self.rank, self.library)
+
+        def test() -> bool:
+            if request.Test():
+                made._shared = request.operation.results[self.rank]  # type: ignore[attr-defined]
+            return bool(not request)
+
+        return made, Request(test)
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        def combine(given: list[Any]) -> list[Any]:
+            parts: dict[int, list[int]] = {}
+            for rank, (color, _) in enumerate(given):
+                parts.setdefault(color, []).append(rank)
+            results: list[Any] = [None] * len(given)
+            for color, ranks in parts.items():
+                ranks.sort(key=lambda rank: (given[rank][1], rank))
+                shared = _Shared([self._shared.members[rank] for rank in ranks])
+                for place, rank in enumerate(ranks):
+                    results[rank] = None if color == self.library.UNDEFINED else (shared, place)
+            return results
+
+        part = self.together("Split", (color, key), combine)
+        return None if part is None else Communicator(part[0], part[1], self.library)
+
+    def Split_type(self, kind: int, key: int = 0) -> Any:
+        return self.Split(self.library.hosts[self._world_rank], key)
+
+    def Free(self) -> None:
+        pass
+
+    def Allreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> None:
+        wait(self.Iallreduce(send, receive, operation).Test)
+
+    def Iallreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> Request:
+        given = (receive if send is self.library.IN_PLACE else send).copy()
+        return self._filling(f"Iallreduce {operation}", given, receive, lambda all_, rank: _combined(all_, operation))
+
+    def Ireduce(self, send: Array, receive: Array | None, operation: Any, root: int) -> Request:
+        return self._filling(
+            f"Ireduce {operation} to {root}", send.copy(), receive, lambda all_, rank: _combined(all_, operation)
+        )
+
+    def Ireduce_scatter(self, send: Array, receive: Array, counts: Sequence[int], operation: Any) -> Request:
+        starts = np.cumsum([0, *counts])
+
+        def part(every: list[Any], rank: int) -> Array:
+            return _combined(every, operation)[starts[rank] : starts[rank + 1]]
+
+        return self._filling(f"Ireduce_scatter {operation} {list(counts)}", send.copy(), receive, part)
+
+    def _filling(
+        self, name: str, given: Any, receive: Array | None, result: Callable[[list[Any], int], Array]
+    ) -> Request:
+        """Start an operation that fills this rank's memory."""
+        rank = self.rank
+
+        def combine(every: list[Any]) -> list[Any]:
+            for rank, (sent, filled) in enumerate(every):
+                del sent
+                if filled is not None:
+                    value = result([sent for sent, _ in every], rank)
+                    filled.reshape(-1)[: value.size] = value.reshape(-1)
+            return every
+
+        del rank
+        return self._join(name, (given, receive), combine)
+
+    def Ibcast(self, buffer: Array, root: int) -> Request:
+        return self._filling(
+            f"Ibcast {buffer.size} from {root}",
+            buffer.copy() if self.rank == root else None,
+            None if self.rank == root else buffer,
+            lambda every, rank: every[root],
+        )
+
+    def Allgather(self, send: Array, receive: Array) -> None:
+        request = self._filling("Allgather", send.copy(), receive, lambda every, rank: np.concatenate(every))
+        wait(request.Test)
+
+    def Allgatherv(self, send: Any, receive: Any) -> None:
+        memory, (lengths, starts), _ = receive
+        wait(self._gatherv("Allgatherv", send.copy(), memory, lengths, starts).Test)
+
+    def Iallgatherv(self, send: Any, receive: Any) -> Request:
+        memory, (lengths, starts), _ = receive
+        own = memory[starts[self.rank] : starts[self.rank] + lengths[self.rank]].copy()
+        return self._gatherv("Iallgatherv", own, memory, lengths, starts)
+
+    def _gatherv(self, name: str, own: Array, memory: Array, lengths: Any, starts: Any) -> Request:
+        return self._filling(
+            f"{name} {list(map(int, lengths))}", own, memory, lambda every, rank: np.concatenate(every)
+        )
+
+    def Ialltoallv(self, send: Any, receive: Any) -> Request:
+        (out, (counts, starts), _), (memory, (lengths, places), _) = send, receive
+        parts = [out[start : start + count].copy() for start, count in zip(starts, counts, strict=True)]
+
+        def combine(every: list[Any]) -> list[Any]:
+            for rank, (_, filled, lengths, places) in enumerate(every):
+                for source, (sent, *_) in enumerate(every):
+                    part, length = sent[rank], lengths[source]
+                    if part.size != length:
+                        raise SimulatedError(f"rank {source} sends {part.size} and rank {rank} takes {length} bytes")
+                    filled[places[source] : places[source] + length] = part
+            return every
+
+        return self._join("Ialltoallv", (parts, memory, lengths, places), combine)
+
+    # --- Messages
+
+    def Isend(self, buffer: Any, rank: int, tag: int = 0) -> Request:
+        body, shared, scheduler = bytes(_bytes(buffer)), self._shared, self._scheduler
+        message = _Message(self.rank, tag, body)
+        source, target = self.library.hosts[self._world_rank], self.library.hosts[shared.members[rank]]
+        moment = scheduler.now + scheduler.random.uniform(*(_NEAR if source == target else _FAR))
+        moment = arrival(self.library.faults, source, target, moment)
+        # One that was sent before on this way comes before.
+        moment = shared.latest[self.rank, rank] = max(moment, shared.latest.get((self.rank, rank), 0.0))
+
+        def arrive() -> None:
+            shared.inboxes[rank].append(message)
+            message.arrived = True
+            scheduler.changed()
+
+        if math.isfinite(moment):
+            scheduler.at(moment, arrive)
+        # A long message is complete when it has arrived, a short one at once.
+        return Request(lambda: message.arrived if len(body) > 4096 else True)
+
+    def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
+        memory = _bytes(buffer)
+
+        def test() -> bool:
+            message = self._take(rank, tag)
+            if message is None:
+                return False
+            if len(message.body) > len(memory):
+                raise SimulatedError(f"a message of {len(message.body)} bytes is received into {len(memory)}")
+            memory[: len(message.body)] = message.body
+            return True
+
+        return Request(test)
+
+    def Recv(self, buffer: Any, rank: int, tag: int) -> None:
+        wait(self.Irecv(buffer, rank, tag).Test)
+
+    def Iprobe(self, source: int = Library.ANY_SOURCE, tag: int = Library.ANY_TAG, status: Any = None) -> bool:
+        message = self._find(source, tag)
+        if message is not None and status is not None:
+            status.source, status._nbytes = message.source, len(message.body)
+        return message is not None
+
+    def Improbe(self, source: int, tag: int, status: Any) -> _Found | None:
+        message = self._take(source, tag)
+        if message is None:
+            return None
+        status.source, status._nbytes = message.source, len(message.body)
+        return _Found(message)
+
+    def _find(self, source: int, tag: int) -> _Message | None:
+        for message in self._shared.inboxes[self.rank]:
+            if source in (message.source, Library.ANY_SOURCE) and tag in (message.tag, Library.ANY_TAG):
+                return message
+        return None
+
+    def _take(self, source: int, tag: int) -> _Message | None:
+        message = self._find(source, tag)
+        if message is not None:
+            if self._scheduler.choosing:
+                raise RuntimeError("a message is received by its own rank alone")
+            self._shared.inboxes[self.rank].remove(message)
+            self._scheduler.changed()
+        return message
+
+
+class _Found:
+    """A message that was probed, and is this caller's to receive."""
+
+    def __init__(self, message: _Message) -> None:
+        self._message = message
+
+    def Irecv(self, buffer: Any) -> Request:
+        memory = _bytes(buffer)
+        memory[: len(self._message.body)] = self._message.body
+        return Request(lambda: True)
+
+    def Recv(self, buffer: Any) -> None:
+        self.Irecv(buffer)
+
+
+def wait(ready: Callable[[], bool]) -> None:
+    """Return when something is ready: as MPI's blocking calls, without a deadline."""
+    here = runtime.present()
+    here.give_way()
+    while not ready():
+        here.nap(0, ready=ready)
+
+
+def _bytes(buffer: Any) -> memoryview:
+    if isinstance(buffer, (list, tuple)):
+        memory, nbytes, _ = buffer
+        return memoryview(memory).cast("B")[:nbytes]
+    view = memoryview(buffer)
+    return view if view.nbytes == 0 else view.cast("B")
+
+
+def _combined(every: Sequence[Array], operation: Any) -> Array:
+    function = {"SUM": np.add, "MAX": np.maximum, "LOR": np.logical_or}[repr(operation)]
+    total = every[0].copy()
+    with np.errstate(all="ignore"):
+        for term in every[1:]:
+            total = function(total, term)
+    return total.astype(every[0].dtype, copy=False)
+
+
+def make_world(scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> list[Communicator]:
+    """Return every rank's communicator of all ranks."""
+    shared, comms = _Shared(range(len(hosts))), []
+    for rank in range(len(hosts)):
+        library = Library(scheduler, hosts, faults)
+        library.COMM_WORLD = Communicator(shared, rank, library)
+        library.COMM_SELF = Communicator(_Shared([rank]), 0, library)
+        comms.append(library.COMM_WORLD)
+    return comms

@@ -1,0 +1,168 @@
+"""Faults that are planted into the protocols, each of which simulated ranks must find, and find again by its seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from random_calls import program as random_calls
+
+import mpikv
+from mpikv.agreement import Agreement
+from mpikv.asynchronous import AsyncKVStore, Kind
+from mpikv.clocks import Clocks
+from mpikv.exchange import Exchange
+from mpikv.testing.explore import explore
+from mpikv.transports.hosts import HostsTransport
+from mpikv.transports.requests import Requests
+from mpikv.transports.shm import ShmTransport
+
+SEEDS = range(40)
+
+
+def asynchronous(comm: Any, seed: int) -> None:
+    """Push and pull without rounds; every push must count once, and no rank be too far ahead."""
+    draw = random.Random(f"{seed} {comm.rank}")
+    with mpikv.create("dist_async", comm=comm, staleness=2, timeout=20.0) as kv:
+        kv.init(["v", "w"], [np.zeros(3), np.zeros(50)])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        with pytest.raises(mpikv.MPIKVError):  # of one rank, and all go on
+            kv.barrier() if comm.rank else kv.set("unknown", np.zeros(1))
+        for _ in range(8):
+            kv.push("w", np.ones(50))
+            if draw.random() < 0.5:
+                kv.pull("v")
+        kv.barrier()
+        assert (kv.pull("w") == -8 * kv.size).all()
+        largest = kv.statistics()["staleness"]["largest"]
+        assert largest is None or largest <= 2 + 1, f"a rank was {largest} pushes ahead"
+
+
+def no_barrier(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ShmTransport, "_wait", lambda self, peer, arrivals: None)
+
+
+def one_half(patch: pytest.MonkeyPatch) -> None:
+    """The staging area has two halves, but one of them is used for all exchanges."""
+    show = ShmTransport._show
+
+    def same(self: ShmTransport) -> int:
+        half = show(self)
+        self.turn = half
+        return half
+
+    patch.setattr(ShmTransport, "_show", same)
+
+
+def flag_before_data(patch: pytest.MonkeyPatch) -> None:
+    def exchange(self: ShmTransport, send: Any) -> int:
+        half = self._show()
+        if send.base is not self._halves.base:
+            np.copyto(self._halves[half, self.rank][: send.nbytes], send.view(np.uint8))
+        return half
+
+    patch.setattr(ShmTransport, "_exchange", exchange)
+
+
+def one_token_word(patch: pytest.MonkeyPatch) -> None:
+    """A rank that is in the next comparison already overwrites what the others still read."""
+
+    def agree(self: ShmTransport, token: int, showing: bool = False) -> bool:
+        self._flags[self._mine + 1] = token
+        self._arrive()
+        if any(self._flags[peer + 1] != token for peer in self._peers):
+            return False
+        self._shown = showing
+        return True
+
+    patch.setattr(ShmTransport, "agree", agree)
+
+
+def counter_not_advanced(patch: pytest.MonkeyPatch) -> None:
+    """A rank whose call failed by its own fault does not count it."""
+    refuse = Agreement.refuse
+
+    def refuse_uncounted(self: Agreement, call: Any, error: BaseException) -> Any:
+        try:
+            refuse(self, call, error)
+        finally:
+            self.calls -= 1
+
+    patch.setattr(Agreement, "refuse", refuse_uncounted)
+
+
+def answered_twice(patch: pytest.MonkeyPatch) -> None:
+    """The owner takes the first request of rank 1 for two."""
+    act = AsyncKVStore._act
+    seen: set[int] = set()
+
+    def twice(self: AsyncKVStore, rank: int, kind: Any, *rest: Any) -> None:
+        if kind == Kind.PUSH and rank == 1 and id(self) not in seen:
+            seen.add(id(self))
+            self._ledger.push(rank, rest[0], rest[1], rest[2].copy())
+        act(self, rank, kind, *rest)
+
+    patch.setattr(AsyncKVStore, "_act", twice)
+
+
+def clocks_not_kept(patch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the slowest rank."""
+    patch.setattr(Clocks, "wait", lambda self, rank, ticket, least: self._answer(rank, ticket, least))
+
+
+def plan_not_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Exchange, "_forget_plans", lambda self: None)
+
+
+def not_published(patch: pytest.MonkeyPatch) -> None:
+    """Other hosts keep the values that they have."""
+    patch.setattr(Exchange, "_refresh", lambda self, plan: None)
+
+
+def each_by_itself(patch: pytest.MonkeyPatch) -> None:
+    """Ranks do not compare how many calls are pending before they choose the next."""
+    patch.setattr(Agreement, "least", lambda self, number: number)
+
+
+def no_fence_between_hosts(patch: pytest.MonkeyPatch) -> None:
+    """Values from another host are read before all of them have come."""
+    patch.setattr(HostsTransport, "fence", lambda self, showing=False: None)
+    patch.setattr(Requests, "complete", lambda self, *requests: [request.Test() for request in requests])
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED: list[tuple[Plant, Callable[..., None]]] = [
+    (no_barrier, random_calls),
+    (one_half, random_calls),
+    (flag_before_data, random_calls),
+    (one_token_word, random_calls),
+    (plan_not_dropped, random_calls),
+    (not_published, random_calls),
+    (each_by_itself, random_calls),
+    (no_fence_between_hosts, random_calls),
+    (counter_not_advanced, asynchronous),
+    (answered_twice, asynchronous),
+    (clocks_not_kept, asynchronous),
+]
+
+
+@pytest.mark.parametrize("program", [random_calls, asynchronous])
+def test_the_programs_pass_where_nothing_is_planted(program: Callable[..., None]) -> None:
+    assert explore(program, SEEDS, ranks=(2, 6), hosts=(1, 3)) is None
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize(("plant", "program"), PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_a_planted_fault_is_found_and_found_again(
+    plant: Plant, program: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    found = explore(program, SEEDS, ranks=(2, 6), hosts=(1, 3))
+    assert found is not None
+    cluster, error = found
+    again = explore(program, [cluster.seed], ranks=(2, 6), hosts=(1, 3))
+    assert again is not None
+    assert (type(again[1]), str(again[1])) == (type(error), str(error))
