@@ -1,4 +1,4 @@
-"""Write tests/golden/optimizers.npz: what torch.optim makes of fixed gradients.
+"""Write tests/support/golden/optimizers.npz: what torch.optim makes of fixed gradients.
 
 Needs torch; the tests need only the file.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+GOLDEN = Path(__file__).parents[1] / "tests/support/golden/optimizers.npz"
 STEPS, SIZE = 25, 31
 KEPT = [0, 1, 4, 11, 24]
 CLIP = 0.75
@@ -52,7 +53,7 @@ def main() -> None:
             optimizer.step()
             path.append(parameter.detach().numpy().copy())
         golden[f"{name}/{dtype}/{'clip' if clip else 'plain'}"] = np.array(path)[KEPT]
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[1] / "tests/golden/optimizers.npz"
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN
     target.parent.mkdir(exist_ok=True)
     np.savez_compressed(target, **golden)
     print(f"{target}: {len(golden)} arrays from torch {torch.__version__}")

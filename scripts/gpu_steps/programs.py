@@ -22,7 +22,7 @@ def tests(ranks: int) -> Callable[[], Numbers]:
             raise AssertionError("; ".join(problems))
         # What runs on one rank only is part of the first of these steps.
         marked = "gpu and ranks" if ranks > 1 else "gpu"
-        arguments = ["-m", "pytest", "tests/gpu", "-m", marked, f"--ranks={ranks}", "-q", "--no-header"]
+        arguments = ["-m", "pytest", "tests/gpu/real", "-m", marked, f"--ranks={ranks}", "-q", "--no-header"]
         arguments += ["-p", "no:cacheprovider", "--color=no", "--tb=short"]
         # The limit of the step ends it: what is said here must be said before.
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_calls import program as random_calls
 
 import mpikv
 from mpikv.agreement import Agreement
@@ -19,6 +18,7 @@ from mpikv.testing.explore import explore
 from mpikv.transports.hosts import HostsTransport
 from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
+from simulation.random_calls import program as random_calls
 
 SEEDS = range(40)
 

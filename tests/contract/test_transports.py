@@ -1,0 +1,139 @@
+"""Every transport keeps the promises of the seam."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pytest
+from support.dealt import Dealt
+
+from mpikv.config import Config
+from mpikv.errors import Unsupported
+from mpikv.testing import TransportContract
+from mpikv.transports import choose, open_transport
+from mpikv.transports.hosts import HostsTransport
+from mpikv.transports.local import LocalTransport
+from mpikv.transports.mpi import MpiTransport
+from mpikv.transports.shm import ShmTransport
+from mpikv.typing import Transport
+from mpikv.waiting import Waiting
+from mpikv.world import Group
+
+
+@pytest.mark.ranks(1)
+class TestLocal(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return LocalTransport(limit)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestMpi(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return MpiTransport(group, limit, Waiting(timeout))
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestMpiThatGathers(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return MpiTransport(group, limit, Waiting(timeout), gathers=True)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestShm(TransportContract):
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return ShmTransport(group, limit, Waiting(timeout))
+
+
+class Chosen:
+    """In place of a choice by time."""
+
+    def __init__(self, *ways: int) -> None:
+        self._ways = cycle(ways)
+
+    def next(self) -> int:
+        return next(self._ways)
+
+    def took(self, way: int, seconds: float, amount: int) -> None:
+        assert seconds >= 0 < amount
+
+
+class TestShmThatLends(TestShm):
+    """Every rank reads what others have where it lies."""
+
+    ways = (1, 1)
+
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        transport = super().make(group, limit, timeout)
+        if not transport.lends:
+            pytest.skip("the system does not let ranks read each other's memory")
+        transport._large, transport._faster = 1, Chosen(*self.ways[group.rank % 2 :])
+        return transport
+
+
+class TestShmThatChanges(TestShmThatLends):
+    """Ranks lend and copy as they like."""
+
+    ways = (0, 1, 1, 0, 1)
+
+
+@pytest.mark.ranks(2, 3, 4)
+class TestHosts(TransportContract):
+    """On several hosts of one rank each."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(comm, 1)
+
+    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+        return HostsTransport(group, limit, Waiting(timeout))
+
+
+class TestHostsOfTwo(TestHosts):
+    """With three ranks one host has less, and with two there is one host."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(comm, 2)
+
+
+class TestHostsInTurn(TestHosts):
+    """The ranks are dealt to two hosts, so that no host has neighbouring ones."""
+
+    def group(self, comm: Any) -> Group:
+        return Group(Dealt(comm))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_transport_is_chosen_by_where_the_ranks_are(comm):
+    group = Group(comm)
+    expected = {"local"} if comm is None else {"shm"}
+    transport = open_transport(group, Config(bucket_bytes=4096))
+    assert {transport.name} == expected == {choose(group, Config())[0]}
+    transport.close()
+    group.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_transport_of_one_rank_is_refused_for_more(comm):
+    group = Group(comm)
+    with pytest.raises(Unsupported, match="'local' is for one rank"):
+        choose(group, Config(transport="local"))
+    group.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
+    """Preparing a sum in the outbox is there to save a copy."""
+    group = Group(comm)
+    transport = ShmTransport(group, 1 << 20, Waiting(20.0))
+    send = transport.outboxes[transport.turn].view(np.float32)
+    copied = []
+    original = np.copyto
+    np.copyto = lambda *arguments, **options: (copied.append(1), original(*arguments, **options))
+    try:
+        transport.allreduce(send, np.empty(send.size, np.float32))
+    finally:
+        np.copyto = original
+    assert not copied
+    transport.close()
+    group.close()

@@ -1,0 +1,643 @@
+"""Calls that nobody waits for on a GPU that is none: in the order of streams of the moment when they were issued."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from store import test_work
+
+import mpikv
+from mpikv import (
+    KeyNotInitialized,
+    NotFinite,
+    PeerFailed,
+    RowSparse,
+    Stalled,
+    TransportError,
+    Unsupported,
+    ValueMismatch,
+)
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.device import DeviceMemory
+from mpikv.store import KVStore
+from mpikv.testing.fakegpu import FakeGpu, FakeKernels, RaceError
+from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.store import on_host
+from mpikv.transports.device import open_device_transport
+from mpikv.world import connect
+
+from .test_device import KEYS, store_on
+
+ALL = pytest.mark.ranks(1, 2, 3, 4)
+SIZE = 6000
+
+
+@pytest.fixture
+def gpu(comm: Any) -> Iterator[FakeGpu]:
+    gpu = FakeGpu(comm.rank if comm else 0)
+    yield gpu
+    gc.collect()
+    gpu.checker.assert_clean()
+
+
+@pytest.fixture
+def kv(gpu: FakeGpu, comm: Any) -> Iterator[KVStore]:
+    with store_on(gpu, comm, timeout=20) as store:
+        store.init("w", gpu.upload(np.zeros(SIZE, np.float32)))
+        yield store
+
+
+def held(kv: KVStore) -> threading.Event:
+    """Hold the thread of a store before its next call until the event is set."""
+    released, least = threading.Event(), kv._pending._least
+
+    def wait(queued: int) -> int:
+        assert released.wait(20)
+        return least(queued)
+
+    kv._pending._least = wait
+    return released
+
+
+def queued(work: Any) -> None:
+    """Wait until a call is queued, as :meth:`Work.wait` does, but with no stream."""
+    deadline = time.monotonic() + 20
+    while not work.done:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    assert work.error is None
+
+
+def full(gpu: FakeGpu, value: float) -> Any:
+    return gpu.upload(np.full(SIZE, value, np.float32))
+
+
+# --- The order of streams
+
+
+@ALL
+def test_it_comes_after_what_its_stream_had_to_do_and_nothing_else(gpu, kv):
+    """Neither waits for the other beyond that: not the store for what comes next, nor the caller for the call."""
+    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.stream
+    before = gpu.current().clock[stream.number]
+    with caller:
+        gradient, out = full(gpu, 3), gpu.empty((SIZE,), np.dtype(np.float32))
+        work = kv.pushpull("w", gradient, out, wait=False)
+        issued = caller.time
+        more = full(gpu, 0)
+        more += 1
+        released.set()
+        queued(work)
+        assert stream.clock[caller.number] == issued, "the call waits for what came after it"
+        assert caller.clock.get(stream.number, 0) == 0, "the caller's stream waits for the call"
+        assert gpu.find_stream(0).clock[stream.number] == before, "the default stream does"
+        with pytest.raises(RaceError, match="nothing orders them"):
+            out += 1
+        gpu.checker.faults.clear()
+        assert work.wait() is out
+        out += 1
+        gradient.fill(0)
+        np.testing.assert_array_equal(on_host(out), np.full(SIZE, 3 * kv.size + 1))
+
+
+@ALL
+@pytest.mark.parametrize("verb", ["push", "pushpull"])
+def test_rows_that_are_pushed_wait_for_nothing_else_either(gpu, kv, verb):
+    shape, floats = (40, 3), np.dtype(np.float32)
+    kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3), np.float32)), shape))
+    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.stream
+    with caller:
+        rows, out = RowSparse([1], gpu.upload(np.ones((1, 3), np.float32)), shape), gpu.empty(shape, floats)
+        work = getattr(kv, verb)("rows", rows, **({"out": out} if verb == "pushpull" else {}), wait=False)
+        issued = caller.time
+        more = full(gpu, 0)
+        more += 1
+        released.set()
+        queued(work)
+        assert stream.clock[caller.number] == issued, "the call waits for what came after it"
+        work.wait()
+
+
+@ALL
+def test_wait_orders_the_stream_of_whoever_waits(gpu, kv):
+    issuing, one, other = (gpu.stream() for _ in range(3))
+    with issuing:
+        gradient = full(gpu, 2)
+        work = kv.pushpull("w", gradient, wait=False)
+    found = []
+
+    def wait(stream):
+        gpu.use()
+        with stream:
+            found.append(on_host(work.wait()))
+
+    thread = threading.Thread(target=wait, args=(one,))
+    thread.start()
+    thread.join(20)
+    wait(other)
+    assert [values.tolist() for values in found] == [[2.0 * kv.size] * SIZE] * 2
+    with issuing:
+        work.wait()
+
+
+@ALL
+def test_a_call_that_is_refused_is_waited_for_as_well(gpu, kv):
+    """It may have read arrays before it was."""
+    kv.set_gradient_compression("fp16")
+    with gpu.stream():
+        gradient = full(gpu, np.nan)
+        with pytest.raises(NotFinite):
+            kv.push("w", gradient, wait=False).wait()
+        gradient.fill(2)
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.zeros(SIZE))
+
+
+@ALL
+def test_arrays_of_a_call_that_is_refused_live_as_long(gpu, kv):
+    """Rows in a list are summed before the ranks agree."""
+    with gpu.stream():
+        rows = gpu.upload(np.ones((2, SIZE), np.float32))
+        kv.init("rows", RowSparse([0], rows[:1], (3, SIZE)))
+        given = [RowSparse([1], rows[:1], (3, SIZE)), RowSparse([1], rows[1:], (3, SIZE))]
+        work = kv.push("rows", given, priority="high", wait=False)
+        del rows, given
+        while not work.done:
+            time.sleep(1e-3)
+        gpu.checker.assert_clean()
+        with pytest.raises(ValueMismatch, match="priority"):
+            work.wait()
+
+
+@ALL
+def test_arrays_are_let_go_of(gpu, kv):
+    with gpu.stream():
+        given, out = full(gpu, 1), full(gpu, 0)
+        lives = [weakref.ref(array) for array in (given, out)]
+        kv.pushpull("w", given, out, wait=False).wait()
+        lives += [weakref.ref(kv.pull("w", wait=False).wait())]
+        del given, out
+        for _ in range(gpu.lag + 1):  # each looks what is done
+            kv.barrier()
+        gc.collect()
+        assert all(life() is None for life in lives)
+
+
+@ALL
+def test_memory_of_new_arrays_may_be_in_use_until_it_is_taken(gpu, kv):
+    caller, released = gpu.stream(), held(kv)
+    with caller:
+        kv.push("w", full(gpu, 2), wait=False)
+        work = kv.pull("w", wait=False)
+        later = full(gpu, 0)
+        later += 1
+        released.set()
+        out = work.wait()
+        assert out._block.stream is caller
+        np.testing.assert_array_equal(on_host(out), np.full(SIZE, 2 * kv.size))
+        del work, out, later
+
+
+@ALL
+def test_new_arrays_are_not_made_for_the_default_stream_of_a_thread(gpu, kv):
+    caller = gpu.stream()
+    caller.handle = 2
+    with caller:
+        with pytest.raises(Unsupported, match=r"no new arrays .* default stream of a thread"):
+            kv.pull("w", wait=False).wait()
+        kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3))), (4, 3)))
+        rows = RowSparse([0], gpu.upload(np.ones((1, 3))), (4, 3))
+        with pytest.raises(Unsupported, match="no new arrays"):
+            kv.pushpull("rows", rows, wait=False).wait()
+        with pytest.raises(Unsupported, match="no new arrays"):
+            kv.pull("rows", rows, ignore_sparse=False, wait=False).wait()
+        kv.push("rows", [rows, rows], wait=False).wait()
+        np.testing.assert_array_equal(on_host(kv.row_sparse_pull("rows", row_ids=[0]).values), [[2 * kv.size] * 3])
+        out = full(gpu, 7)
+        assert kv.pull("w", out, wait=False).wait() is out
+        kv.push("w", full(gpu, 1), wait=False).wait()
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(SIZE, kv.size))
+
+
+@ALL
+def test_arrays_live_until_the_gpu_is_done_with_them(gpu, kv):
+    """Whoever lets go of them before, and in lists that are emptied."""
+    caller, other = gpu.stream(), gpu.stream()
+    kv.init("v", full(gpu, 0))
+    with caller:
+        for number in range(1, 5):
+            work = kv.pushpull(["w"], [full(gpu, number)], [full(gpu, 0)], wait=False)
+            gradients = [full(gpu, number), full(gpu, number)]
+            last = kv.push(["w", "v"], gradients, wait=False)
+            queued(work)
+            queued(last)
+            with other:
+                last.wait()
+            gradients.clear()
+            del work, last
+            gpu.checker.assert_clean()
+        for value in kv.pull(["w", "v"]):
+            np.testing.assert_array_equal(on_host(value), np.full(SIZE, 4 * kv.size))
+
+
+@ALL
+def test_any_other_call_orders_all_that_were_not_waited_for(gpu, kv):
+    view = kv.view("w")
+    for number, other in enumerate([kv.barrier, lambda: kv.view("w"), lambda: left(kv), lambda: kv.pull("w")], 1):
+        with gpu.stream():
+            out = full(gpu, 0)
+            works = [kv.pushpull("w", full(gpu, number), out, wait=False) for _ in range(2)]
+            other()
+            assert works[1].done
+            out += 1
+            np.testing.assert_array_equal(on_host(out), np.full(SIZE, number * kv.size + 1))
+            np.testing.assert_array_equal(on_host(view), np.full(SIZE, number * kv.size))
+
+
+def left(kv):
+    with kv.join():
+        pass
+
+
+@ALL
+def test_a_store_comes_after_what_another_has_pending(gpu, comm, kv):
+    """NCCL wants one order of all calls of a process, and each store has a thread of its own."""
+    with store_on(gpu, comm, timeout=20) as other:
+        other.init("w", full(gpu, 0))
+        for verb in ("push", "pull"):
+            for wait in (True, False):
+                released = held(kv)
+                works = [kv.push("w", full(gpu, 1), wait=False) for _ in range(3)]
+                opening = threading.Timer(0.05, released.set)
+                opening.start()
+                arguments = ("w",) if verb == "pull" else ("w", full(gpu, 1))
+                made = getattr(other, verb)(*arguments, wait=wait)
+                assert all(work.done for work in works), f"{verb} with wait={wait} came first"
+                if not wait:
+                    made.wait()
+                opening.join()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_has_left_comes_after_what_another_store_has_pending(gpu, comm, kv):
+    """It makes the calls of those that still have work, in their order."""
+    with store_on(gpu, comm, timeout=20) as other:
+        other.init("w", full(gpu, 0))
+        slow, push, made = threading.Event(), other._exchange.push, list[str]()
+
+        def late(*arguments: Any) -> None:
+            assert slow.wait(20)
+            push(*arguments)
+            made.append("pending")
+
+        other._exchange.push, shadowed = late, kv._exchange.push
+        kv._exchange.push = lambda *arguments: (shadowed(*arguments), made.append("shadowed"))
+        work = other.push("w", full(gpu, 1), wait=False)
+        with kv.join():
+            threading.Timer(0.7 if kv.rank else 0.1, slow.set).start()
+            if kv.rank == 0:
+                kv.push("w", full(gpu, 1))
+        work.wait()
+        assert made == ["pending", "shadowed"]
+
+
+class Foreign:
+    """An array of another library."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("it is not asked for")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+@ALL
+def test_arrays_of_other_libraries_are_in_order_already(gpu, kv, monkeypatch):
+    """What their library has to do when the call is made came after it."""
+    adopted = []
+
+    def adopt(value: Any, ordered: bool = False) -> Any:
+        adopted.append(ordered)
+        return value.array
+
+    monkeypatch.setattr(gpu, "adopt", adopt)
+    gradient, out = Foreign(full(gpu, 1)), Foreign(full(gpu, 0))
+    for wait in (True, False):
+        adopted.clear()
+        if (made := kv.pushpull("w", gradient, out, wait=wait)) is not out:
+            assert made.wait() is out
+        assert adopted
+        assert set(adopted) == {not wait}
+    np.testing.assert_array_equal(on_host(out.array), np.full(SIZE, kv.size))
+
+
+# --- The same as without
+
+
+@ALL
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("updater", ["assign", "sgd", "adam", "lars", "function"])
+def test_the_same_as_waiting_for_each_call(comm, gpu, seed, updater):
+    """Random programs, with arrays of the GPU and of the host, from several streams, beside a store of the host."""
+    draw, own = np.random.default_rng(seed), np.random.default_rng([seed, comm.rank if comm else 0])
+    stores = [store_on(gpu, comm, timeout=20), mpikv.create("dist_sync", comm=comm)]
+    streams = [gpu.current(), gpu.stream(), gpu.stream()]
+    for kv in stores:
+        kv.init(list(KEYS), [np.ones(shape, dtype) for shape, dtype in KEYS.values()])
+        if updater == "function":
+            kv.set_updater(lambda key, given, stored: stored.__iadd__(2 * given))
+        elif updater != "assign":
+            kv.set_optimizer(updater, learning_rate=0.25)
+    promised = []
+    for _ in range(40):
+        keys = [str(key) for key in draw.permutation(list(KEYS))[: draw.integers(1, len(KEYS) + 1)]]
+        verb, waits = draw.choice(["push", "pull", "pull anew", "pushpull"]), draw.random() < 0.2
+        values = [own.integers(-4, 5, KEYS[key][0]).astype(KEYS[key][1]) for key in keys]
+        with (caller := streams[own.choice(3)]):
+            given = [gpu.upload(value) if own.random() < 0.7 else value.copy() for value in values]
+            outs = [gpu.empty(value.shape, value.dtype) if own.random() < 0.7 else value.copy() for value in values]
+            issued = call(stores[0], verb, keys, given, outs, waits)
+            expected = call(stores[1], verb, keys, values, list(map(np.empty_like, values)), True)
+            del given, outs
+            time.sleep(own.choice([0, 0, 0, 0.003]))
+        if waits:
+            compare(issued, expected, caller)
+        else:
+            promised.append((issued, expected))
+        if promised and own.random() < 0.3:
+            compare(*promised.pop(own.integers(len(promised))), streams[own.choice(3)])
+    for issued, expected in promised:
+        compare(issued, expected, streams[own.choice(3)])
+    for kv in stores:
+        kv.close()
+
+
+def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[Any], wait: bool) -> Any:
+    if verb == "push":
+        return kv.push(keys, values, wait=wait)
+    if verb == "pushpull":
+        return kv.pushpull(keys, values, outs, wait=wait)
+    return kv.pull(keys, None if verb == "pull anew" else outs, wait=wait)
+
+
+def compare(issued: Any, expected: Any, stream: Any) -> None:
+    with stream:
+        found = issued.wait() if isinstance(issued, mpikv.Work) else issued
+        if expected is None:
+            assert found is None
+            return
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(one, np.ndarray):
+                np.testing.assert_array_equal(one, other)
+            else:
+                np.testing.assert_array_equal(on_host(one), other)
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("options", "compression"),
+    [
+        ({}, None),
+        ({"deterministic": True}, None),
+        ({"placement": "root"}, "2bit"),
+        ({}, "fp16"),
+        ({}, {"type": "bf16", "both_directions": True}),
+        ({}, {"type": "topk", "ratio": 0.5}),
+    ],
+)
+def test_buffers_rows_and_compression(comm, gpu, options, compression):
+    stores = [store_on(gpu, comm, timeout=20, **options), mpikv.create("dist_sync", comm=comm, **options)]
+    for kv in stores:
+        kv.set_gradient_compression(compression)
+        kv.init(["w", "b"], [np.zeros((40, 3), np.float32), np.zeros(4, np.float32)])
+        kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+    streams = [gpu.stream() for _ in range(3)]
+    results: list[list[Any]] = [[], []]
+    for number, stream in enumerate(streams, 1):
+        for kv, found, place in zip(stores, results, (gpu.upload, np.array), strict=True):
+            with stream:
+                found += without_waiting(kv, place, number, compression is None)
+    for found, expected in zip(*results, strict=True):
+        assert found.tobytes() == expected.tobytes()
+    for kv in stores:
+        kv.close()
+
+
+def without_waiting(kv: KVStore, place: Callable[[Any], Any], number: int, rows: bool) -> list[Any]:
+    """Return what comes of pushing buffers, and perhaps rows."""
+    buffers = kv.buffer(["w", "b"])
+    for buffer in buffers:
+        buffer[...] = number + kv.rank
+    found = list(kv.pushpull(["w", "b"], out=[place(on_host(each)) for each in buffers], wait=False).wait())
+    if rows:
+        filled = RowSparse([kv.rank, 7], place(np.full((2, 3), number, np.float32)), (40, 3))
+        given = RowSparse([3, 1 + kv.rank], place(np.full((2, 3), number, np.float32)), (40, 3))
+        kv.push("w", given, wait=False)
+        del given
+        found.append(kv.pushpull("w", filled, wait=False).wait().values)
+        if place is not np.array:
+            assert filled.values._block.stream is filled.values._gpu.current()
+    return [on_host(array) for array in (*found, kv.pull("w", wait=False).wait())]
+
+
+@ALL
+def test_compiled_calls_come_after_what_is_pending(gpu, kv):
+    gradient, out = full(gpu, 1), full(gpu, 0)
+    kv.set_optimizer("sgd", learning_rate=1.0)
+    step = kv.compile("w", gradient, out=out)
+    for number in range(1, 5):
+        kv.push("w", full(gpu, 1), wait=False)
+        work = kv.pull("w", wait=False)
+        step()
+        np.testing.assert_array_equal(on_host(out), np.full(SIZE, -2 * number * kv.size))
+        np.testing.assert_array_equal(on_host(work.wait()), np.full(SIZE, (1 - 2 * number) * kv.size))
+    assert step.captured
+
+
+@ALL
+def test_urgent_calls_pass_between_messages(gpu, comm):
+    """As those of ``p3``, which is of the host, where a store of a GPU is made so."""
+    config = Config.read(bucket_bytes=1 << 12, timeout=20)
+    group = connect(comm, config)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
+    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu), passable=True)
+    with kv:
+        kv.init(["large", "late"], [full(gpu, 0), full(gpu, 0)])
+        streams, order = [gpu.stream() for _ in range(3)], []
+        pause, passing = kv._exchange.pause, threading.Event()
+
+        def noted() -> None:
+            assert passing.wait(20)
+            pause()
+            order.append(late.done)
+
+        kv._exchange.pause = noted
+        with streams[0]:
+            large = kv.push("large", full(gpu, 2), priority=-1, wait=False)
+        with streams[1]:
+            works = [kv.push("late", full(gpu, 3), priority=1, wait=False)]
+            works.append(late := kv.pull("late", priority=1, wait=False))
+        barrier(comm)
+        passing.set()
+        with streams[2]:
+            large.wait()
+            # An own stream of a call that has passed another is that of its new arrays.
+            out = late.wait()
+            assert out._block.stream is streams[1]
+            np.testing.assert_array_equal(on_host(out), np.full(SIZE, 3 * kv.size))
+            np.testing.assert_array_equal(on_host(kv.pull("large")), np.full(SIZE, 2 * kv.size))
+        assert order[-1]
+
+
+def barrier(comm: Any) -> None:
+    if comm:
+        comm.Barrier()
+
+
+# --- The same as on hosts
+
+
+@pytest.fixture
+def on_gpu(gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests of stores on hosts make stores on GPUs."""
+    equal = np.testing.assert_array_equal
+
+    def create(**options: Any) -> KVStore:
+        return store_on(gpu, comm, **options)
+
+    monkeypatch.setattr(mpikv, "create", create)
+    monkeypatch.setattr(np.testing, "assert_array_equal", lambda found, other: equal(on_host(found), other))
+
+
+def run(test: Callable[..., None], comm: Any) -> None:
+    """Run a test, where ranks agree by MPI if it asks for a transport."""
+    known = {"comm": comm, "transport": "mpi"}
+    test(**{name: known[name] for name in inspect.signature(test).parameters})
+
+
+@ALL
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_work.test_the_most_urgent_of_what_is_pending_comes_first,
+        test_work.test_what_is_wrong_with_a_call_is_raised_by_wait,
+        test_work.test_a_failure_that_nobody_has_seen_comes_in_place_of_the_next_call,
+        test_work.test_one_failure_stands_for_those_that_follow,
+        test_work.test_looking_is_not_seeing_and_local_calls_take_no_error_away,
+        test_work.test_settings_are_set_after_what_is_pending,
+        test_work.test_an_updater_in_the_thread_cannot_use_the_store_nor_wait,
+        test_work.test_an_updater_cannot_issue_calls_either,
+        test_work.test_what_an_updater_raises_in_the_thread_reaches_every_rank,
+        test_work.test_a_short_wait_ends_and_the_call_goes_on,
+        test_work.test_waiting_again_gives_the_same_and_keeps_nothing,
+        test_work.test_closing_waits_closes_and_then_raises,
+        test_work.test_bad_priorities_are_refused_by_the_call,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_on_hosts(test, comm, on_gpu):
+    run(test, comm)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_work.test_urgency_counts_among_what_all_ranks_have_issued,
+        test_work.test_one_rank_waits_and_another_does_not,
+        test_work.test_ranks_issue_different_calls,
+        test_work.test_calls_aside_are_refused_in_join,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_on_several_hosts(test, comm, on_gpu):
+    run(test, comm)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.deadline(30)
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_work.test_ranks_that_wait_in_their_thread_are_not_named_as_late,
+        test_work.test_a_late_rank_is_named_after_calls_aside,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_who_is_late(test, comm, on_gpu):
+    run(test, comm)
+
+
+# --- Ends
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_that_does_not_come_ends_the_store(gpu, comm):
+    kv = store_on(gpu, comm, timeout=0.8)
+    kv.init("w", np.zeros(3))
+    if kv.is_root:
+        work = kv.push("w", np.ones(3), wait=False)
+        with pytest.raises(Stalled, match="waited"):
+            work.wait()
+    comm.Barrier()
+    if not kv.is_root:
+        with pytest.raises(TransportError):
+            kv.push("w", np.ones(3), wait=False).wait()
+    assert kv._transport._nccl.communicators[0].state == "aborted"
+
+
+@pytest.mark.ranks(2, 3)
+def test_work_that_does_not_end_is_over_everywhere(gpu, comm):
+    """The call was queued, and well; whoever looks at what it should have filled learns of it."""
+    config = Config(timeout=0.8)
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    board = Board(group)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
+    kv = KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
+    kv.init("w", np.zeros(5))
+    if kv.rank == 0:
+        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
+    kv.push("w", np.ones(5), wait=False)
+    work = kv.pull("w", out=np.empty(5), wait=False)  # it waits for the GPU, in the store's thread
+    with pytest.raises(TransportError):
+        work.wait()
+    with pytest.raises(mpikv.MPIKVError):
+        kv.push("w", np.ones(5), wait=False).wait()
+    assert nccl.communicators[0].state == "aborted"
+
+
+@ALL
+def test_a_store_that_is_left_by_an_error_with_calls_pending(gpu, comm):
+    kv = store_on(gpu, comm, timeout=2)
+    kv.init("w", np.zeros(3))
+    released = held(kv)
+    work = kv.push("w", np.ones(3), wait=False)
+    with pytest.raises(ZeroDivisionError), kv:
+        _ = 1 / 0
+    released.set()
+    with pytest.raises(mpikv.MPIKVError):
+        work.wait(20)
+
+
+@ALL
+def test_an_unknown_key_is_found_when_the_call_is_made(gpu, kv):
+    with pytest.raises(KeyNotInitialized):
+        kv.pull("unknown", wait=False).wait()
+    work = kv.push("w", full(gpu, 1) if kv.is_root else np.ones(3), wait=False)
+    with pytest.raises(ValueMismatch if not kv.is_root else PeerFailed) if kv.size > 1 else nullcontext():
+        work.wait()
+    kv.push("w", full(gpu, 5), wait=False).wait()
+    np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(SIZE, 5 * kv.size))

@@ -1,0 +1,749 @@
+"""The seam to CuPy, where there is no GPU: which one is chosen, what is said when something is missing, that every name
+of CuPy's that is used is one, and the order of things, on a CuPy that copies in the host's memory, late.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpikv.config import Launch, visible_gpus
+from mpikv.device import _PER_THREAD
+from mpikv.errors import TransportError, TransportUnavailable, Unsupported
+from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
+from mpikv.sharing import sharing
+
+ROOT = Path(__file__).parents[3]
+needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
+
+
+# --- Which GPU
+
+
+@pytest.mark.parametrize(
+    ("count", "local_rank", "local_size", "sharing", "visible", "expected"),
+    [
+        (1, 0, 1, False, None, 0),
+        (8, 5, 8, False, None, 5),
+        (8, 5, 6, False, "0,1,2,3,4,5,6,7", 5),
+        (1, 3, 4, False, "3", 0),  # a launcher shows each rank its own
+        (1, 3, 4, False, "MIG-4a5f", 0),
+        (1, 3, 4, True, None, 0),
+        (2, 3, 4, True, None, 1),
+        (4, 3, 4, True, None, 3),
+    ],
+)
+def test_a_rank_has_the_gpu_of_its_number(count, local_rank, local_size, sharing, visible, expected):
+    assert choose_gpu(count, local_rank, local_size, sharing, visible) == expected
+
+
+def test_too_few_gpus():
+    with pytest.raises(
+        TransportUnavailable, match=r"^4 ranks of this host need a GPU each and see 2; start 2 per host"
+    ):
+        choose_gpu(2, 0, 4, False, None)
+    with pytest.raises(TransportUnavailable, match=r"see 2 of CUDA_VISIBLE_DEVICES='0,1'; .*MPIKV_GPU_SHARING=1"):
+        choose_gpu(2, 3, 4, False, "0,1")
+
+
+def test_what_cuda_is_told_to_show():
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == "0,1"
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ""
+    assert visible_gpus({}) is None
+
+
+# --- What is missing
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for find in (lambda: find_gpu(0, 1), find_nccl):
+        with pytest.raises(TransportUnavailable, match=r"need the package CuPy .*pip install 'mpikv\[cuda13\]'"):
+            find()
+    found = survey()
+    assert (found.cupy, found.nccl, found.devices, len(found.problems)) == (None, None, [], 1)
+
+
+def run(code: str, **variables: str) -> tuple[str, float]:
+    """Return what a new process prints, which must say nothing else, and the seconds after the import of CuPy."""
+    code = f"import time, cupy; begin = time.perf_counter(); {code}; print(time.perf_counter() - begin)"
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/nowhere", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=18, check=True
+    )
+    assert done.stderr == ""
+    *lines, seconds = done.stdout.splitlines()
+    return "\n".join(lines), float(seconds)
+
+
+@needs_cupy
+def test_without_a_gpu():
+    code = (
+        "import mpikv, mpikv.gpu\ntry: mpikv.gpu.find_gpu(0, 1, visible='')\nexcept mpikv.MPIKVError as e: print(e)\n"
+    )
+    text, seconds = run(f"exec({code!r})", CUDA_VISIBLE_DEVICES="")
+    assert re.search(r"^CuPy \S+ is installed, but no GPU can be used here \(.+, with CUDA_VISIBLE_DEVICES=''\)", text)
+    assert re.search("install NVIDIA's driver, 580 or newer|nvidia-smi shows which", text)
+    assert seconds < 1
+
+
+@needs_cupy
+def test_without_nccl():
+    """The library is there, but what loads it fails as where it is not."""
+    code = """
+import sys, mpikv, mpikv.gpu
+class Missing:
+    def find_spec(self, name, *others):
+        if name == "cupy_backends.cuda.libs.nccl":
+            raise ImportError("libnccl.so.2: cannot open shared object file")
+sys.meta_path.insert(0, Missing())
+try: mpikv.gpu.find_nccl()
+except mpikv.MPIKVError as e: print(e)
+"""
+    text, seconds = run(f"exec({code!r})")
+    assert re.search(r"^CuPy \S+ cannot load the library NCCL \(ImportError \(libnccl.so.2: cannot open", text)
+    assert re.search(r"pip install 'nvidia-nccl-cu1[23]>=2.27.7,<3'$", text)
+    assert seconds < 1
+
+
+@needs_cupy
+def test_versions():
+    import cupy
+
+    found = survey()
+    assert found.cupy == cupy.__version__
+    if found.nccl is not None:
+        assert re.fullmatch(r"2\.\d+\.\d+", found.nccl)
+        assert find_nccl().NcclCommunicator
+    assert bool(found.devices) is cupy.cuda.is_available()
+
+
+# --- CuPy's names
+
+
+NAMES = {
+    "cuda.Device": "device",
+    "cuda.Device.use": "self",
+    "cuda.Device.__enter__": "self",
+    "cuda.Device.__exit__": "self",
+    "cuda.Event": "disable_timing",
+    "cuda.Event.synchronize": "self",
+    "cuda.Event.done": "",
+    "cuda.Stream": "non_blocking priority",
+    "cuda.Stream.record": "event",
+    "cuda.Stream.wait_event": "event",
+    "cuda.Stream.synchronize": "self",
+    "cuda.Stream.begin_capture": "mode",
+    "cuda.Stream.end_capture": "self",
+    "cuda.Stream.is_capturing": "self",
+    "cuda.Graph.launch": "stream",
+    "cuda.runtime.streamCaptureModeRelaxed": "",
+    "cuda.Stream.__enter__": "",
+    "cuda.Stream.__exit__": "",
+    "cuda.Stream.null.ptr": "",
+    "cuda.Stream.from_external": "obj",
+    "cuda.get_current_stream": "device_id",
+    "cuda.get_elapsed_time": "start_event end_event",
+    "cuda.alloc_pinned_memory": "size",
+    "cuda.is_available": "",
+    "cuda.MemoryPointer.ptr": "",
+    "cuda.MemoryPointer.device_id": "",
+    "cuda.runtime.CUDARuntimeError": "",
+    "cuda.runtime.eventQuery": "event",
+    "cuda.runtime.memcpyDefault": "",
+    "cuda.runtime.memcpyAsync": "dst src size kind stream",
+    "cuda.runtime.getDeviceCount": "",
+    "cuda.runtime.getDeviceProperties": "device",
+    "cuda.runtime.deviceGetPCIBusId": "device",
+    "cuda.runtime.runtimeGetVersion": "",
+    "ndarray.data": "",
+    "from_dlpack": "array",
+    "empty": "",
+    "zeros": "",
+    "ascontiguousarray": "",
+}
+
+
+@needs_cupy
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_cupy_that_is_used_is_one(name):
+    import cupy
+
+    found: Any = cupy
+    for part in name.split("."):
+        found = getattr(found, part)
+    # Compiled functions have their signatures in the first line of their documentation only.
+    lines = [getattr(one, "__doc__", None) or "" for one in (found, getattr(found, "__init__", None))]
+    signatures = " ".join(line.partition("\n")[0] for line in lines)
+    for parameter in NAMES[name].split():
+        assert re.search(rf"\b{parameter}\b", signatures), signatures
+
+
+def test_the_table_names_all_that_gpu_py_uses():
+    text = (ROOT / "mpikv/gpu.py").read_text()
+    used = set(
+        re.findall(r"\b(?:self\.gpu\.|self\.|cupy\.)(cuda(?:\.\w+)+|(?:empty|zeros|from_dlpack|ascont\w+))\(", text)
+    )
+    assert used <= set(NAMES), used - set(NAMES)
+    assert len(used) > 8
+
+
+@needs_cupy
+def test_errors_of_cupy_are_those_that_are_caught():
+    import cupy
+
+    assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)
+    assert issubclass(cupy.cuda.runtime.CUDARuntimeError, RuntimeError)
+    error = cupy.cuda.runtime.CUDARuntimeError(2)
+    assert error.status == 2
+    assert "cudaErrorMemoryAllocation" in str(error)
+
+
+# --- Order, on a CuPy that copies late
+
+
+class Late:
+    """A stream whose copies are done when somebody waits for an event behind them, and not before."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+
+    def move(self, target: int, source: int, nbytes: int) -> None:
+        self.queue.append(lambda: ctypes.memmove(target, source, nbytes))
+
+    def now(self) -> SimpleNamespace:
+        return SimpleNamespace(synchronize=partial(self.run, len(self.queue)))
+
+    def run(self, behind: int) -> None:
+        for index in range(behind):
+            self.queue[index]()
+            self.queue[index] = int
+
+
+def staging(late: Late, piece: int = 8, pieces: int = 2) -> Staging:
+    return Staging([np.zeros(piece, np.uint8) for _ in range(pieces)], late.move, late.now)
+
+
+SIZES = st.lists(st.integers(0, 50), max_size=6)
+
+
+@given(SIZES, st.integers(1, 3))
+def test_uploads_arrive_whole_though_their_arrays_change(sizes, pieces):
+    late, targets, expected = Late(), [], []
+    stage = staging(late, pieces=pieces)
+    for number, size in enumerate(sizes):
+        array = np.random.default_rng(number).integers(0, 256, size, np.uint8)
+        expected.append(array.copy())
+        targets.append(np.zeros(size, np.uint8))
+        stage.upload(array, targets[-1].ctypes.data)
+        array[...] = 0
+    late.run(len(late.queue))
+    assert all((a == b).all() for a, b in zip(targets, expected, strict=True))
+
+
+@given(SIZES, st.integers(1, 3))
+def test_downloads_are_whole_when_they_return(sizes, pieces):
+    late = Late()
+    stage = staging(late, pieces=pieces)
+    for number, size in enumerate(sizes):
+        source, target = np.random.default_rng(number).integers(0, 256, (2, size), np.uint8)
+        stage.download(source.ctypes.data, target)
+        assert (source == target).all()
+        other = source.copy()
+        stage.upload(other, source.ctypes.data)  # both ways share the pieces
+        other[...] = 0
+
+
+def test_threads_take_turns():
+    """A thread that comes while another waits for a piece does not take it."""
+    late, others = Late(), []
+    arrays = [np.full(size, number + 1, np.uint8) for number, size in enumerate((20, 12, 9, 17))]
+    targets = [np.zeros_like(array) for array in arrays]
+    stage = staging(late)
+
+    def send(number: int) -> None:
+        stage.upload(arrays[number], targets[number].ctypes.data)
+
+    class Interrupted:
+        """An event behind which a copy is, during the wait for which another thread copies, too."""
+
+        def __init__(self, event: Any) -> None:
+            self._event = event
+
+        def synchronize(self) -> None:
+            if len(others) < 3:
+                others.append(threading.Thread(target=send, args=(len(others) + 1,)))
+                others[-1].start()
+                others[-1].join(0.2)
+            self._event.synchronize()
+
+    stage._now = lambda: Interrupted(late.now())
+    send(0)
+    for thread in others:
+        thread.join()
+    assert len(others) == 3
+    late.run(len(late.queue))
+    for target, array in zip(targets, arrays, strict=True):
+        np.testing.assert_array_equal(target, array)
+
+
+class Failure(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class OutOfMemory(MemoryError):
+    pass
+
+
+class Standin:
+    """What :class:`CupyGpu` uses of CuPy, over the host's memory; notes on which GPU each thing was done."""
+
+    def __init__(self) -> None:
+        self.present, self.notes, self.status, self.queried = 0, [], 0, 0
+        self.ndarray = StandinArray
+        self.empty = lambda shape, dtype: self.note("empty", StandinArray(np.empty(shape, dtype), self.present))
+        self.zeros = lambda count, dtype: self.note("zeros", StandinArray(np.zeros(count, dtype), self.present))
+        self.ascontiguousarray = lambda array: array
+        self.from_dlpack = lambda value: StandinArray(np.from_dlpack(value.host), value.ordinal)
+        self.streams = [StandinStream(self)]
+        self.cuda = SimpleNamespace(
+            Device=lambda ordinal: StandinDevice(self, ordinal),
+            Event=lambda disable_timing=False: self.note(
+                "event", SimpleNamespace(made=self.present, ptr=id(self), timing=not disable_timing, synchronize=int)
+            ),
+            get_elapsed_time=lambda first, last: self.note("elapsed", last.milliseconds - first.milliseconds),
+            Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
+            get_current_stream=lambda ordinal=0: self.streams[-1],
+            alloc_pinned_memory=bytearray,
+            memory=SimpleNamespace(OutOfMemoryError=OutOfMemory),
+            runtime=SimpleNamespace(
+                CUDARuntimeError=Failure,
+                memcpyDefault=4,
+                memcpyAsync=lambda target, source, nbytes, kind, stream: ctypes.memmove(target, source, nbytes),
+                getDeviceProperties=lambda ordinal: {"uuid": bytes(range(1, 20)), "name": b"Stand-in"},
+                deviceGetPCIBusId=lambda ordinal: f"0000:0{ordinal}:00.0",
+                getDeviceCount=lambda: 2,
+                eventQuery=lambda event: self.queried,
+            ),
+        )
+
+    def note(self, what: str, made: Any) -> Any:
+        if self.status:
+            raise Failure(self.status)
+        self.notes.append((what, self.present))
+        return made
+
+
+class StandinArray:
+    def __init__(self, host: np.ndarray[Any, Any], ordinal: int) -> None:
+        self.host, self.ordinal, self.shape, self.dtype = host, ordinal, host.shape, host.dtype
+        self.data = SimpleNamespace(ptr=host.ctypes.data, device_id=ordinal)
+        self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
+
+    def fill(self, value: int) -> None:
+        self.host.fill(value)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.ordinal
+
+
+class StandinDevice:
+    def __init__(self, cupy: Standin, ordinal: int) -> None:
+        self.cupy, self.ordinal, self.before = cupy, ordinal, []
+
+    def use(self) -> None:
+        self.cupy.present = self.ordinal
+
+    def __enter__(self) -> None:
+        self.before.append(self.cupy.present)
+        self.use()
+
+    def __exit__(self, *failure: object) -> None:
+        self.cupy.present = self.before.pop()
+
+
+class StandinStream:
+    def __init__(self, cupy: Standin, **options: object) -> None:
+        self.cupy, self.options, self.ptr = cupy, options, id(self)
+
+    def record(self, event: SimpleNamespace) -> SimpleNamespace:
+        event.synchronize = int
+        return self.cupy.note("record", event)
+
+    def wait_event(self, event: SimpleNamespace) -> None:
+        assert event.timing is False  # one of CuPy's
+        self.cupy.note("wait", event)
+
+    def synchronize(self) -> None:
+        self.cupy.note("synchronize", None)
+
+    def __enter__(self) -> None:
+        self.cupy.streams.append(self)
+
+    def __exit__(self, *failure: object) -> None:
+        assert self.cupy.streams.pop() is self
+
+
+@pytest.fixture
+def cupy() -> Standin:
+    return Standin()
+
+
+@pytest.fixture
+def gpu(cupy: Standin) -> Iterator[CupyGpu]:
+    """Return the second of two GPUs, where the thread's present one is the first, and stays so."""
+    made = CupyGpu(cupy, 1)
+    yield made
+    assert cupy.present == 0
+    assert len(cupy.streams) == 1
+
+
+def test_names_of_a_gpu(gpu):
+    assert (gpu.name, gpu.uuid) == ("cuda:1", "0102030405060708090a0b0c0d0e0f10 0000:01:00.0")
+
+
+def test_everything_is_done_on_its_gpu(gpu, cupy):
+    stream = gpu.stream()
+    assert cupy.notes == [("stream", 1)]
+    with stream, stream:
+        assert gpu.current().handle == stream.handle
+        assert gpu.address(gpu.zeros(8)) > 0
+        gpu.empty((2, 3), np.dtype("f4"))
+    caller = gpu.current()
+    assert caller.handle != stream.handle
+    stream.wait(caller.record())
+    stream.synchronize()
+    assert cupy.notes[1:] == [(what, 1) for what in ("zeros", "empty", "event", "record", "wait", "synchronize")]
+
+
+def test_a_stream_is_urgent_and_waits_for_no_other(gpu, cupy):
+    assert gpu.stream().beneath.options == {"non_blocking": True, "priority": -100}
+
+
+def test_hosts_arrays_come_and_go(gpu, monkeypatch):
+    monkeypatch.setattr("mpikv.gpu._PIECE", 64)
+    for array in (np.arange(1000.0), np.arange(12).reshape(3, 4)[:, ::2], np.float32(3)[...], np.empty((0, 3))):
+        here = gpu.upload(array)
+        assert gpu.owns(here)
+        assert (here.shape, here.dtype) == (array.shape, array.dtype)
+        out = np.zeros((*array.shape, 2), array.dtype)[..., 0]  # not contiguous
+        gpu.download(here, out)
+        assert (out == array).all()
+
+
+def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "_copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host))
+    for filled in (np.zeros((3, 4)), np.zeros((3, 8))[:, ::2], np.zeros((0, 2))):
+        array, out = np.random.default_rng(1).random(filled.shape), StandinArray(filled, 1)
+        assert gpu.upload(array, out) is out
+        assert (filled == array).all()
+
+
+def test_norms_of_arrays(gpu, monkeypatch):
+    """What the kernels leave for each cell is put together: of three arrays that have two, none and one."""
+    sums = StandinArray(np.array([1.5, 0, 2.5, 1, 4, 0]), 1)
+    given = []
+
+    def measure(arrays, dtypes):
+        given.extend(zip(arrays, dtypes, strict=True))
+        return sums, [2, 0, 1]
+
+    monkeypatch.setattr("mpikv.gpu.norms.measure", measure)
+    arrays = [StandinArray(np.zeros(size), 1) for size in (70000, 0, 3)]
+    assert gpu.measure(arrays, ["f2", "f4", "f8"]) == [(4.0, False), (0.0, True), (4.0, True)]
+    assert given == list(zip(arrays, ["f2", "f4", "f8"], strict=True))
+
+
+def test_arrays_of_any_layout_are_scaled(gpu, cupy, monkeypatch):
+    contiguous, strided = np.arange(3.0), np.arange(6.0)[::2]
+    cupy.ascontiguousarray = lambda array: (
+        array if array.flags.c_contiguous else StandinArray(np.ascontiguousarray(array.host), 1)
+    )
+
+    def scale(arrays, factor):
+        assert all(array.flags.c_contiguous for array in arrays)
+        for array in arrays:
+            array.host[...] *= factor
+
+    def copy(targets, sources):
+        for target, source in zip(targets, sources, strict=True):
+            target.host[...] = source.host
+
+    monkeypatch.setattr("mpikv.gpu.norms.scale", scale)
+    monkeypatch.setattr(gpu, "_copy", copy)
+    gpu.scale([StandinArray(contiguous, 1), StandinArray(strided, 1)], 2.0)
+    assert contiguous.tolist() == [0, 2, 4]
+    assert strided.tolist() == [0, 4, 8]
+
+
+def test_the_gpu_of_an_array(monkeypatch):
+    standin = Standin()
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr("mpikv.gpu._known", SimpleNamespace(gpus={}))
+    array = StandinArray(np.arange(3.0), 1)
+    gpu = gpu_of(array)
+    assert (gpu.name, standin.present) == ("cuda:1", 0)
+    assert gpu_of(SimpleNamespace(__dlpack_device__=lambda: (13, 1))) is gpu  # memory that moves
+    gpu.download(array, out := np.empty(3))
+    assert (out == array.host).all()
+    with pytest.raises(Unsupported, match=r"DLPack's device \(10, 0\), of which nothing is known here"):
+        gpu_of(SimpleNamespace(__dlpack_device__=lambda: (10, 0)))
+
+
+def test_what_to_do_without_a_driver_or_a_gpu(monkeypatch):
+    standin = Standin()
+    standin.__version__ = "14"
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    for status, advice in ((35, "status 35); install NVIDIA's driver, 580"), (100, "status 100); nvidia-smi shows")):
+
+        def failing(status=status):
+            raise Failure(status)
+
+        standin.cuda.runtime.getDeviceCount = failing
+        with pytest.raises(TransportUnavailable, match=re.escape(advice)):
+            find_gpu(0, 1)
+
+
+def test_an_array_of_a_gpu_that_cannot_be_used(monkeypatch):
+    standin = Standin()
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr("mpikv.gpu._known", SimpleNamespace(gpus={}))
+
+    def without_driver(ordinal):
+        raise Failure(35)
+
+    standin.cuda.runtime.getDeviceProperties = without_driver
+    for _ in range(2):
+        with pytest.raises(TransportUnavailable, match="the array is on cuda:1, which cannot be used here: status"):
+            gpu_of(StandinArray(np.arange(3.0), 1))
+
+
+def test_each_thread_copies_by_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", Standin())
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(gpu_of(StandinArray(np.zeros(1), 0)))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is not found[1]
+
+
+def test_arrays_are_looked_at_on_their_gpu(gpu, cupy):
+    """All flags come back by one copy."""
+    seen = []
+
+    def look(arrays: list[object], flags: StandinArray, bound: float) -> None:
+        seen.append((arrays, flags.host.tolist(), bound, cupy.present))
+        flags.host[1] = 1
+
+    gpu._exceeding = look
+    arrays = [object() for _ in range(3)]
+    flags = gpu.zeros(3)
+    assert gpu.exceeding(arrays, 7.0, flags) == [False, True, False]
+    assert seen == [(arrays, [0, 0, 0], 7.0, 1)]
+    cupy.status = 700
+    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'exceeding'"):
+        gpu.exceeding(arrays, 7.0, flags)
+
+
+def test_arrays_of_others(gpu, cupy):
+    assert not gpu.owns(np.zeros(3))
+    assert not gpu.owns(StandinArray(np.zeros(3), 0))
+    assert gpu.owns(gpu.adopt(SimpleNamespace(host=np.zeros(3), ordinal=1, __dlpack_device__=lambda: (2, 1))))
+    for device, where in (((2, 0), "cuda:0"), ((10, 1), r"DLPack's device \(10, 1\)")):
+        with pytest.raises(Unsupported, match=rf"is on {where}.* the store on cuda:1; .*Device\(1\).use"):
+            gpu.adopt(SimpleNamespace(__dlpack_device__=lambda device=device: device))
+
+    def refuse(value: object) -> None:
+        raise BufferError("it is conjugated")
+
+    cupy.from_dlpack = refuse
+    with pytest.raises(Unsupported, match="cannot use the memory of a SimpleNamespace: it is conjugated"):
+        gpu.adopt(SimpleNamespace(__dlpack_device__=lambda: (2, 1)))
+
+
+def test_tensors_of_torch_that_come_in_order_already(gpu, cupy):
+    """Torch is asked to order nothing, and else it would; the arrays of other libraries are asked as ever."""
+    asked = []
+
+    class Tensor(StandinArray):
+        detach = SimpleNamespace
+
+        def __init__(self) -> None:
+            super().__init__(np.zeros(3), 1)
+            self.detach = lambda: self
+
+        def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> StandinArray:
+            asked.append((stream, max_version))
+            return self
+
+    def from_dlpack(value: Any) -> StandinArray:
+        assert value.__dlpack_device__() == (2, 1)
+        return value.__dlpack__(stream=77, max_version=(1, 0))  # as CuPy asks
+
+    cupy.from_dlpack = from_dlpack
+    for module, ordered in (("torch", True), ("torch.nn", True), ("torch", False), ("jax", True)):
+        Tensor.__module__ = module
+        tensor = Tensor()
+        assert gpu.adopt(tensor, ordered=ordered) is tensor
+    assert asked == [(-1, (1, 0)), (-1, (1, 0)), (77, (1, 0)), (77, (1, 0))]
+
+
+def test_threads_that_are_in_one_stream_leave_it_for_what_they_came_from(gpu, cupy):
+    """Each goes back to its own GPU, in whatever order they leave."""
+    found, entered, left = [], threading.Event(), threading.Event()
+    stream = gpu.stream()
+    stream.beneath = nullcontext()
+
+    def enter() -> None:
+        with stream:
+            entered.set()
+            assert left.wait(20)
+            found.append(list(stream._entered.presents))
+
+    with stream:
+        (own,) = stream._entered.presents
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert entered.wait(20)
+        assert stream._entered.presents == [own]
+    left.set()
+    thread.join(20)
+    assert len(found[0]) == 1
+    assert found[0] != [own]
+    cupy.present = 0  # that thread came from what is one for all threads here
+
+
+@needs_cupy
+def test_the_handle_of_the_default_stream_of_a_thread():
+    import cupy
+
+    assert cupy.cuda.Stream.ptds.ptr == _PER_THREAD
+
+
+def test_failures_of_cuda(gpu, cupy, monkeypatch):
+    def lacking(count, dtype):
+        raise OutOfMemory(f"Out of memory allocating {count} bytes.")
+
+    stream = gpu.stream()
+    cupy.status = 2
+    with pytest.raises(MemoryError, match=r"^cuda:1 has too little memory .*bucket_bytes"):
+        gpu.zeros(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy, "zeros", lacking)
+        with pytest.raises(MemoryError, match=r"^cuda:1 has too little memory \(Out of memory allocating 8 bytes\); "):
+            gpu.zeros(8)
+    cupy.status = 700
+    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'zeros': status 700"):
+        gpu.zeros(8)
+    with pytest.raises(TransportError, match="what was queued on cuda:1 failed"):
+        stream.synchronize()
+
+
+def test_an_event_is_there_or_not_yet_or_failed(gpu, cupy):
+    event = gpu.stream().record()
+    assert event.done is True
+    cupy.queried = 600
+    assert event.done is False
+    cupy.queried = 700
+    with pytest.raises(TransportError, match="what was queued on cuda:1 failed: status 700"):
+        event.done
+
+
+@needs_cupy
+def test_cupy_returns_what_cuda_says_of_an_event_unchecked():
+    import cupy
+
+    assert cupy.cuda.runtime.eventQuery(0) not in (0, 600)
+    event = cupy.cuda.Event.__new__(cupy.cuda.Event)
+    with pytest.raises(AttributeError, match="'ptr'"):
+        event.done
+    event.ptr = 0
+    assert event.done is False
+
+
+@pytest.mark.parametrize("name", ["NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
+def test_ranks_that_share_a_gpu_tell_nccl_before_cupy_is_used(monkeypatch, name):
+    environ = {"NCCL_PROTO": "LL"}
+    monkeypatch.setattr("mpikv.sharing.os", SimpleNamespace(environ=environ))
+    monkeypatch.setattr("mpikv.gpu.launch_of", lambda: Launch("a launcher", 6, 5))
+    standin = Standin()
+    standin.cuda.runtime.getDeviceCount = lambda: len(environ) > 10 or name in environ
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    assert find_gpu(1, 2, sharing=True).name == "cuda:0"
+    # Of all hosts; what somebody has chosen stays.
+    assert environ == {**sharing(5), "NCCL_PROTO": "LL"}
+    environ.clear()
+    environ[name] = "1"
+    assert find_gpu(1, 2, sharing=True).name == "cuda:0"
+    assert environ == {name: "1"}
+
+
+def test_the_gpu_of_a_rank(monkeypatch):
+    monkeypatch.setattr("mpikv.sharing.os", SimpleNamespace(environ={}))
+    standin = Standin()
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    assert find_gpu(1, 2).name == "cuda:1"
+    assert standin.present == 1
+    with pytest.raises(TransportUnavailable, match="3 ranks of this host need a GPU each and see 2"):
+        find_gpu(1, 3)
+    assert find_gpu(2, 3, sharing=True).name == "cuda:0"
+    standin.cuda.runtime.getDeviceCount = lambda: 0
+    standin.__version__ = "14"
+    with pytest.raises(TransportUnavailable, match="no GPU can be used here"):
+        find_gpu(0, 1)
+
+
+# --- The example
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_example_says_what_is_missing(tmp_path, writable):
+    pytest.importorskip("sklearn")
+    (tmp_path / "file").touch()
+    cache = tmp_path / ("cache" if writable else "file/no folder")
+    environ = {"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": "", "CUPY_CACHE_DIR": str(cache)}
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/train_digits.py", "--device", "gpu", "--epochs", "1"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=18,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    why = "no GPU can be used here" if writable else "CUPY_CACHE_DIR"
+    assert re.fullmatch(rf"train_digits\.py: create: .*(need the package CuPy|{why}).*\n", done.stderr)
+
+
+def test_marks_know_the_time_between_them(gpu, cupy):
+    with gpu.stream():
+        first, last = gpu.mark(), gpu.mark()
+    assert first.beneath.timing
+    assert last.beneath.timing
+    first.beneath.milliseconds, last.beneath.milliseconds = 1.5, 4.0
+    assert first.seconds_to(last) == 0.0025
+    assert cupy.notes[1:] == [(what, 1) for what in ("event", "record") * 2 + ("elapsed",)]
+    cupy.status = 700
+    with pytest.raises(TransportError, match="what was queued on cuda:1 failed: status 700"):
+        first.seconds_to(last)
+    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'mark'"):
+        gpu.mark()

@@ -1,0 +1,413 @@
+"""``mpikv bench --device gpu``: its formulas and tables, and jobs of it on stand-ins for GPUs and NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.launching import processes_in, remove_abandoned, shared_memory, why_no_mpi
+
+import mpikv
+from mpikv.cli.bench import report, rounds
+from mpikv.cli.bench.cases import Group
+from mpikv.cli.bench.gpu_cases import COLLECTIVES, common_part
+from mpikv.cli.bench.gpu_report import SHARED, bandwidths, of_the_copy, on_gpu, size_rows
+from mpikv.cli.bench.gpus import GpuClock
+from mpikv.cli.bench.keysets import KeySet, key_set
+from mpikv.cli.bench.options import GPU_GROUPS, GPU_SUITES, parse
+from mpikv.cli.bench.rounds import Case, measure
+from mpikv.cli.launchers import clean
+
+ROOT = Path(__file__).parents[3]
+
+
+# --- Formulas
+
+
+@pytest.mark.parametrize(
+    ("collectives", "ranks", "factor"),
+    [
+        # doc/PERFORMANCE.md of nccl-tests.
+        ("allReduce", 1, 0.0),
+        ("allReduce", 2, 1.0),
+        ("allReduce", 4, 1.5),
+        ("allReduce", 8, 1.75),
+        ("reduceScatter", 2, 0.5),
+        ("reduceScatter", 8, 0.875),
+        ("allGather", 4, 0.75),
+        ("reduce", 4, 1.0),
+        ("broadcast", 8, 1.0),
+        ("reduce,broadcast", 8, 2.0),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(collectives: str, ranks: int, factor: float) -> None:
+    # 1 GB in 10 ms are 100 GB/s.
+    assert bandwidths(10**9, 0.01, collectives, ranks) == pytest.approx((100.0, 100.0 * factor))
+
+
+def test_a_copy_has_no_bandwidth_of_a_bus() -> None:
+    assert bandwidths(10**9, 0.01, "", 4) == pytest.approx((100.0, None))
+
+
+def test_parts_that_differ_are_wrong() -> None:
+    whole = np.tile(np.arange(3.0), 4)
+    assert (common_part(whole, 4) == np.arange(3.0)).all()
+    whole[7] = 1.5
+    assert np.isnan(common_part(whole, 4)).tolist() == [False, True, False]
+
+
+# --- Clocks
+
+
+class Times:
+    """A host and a GPU, whose clocks only work moves."""
+
+    def __init__(self) -> None:
+        self.host, self.device = 0.0, 0.0
+        self.gpu = SimpleNamespace(mark=lambda: Mark(self.device))
+
+    def work(self, queueing: float, takes: float) -> Callable[[], None]:
+        def run() -> None:
+            self.host += queueing
+            self.device += takes
+
+        return run
+
+
+class Mark:
+    def __init__(self, time: float) -> None:
+        self.time = time
+
+    def seconds_to(self, later: Mark) -> float:
+        return later.time - self.time
+
+
+def test_the_hosts_part_and_the_gpus_are_apart() -> None:
+    times = Times()
+    clock = GpuClock(times, lambda: times.host)  # type: ignore[arg-type]
+    assert clock.time(times.work(0.002, 0.5)) == (0.5, 0.002)
+    assert clock.time(times.work(0.25, 0.125)) == (0.125, 0.25)
+
+
+class Slower:
+    """Two ranks, the other of which takes twice as long, and returns in half the time."""
+
+    rank, size = 0, 2
+
+    def Barrier(self) -> None:  # noqa: N802
+        pass
+
+    def allgather(self, one: tuple[float, float]) -> list[tuple[float, float]]:
+        return [one, (2 * one[0], one[1] / 2)]
+
+
+def test_each_time_is_that_of_the_slowest_rank() -> None:
+    times = Times()
+    contender: Any = SimpleNamespace(step=times.work(1e-5, 1e-3))
+    case = Case("a", contender)
+    measure(Slower(), [case], 3, lambda done: None, GpuClock(times, lambda: times.host))  # type: ignore[arg-type]
+    assert case.repeats == 1
+    assert case.seconds == pytest.approx([2e-3] * 3)
+    assert case.returned == pytest.approx([1e-5] * 3)
+
+
+def test_what_is_short_on_the_gpu_fills_a_turn_however_long_the_host_takes() -> None:
+    times = Times()
+    contender: Any = SimpleNamespace(step=times.work(1e-3, 1e-6))
+    case = Case("a", contender)
+    measure(Slower(), [case], 2, lambda done: None, GpuClock(times, lambda: times.host))  # type: ignore[arg-type]
+    assert case.repeats * 2e-6 >= rounds.TURN
+    assert case.seconds == pytest.approx([2e-6] * 2)
+    assert case.returned == pytest.approx([1e-3] * 2)
+
+
+# --- Tables
+
+
+def case(name: str, median: float, **others: Any) -> dict[str, Any]:
+    found = {"name": name, "median": median, "returned": median / 10, "floor": None, "repeats": 1}
+    return found | {"quartiles": [median, median], "seconds": [median], "steps": 3} | others
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    sums = {
+        "name": "sizes/1048576",
+        "title": "sum of 1 MB",
+        "elements": 1 << 18,
+        "rounds": 2,
+        "cases": [
+            case("pushpull", 2e-3, collectives="allReduce", algbw=0.5, busbw=0.75),
+            case("copy", 1e-4, collectives="", algbw=10.0, busbw=None),
+        ],
+        "comparisons": [],
+        "skipped": {"allReduce": "no NCCL"},
+        "wrong": {},
+    }
+    kernels = sums | {
+        "name": "kernels/sgd",
+        "title": "the kernel of SGD-momentum",
+        "cases": [case("copy", 1e-3, floor=8), case("update", 4e-3, floor=20)],
+    }
+    machine = {"cpu": "a CPU", "numpy": "2", "python": "3"}
+    return {"ranks": 4, "library": "MPI 5", "transport": "nccl", "pinned": False, "crowded": False, "cores": 2,
+            "idle": 0.99, "settings": {}, "groups": [sums, kernels], "gpus": ["H200", "H200"], "cupy": "14.2.0",
+            "nccl": "2.32.3", "functional_only": "", "machine": machine} | changes  # fmt: skip
+
+
+def text_of(*jobs: dict[str, Any]) -> str:
+    return "\n".join(report.lines({"mpikv": "1", "quick": False, "jobs": list(jobs)}))
+
+
+def test_a_table_has_both_bandwidths_and_both_times() -> None:
+    lines = [line.split() for line in text_of(job()).splitlines()]
+    assert ["GPUs:", "2", "x", "H200;", "CuPy", "14.2.0,", "NCCL", "2.32.3"] in lines
+    assert ["1", "MB", "pushpull", "2.00", "ms", "200", "µs", "0.5", "0.75"] in lines
+    assert ["1", "MB", "copy", "100", "µs", "10.0", "µs", "10"] in lines
+    # 20 bytes in 4 ms, where a copy moves 8 in one.
+    (update,) = (line for line in lines if line[:1] == ["update"])
+    assert update[1:5] + update[-5:] == ["4.00", "ms", "400", "µs", "20", "B/element", "1.31", "GB/s", "62%"]
+    assert "allReduce: no NCCL" in text_of(job())
+
+
+def test_a_wrong_sum_has_no_bandwidth() -> None:
+    spoilt = job()
+    spoilt["groups"][0]["wrong"] = {"pushpull": "rank 1: key 0 and so on"}
+    assert [row[4] for row in size_rows(spoilt["groups"][:1])] == ["algbw GB/s", "wrong", "10"]
+
+
+def test_what_ranks_shared_is_labelled_at_every_table() -> None:
+    assert SHARED not in text_of(job())
+    text = text_of(job(functional_only=SHARED), job(functional_only=SHARED, ranks=2))
+    assert text.count(f"warning: {SHARED}") == 2
+    for title in (
+        f"sums without an updater (4 ranks, {SHARED})",
+        f"the kernel of SGD-momentum (2 ranks, {SHARED})",
+        f"left out (4 ranks, {SHARED})",
+        f"more ranks, more work), {SHARED}",
+    ):
+        assert title in text
+
+
+def test_what_a_copy_takes_is_known_where_its_bytes_are() -> None:
+    assert of_the_copy(case("store", 1.0), {"cases": [case("copy", 1.0)]}) == ""
+    assert of_the_copy(case("update", 2.0, floor=20), {"cases": [case("copy", 1.0, floor=8)]}) == "125%"
+
+
+def test_figures_of_a_case() -> None:
+    group = Group("sizes/16", "", KeySet("", ((4,),)), None, 1, {}, collectives={"push": "allReduce", "pull": ""})
+    timed = Case("push", None, seconds=[2e-6, 4e-6, 1.0], returned=[1e-6] * 3)  # type: ignore[arg-type]
+    assert on_gpu(timed, group, 4) == {
+        "returned": 1e-6,
+        "returned_seconds": [1e-6] * 3,
+        "collectives": "allReduce",
+        "algbw": pytest.approx(0.004),
+        "busbw": pytest.approx(0.006),
+    }
+    timed.name = "pull"
+    assert on_gpu(timed, group, 4)["busbw"] is None
+
+
+# --- The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups", "optimizers"),
+    [
+        ("", GPU_GROUPS, ("sgd", "adam")),
+        ("--suite latency", GPU_SUITES["latency"], ("sgd", "adam")),
+        ("--only small,kernels --optimizer adam", ("kernels", "small"), ("adam",)),
+        ("--ranks-scaling 1,2", GPU_SUITES["sets"], ("sgd", "adam")),
+    ],
+)
+def test_what_is_chosen(arguments: str, groups: tuple[str, ...], optimizers: tuple[str, ...]) -> None:
+    options = parse(["--device", "gpu", *arguments.split()], launched=None)
+    assert (options.groups, options.optimizers) == (groups, optimizers)
+    assert options.settings == {"name": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("--device gpu --only push-pull", "unknown group 'push-pull'"),
+        ("--only kernels", "unknown group 'kernels'"),
+        ("--device gpu --only sizes --plot sums.png", "--plot draws the group 'sizes' of one job on the host"),
+        ("--device tpu", "invalid choice: 'tpu'"),
+    ],
+)
+def test_misuse_is_one_line(arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments.split(), launched=None)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert complaint in said
+
+
+def test_there_is_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count, ranks in ((0, 1), (3, 3)):
+        monkeypatch.setattr(
+            "mpikv.cli.bench.options.survey", lambda visible, count=count: SimpleNamespace(devices=["a"] * count)
+        )
+        assert parse(["--device", "gpu"], launched=None).sizes == (ranks,)
+    assert parse(["--device", "gpu", "-n", "2"], launched=None).sizes == (2,)
+
+
+def test_a_thousand_small_keys() -> None:
+    keys = key_set("small", quick=False)
+    assert keys.nbytes == 1000 * 4096
+    assert len(key_set("small", quick=True).keys) == 20
+
+
+# --- Jobs
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Run]:
+    """Return a function that runs a measurement with stand-ins, and cleans up after it."""
+    if why_no_mpi():
+        pytest.skip(why_no_mpi())
+    before = shared_memory()
+
+    def run(ranks: int, *arguments: str, gpus: int = 4, plant: str = "") -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "bench.py"
+        script.write_text(
+            f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom support import faked_gpus\n"
+            f"own = faked_gpus.install({gpus})\n{plant}\nfrom mpikv.cli.bench import main\n"
+            "status = main(sys.argv[1:])\nown.checker.assert_clean()\nsys.exit(status)\n"
+        )
+        line = [sys.executable, "-m", "mpikv", "run", "-n", str(ranks), str(script), "--device", "gpu", "--quick"]
+        environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        environ |= {"MPIKV_GPU_SHARING": "1"} if gpus < ranks else {}
+        return subprocess.run(
+            [*line, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+        )
+
+    yield run
+    for pid in processes_in(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    remove_abandoned(shared_memory() - before)
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_sums_and_kernels_are_measured_and_right(bench: Run, tmp_path: Path, ranks: int) -> None:
+    done = bench(ranks, "--suite", "latency", "--rounds", "1", "--json", "all.json")
+    assert done.returncode == 0, done.stderr
+    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
+    assert (only["ranks"], only["functional_only"], only["pinned"]) == (ranks, "", False)
+    groups = {group["name"]: group for group in only["groups"]}
+    names = ["sizes/64", "sizes/65536", "sizes/1048576", "kernels/copy", "kernels/sgd", "kernels/adam"]
+    assert list(groups) == names
+    for name, group in groups.items():
+        assert group["wrong"] == group["skipped"] == {}
+        assert group["functional_only"] == ""
+        cases = {case["name"]: case for case in group["cases"]}
+        assert all(case["median"] > 0 and len(case["returned_seconds"]) == 1 for case in cases.values())
+        if name.startswith("sizes"):
+            assert set(cases) == {"push", "pull", "pushpull", *COLLECTIVES, "copy"}
+            assert group["elements"] % ranks == 0
+            for case in cases.values():
+                assert case["algbw"] == pytest.approx(4e-9 * group["elements"] / case["median"])
+            assert cases["allGather"]["busbw"] == pytest.approx(cases["allGather"]["algbw"] * (ranks - 1) / ranks)
+            assert cases["pushpull"]["busbw"] == pytest.approx(cases["pushpull"]["algbw"] * 2 * (ranks - 1) / ranks)
+    assert groups["kernels/sgd"]["cases"][1]["floor"] == 20
+    assert groups["kernels/adam"]["cases"][1]["floor"] == 28
+
+
+@pytest.mark.deadline(60)
+def test_sets_and_optimizers(bench: Run, tmp_path: Path) -> None:
+    done = bench(2, "--only", "resnet50,small", "--rounds", "1", "--json", "all.json")
+    assert done.returncode == 0, done.stderr
+    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
+    assert [group["name"] for group in only["groups"]] == ["resnet50/sgd", "resnet50/adam", "small/sgd", "small/adam"]
+    for group in only["groups"]:
+        assert group["wrong"] == {}
+        assert {case["name"] for case in group["cases"]} == {"store", "allReduce, update", "copy"}
+        assert set(group["skipped"]) == {"torch DDP"}
+    assert "ResNet-50, 1/8 as wide, Adam: pushpull / one allReduce and one kernel" in done.stdout
+
+
+@pytest.mark.deadline(60)
+def test_lamb_is_no_single_kernel(bench: Run, tmp_path: Path) -> None:
+    done = bench(2, "--only", "kernels,small", "--optimizer", "lamb", "--rounds", "1", "--json", "all.json")
+    assert done.returncode == 0, done.stderr
+    groups = {group["name"]: group for group in json.loads((tmp_path / "all.json").read_text())["jobs"][0]["groups"]}
+    assert groups["small/lamb"]["wrong"] == {}
+    assert {case["name"] for case in groups["small/lamb"]["cases"]} == {"store", "copy"}
+    for name, left_out in (("kernels/lamb", "update"), ("small/lamb", "allReduce, update")):
+        assert "takes more than one kernel" in groups[name]["skipped"][left_out]
+
+
+@pytest.mark.deadline(60)
+def test_ranks_of_one_gpu_are_labelled(bench: Run, tmp_path: Path) -> None:
+    done = bench(2, "--only", "sizes", "--rounds", "1", "--json", "all.json", gpus=1)
+    assert done.returncode == 0, done.stderr
+    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
+    assert only["functional_only"] == only["groups"][0]["functional_only"] == SHARED
+    assert f"sums without an updater ({SHARED})" in done.stdout
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize(
+    ("plant", "complaint"),
+    [
+        (
+            "from mpikv.cli.bench.gpu_cases import Nccl\nNccl.step = lambda self: None",
+            "wrong result: sizes/64, allReduce, rank 0: key 0 after",
+        ),
+        (
+            "from mpikv.cli.bench.gpu_cases import Update\nright = Update.step\ndef step(self):\n    right(self)\n"
+            "    if own.ordinal:\n        self._weight[2:3] = 0.5\nUpdate.step = step",
+            "wrong result: kernels/sgd, update, rank 1: key 0 after",
+        ),
+    ],
+)
+def test_a_wrong_result_is_an_error(bench: Run, plant: str, complaint: str) -> None:
+    done = bench(2, "--suite", "latency", "--rounds", "1", "--optimizer", "sgd", plant=plant)
+    assert done.returncode == 1, done.stderr
+    assert complaint in done.stderr
+    assert "wrong" in done.stdout or "kernels" in complaint
+
+
+@pytest.mark.deadline(60)
+def test_without_nccl_one_rank_measures_the_rest(bench: Run, tmp_path: Path) -> None:
+    plant = (
+        "from mpikv.errors import TransportUnavailable\nimport mpikv.cli.bench.gpus as gpus\n"
+        "def lacks():\n    raise TransportUnavailable('no NCCL here')\ngpus.find_nccl = lacks"
+    )
+    done = bench(1, "--only", "sizes", "--rounds", "1", "--json", "all.json", plant=plant)
+    assert done.returncode == 0, done.stderr
+    (only,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
+    assert only["groups"][0]["skipped"] == dict.fromkeys(COLLECTIVES, "no NCCL here")
+    assert {case["name"] for case in only["groups"][0]["cases"]} == {"push", "pull", "pushpull", "copy"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_gpu_it_is_one_line(tmp_path: Path, ranks: int) -> None:
+    if why_no_mpi():
+        pytest.skip(why_no_mpi())
+    done = subprocess.run(
+        [sys.executable, "-m", "mpikv", "bench", "--device", "gpu", "-n", str(ranks), "--json", "all.json"],
+        env={**clean(os.environ), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=18,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("mpikv run: running as root")]
+    assert line.startswith(("mpikv bench: create: sums on GPUs need the package CuPy", "mpikv bench: create: CuPy"))
+    assert json.loads((tmp_path / "all.json").read_text())["mpikv"] == mpikv.__version__

@@ -1,0 +1,521 @@
+"""What ``scripts/gpu_check`` makes of its steps; the steps themselves need a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import doctest
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpikv.sharing import sharing
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts/gpu_check"
+MODULES = sorted(path.stem for path in (ROOT / "scripts/gpu_steps").glob("[!_]*.py"))
+USES = [*(ROOT / "scripts/gpu_steps").glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")]
+has_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        loader = SourceFileLoader("gpu_check", str(SCRIPT))
+        module = module_from_spec(spec_from_loader("gpu_check", loader))
+        sys.modules["gpu_check"] = module
+        loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def module(name: str) -> ModuleType:
+    return import_module(f"gpu_steps.{name}")
+
+
+def test_it_starts_without_any_package():
+    code = "import sys; sys.path.insert(0, 'scripts'); import gpu_steps.table, gpu_steps.aims; print(*sys.modules)"
+    line = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=18, check=True)
+    assert not {"numpy", "cupy", "mpi4py", "mpikv"} & set(done.stdout.split())
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    assert doctest.testmod(module(name)).failed == 0
+
+
+def test_examples_of_the_page(check):
+    assert doctest.testmod(check).failed == 0
+
+
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--out", tmp_path / "out"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=18,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert done.stdout == "gpu_check: the driver shows no GPU here; nothing was run, and nothing written\n"
+    assert not (tmp_path / "out").exists()
+
+
+def nothing() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("dies", "status", "output", "expected"),
+    [
+        (False, 0, 'noise\n{"ms": 1.5}\n', {"status": "ok", "numbers": {"ms": 1.5}}),
+        (False, 0, '{"skip": "no torch"}\n', {"status": "skip", "reason": "no torch"}),
+        (True, 137, '{"s": 5.1}\n', {"status": "ok", "numbers": {"s": 5.1}}),
+        (False, 137, '{"s": 5.1}\n', {"status": "fail", "reason": "exit status 137", "numbers": {"s": 5.1}}),
+        (False, 0, "nothing\n", {"status": "fail", "reason": "exit status 0", "numbers": None}),
+        (True, 1, "Traceback\n", {"status": "fail", "reason": "exit status 1", "numbers": None}),
+        (False, None, '{"s": 5.1}\n', {"status": "fail", "reason": "did not end in time", "numbers": {"s": 5.1}}),
+    ],
+)
+def test_what_an_outcome_means(check, dies, status, output, expected):
+    found = check.judge(check.Step(nothing, 1, 1, dies=dies), status, output, "!")
+    if expected["status"] == "fail":
+        assert found.pop("output") == output + "!"
+    assert found == expected
+
+
+def test_a_step_that_hangs_is_ended(check, monkeypatch):
+    monkeypatch.setattr(check, "GRACE", 0.5)
+    begin = time.monotonic()
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('{\"s\": 1}', flush=True)); time.sleep(60)"
+    )
+    assert check.run([sys.executable, "-c", code], dict(os.environ), 0.5)[0] is None
+    assert time.monotonic() - begin < 5
+    assert check.take("/no/python", "versions", check.STEPS["versions"], 3)["status"] == "skip"
+
+
+def test_the_page_and_the_numbers(check, tmp_path):
+    records = {
+        "versions": {"status": "ok", "seconds": 1.0, "numbers": {"gpus": ["NVIDIA H200"], "memory_GB": 150.1}},
+        "sums_2": {
+            "status": "fail",
+            "seconds": 60.0,
+            "reason": "exit status 1",
+            "numbers": None,
+            "output": "E  wrong\n",
+        },
+        "tests_4": {"status": "skip", "seconds": 0.0, "reason": "no time was left"},
+    }
+    path = check.write(tmp_path, records)
+    assert path.name == "nvidia-h200.md"
+    assert check.json.loads((tmp_path / "nvidia-h200.json").read_text()) == records
+    text = path.read_text()
+    for line in (
+        "# mpikv on NVIDIA H200",
+        "| sums_2 | fail: exit status 1 | 60.0 |",
+        "| tests_4 | skip: no time was left | 0.0 |",
+        "| gpus | NVIDIA H200 |",
+        "E  wrong",
+    ):
+        assert line in text.splitlines()
+
+
+@pytest.mark.usefixtures("check")
+def test_figures_of_the_benchmark():
+    case = {"name": "copy", "median": 2e-3, "floor": 8}
+    sums = {"name": "sizes/64", "elements": 16, "cases": [case | {"floor": None, "algbw": 0.5}], "skipped": {"a": "b"}}
+    kernels = {"name": "kernels/sgd", "elements": 10**6, "cases": [case], "skipped": {}}
+    numbers = module("programs").bench_numbers
+    expected = {
+        "sizes/64 copy us": 2000.0,
+        "sizes/64 copy algbw_GB_s": 0.5,
+        "sizes/64 a skipped": "b",
+        "kernels/sgd copy us": 2000.0,
+        "kernels/sgd copy GB_s": 4.0,
+    }
+    job = {"functional_only": "", "groups": [sums, kernels]}
+    assert numbers({"jobs": [job]}) == pytest.approx(expected)
+    assert numbers({"jobs": [job | {"functional_only": "ranks share"}]})["label"] == "ranks share"
+
+
+@pytest.mark.usefixtures("check")
+def test_figures_of_the_workload():
+    numbers = module("programs").synthetic_numbers
+    said = "Adam on gpu\nvalues_bytes 10  state_bytes 20\nstep_ms 1.5 (first 3.0), of 5\nupdate_GB_s 4.25 for each\n"
+    expected = {"values_bytes": 10.0, "state_bytes": 20.0, "step_ms": 1.5, "update_GB_s": 4.25}
+    assert numbers(said + "check passed, both ends") == expected
+    with pytest.raises(AssertionError, match="check failed"):
+        numbers(said + "check failed, both ends")
+
+
+@pytest.mark.usefixtures("check")
+def test_a_program_that_fails_fails_its_step():
+    said_by = module("step").said_by
+    assert said_by([sys.executable, "-c", "print(3)"]) == "3\n"
+    with pytest.raises(AssertionError, match=r"exit status 1: \(?oh"):
+        said_by([sys.executable, "-c", "import sys; sys.exit('oh')"])
+
+
+# --- The aims
+
+FIGURES = {
+    "kernels": {
+        "elements": 1 << 28,
+        "copy_GB_s": 4000.0,
+        **{f"{name}_GB_s": 3600.0 for name in ("momentum", "adam", "lars", "lamb")},
+        "pack_GB_s": 3000.0,
+    },
+    "compiled_cost": {"compiled_us": 25.0, "compiled_gpu_us": 50.0, "key_by_key_us": 240.0},
+    "torch_cost": {"fused_gpu_us": 50.0},
+    "large": {"one_copy_ms": 1.0, "push_ms": 1.05, "pull_ms": 1.05},
+}
+
+
+def recorded(**changed: Any) -> dict[str, Any]:
+    steps = {name: {"status": "ok", "numbers": dict(numbers)} for name, numbers in FIGURES.items()}
+    return {name: record for name, record in (steps | changed).items() if record}
+
+
+def verdicts(records: dict[str, Any]) -> list[tuple[str, str]]:
+    return [aim.row(records)[2:] for aim in module("aims").AIMS]
+
+
+@pytest.mark.usefixtures("check")
+def test_aims_that_are_met_and_missed():
+    assert verdicts(recorded()) == [
+        ("0.75", "missed"),
+        *[("0.9", "met")] * 4,
+        ("1", "met"),
+        ("25 µs", "met"),
+        ("0.1042", "missed"),
+        ("1.05", "met"),
+    ]
+    slow = {"status": "ok", "numbers": {"compiled_us": 30.01, "compiled_gpu_us": 50.1, "key_by_key_us": 301.0}}
+    assert verdicts(recorded(compiled_cost=slow))[5:8] == [
+        ("1.002", "missed"),
+        ("30.01 µs", "missed"),
+        ("0.0997", "met"),
+    ]
+
+
+@pytest.mark.usefixtures("check")
+def test_aims_of_which_a_figure_is_missing():
+    missing = {"torch_cost": {"status": "skip", "reason": "torch is not installed"}}
+    assert verdicts(recorded(**missing))[5] == ("not measured (torch_cost: torch is not installed)", "not measured")
+    assert verdicts(recorded(large=None))[8] == ("not measured (large: not run)", "not measured")
+    # What a step has printed before it failed counts for nothing.
+    failed = {"status": "fail", "reason": "exit status 1", "numbers": FIGURES["large"]}
+    assert verdicts(recorded(large=failed))[8] == ("not measured (large: exit status 1)", "not measured")
+    small = {"status": "ok", "numbers": FIGURES["kernels"] | {"elements": 1 << 20}}
+    assert (
+        verdicts(recorded(kernels=small))[:5]
+        == [("not measured (the GPU had room for 1048576 elements only)", "not measured")] * 5
+    )
+    for value in (0.0, -1.0, math.nan, math.inf):
+        broken = {"status": "ok", "numbers": FIGURES["large"] | {"one_copy_ms": value}}
+        assert verdicts(recorded(large=broken))[8] == (f"not measured (large: one_copy_ms is {value})", "not measured")
+    assert {verdict for _, verdict in verdicts({})} == {"not measured"}
+
+
+def test_the_page_begins_with_the_aims(check):
+    lines = check.page("a GPU", {}).splitlines()
+    assert lines.index("## Aims") < lines.index("## Steps")
+    assert sum(line.endswith("| not measured |") for line in lines) == len(module("aims").AIMS)
+
+
+# --- The steps
+
+
+def test_there_is_time_for_all_steps(check):
+    assert sum(step.expected for step in check.STEPS.values()) < check.TOTAL - 20
+    for name, step in check.STEPS.items():
+        assert step.expected < step.seconds < check.TOTAL, name
+        assert (step.ranks > 1) <= name.split("_as_")[0].endswith(f"_{step.ranks}"), name
+
+
+@pytest.fixture
+def environ(check, monkeypatch):
+    """The environment of a rank, which what is tested may change."""
+    found = {"CUDA_VISIBLE_DEVICES": "3,5", "NCCL_ALGO": "Tree"}
+    monkeypatch.setattr(module("step"), "os", SimpleNamespace(environ=found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [
+        ("sums_2", 2, {"CUDA_VISIBLE_DEVICES": "3,5", "NCCL_ALGO": "Tree"}),
+        ("sums_2", 1, {"CUDA_VISIBLE_DEVICES": "3,5", **sharing(1)}),
+        ("refused_2", 2, {"CUDA_VISIBLE_DEVICES": "3", **sharing(1)}),
+    ],
+)
+def test_what_ranks_are_told(check, environ, monkeypatch, name, gpus, expected):
+    monkeypatch.setattr(module("step"), "count_gpus", lambda: gpus)
+    step = check.STEPS[name]
+    module("step").prepare(1, 2, step.environ, step.one_gpu)
+    assert environ == expected
+
+
+def test_the_lanes_of_sums(check, environ, monkeypatch):
+    monkeypatch.setattr(module("step"), "count_gpus", lambda: 2)
+    chosen = {"NCCL_ALGO", "NCCL_PROTO"}
+    for name, missing, added in (
+        ("sums_2_as_nccl_chooses", chosen, {}),
+        ("several_on_one_2", {"NCCL_HOSTID"}, {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}),
+        (
+            "several_on_one_2_as_nccl_chooses",
+            chosen | {"NCCL_HOSTID"},
+            {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"},
+        ),
+    ):
+        environ.clear()
+        step = check.STEPS[name]
+        module("step").prepare(1, 2, step.environ, one_gpu=True)
+        shared = {key: value for key, value in sharing(1).items() if key not in missing}
+        assert environ == {"CUDA_VISIBLE_DEVICES": "0", **shared, **added}
+
+
+@pytest.mark.usefixtures("check")
+def test_bytes_that_must_move():
+    """A sum is read; a value and its state are read and written."""
+    for name, optimizer, dtype, moved in module("kernels").optimizers():
+        if optimizer.elementwise:
+            slots = sum(slot.itemsize for slot in optimizer.slots(dtype).values())
+            # Where there is a master, the value is only written.
+            value = dtype.itemsize if "master" in optimizer.slots(dtype) else 2 * dtype.itemsize
+            assert moved == 4 + value + 2 * slots, name
+
+
+RANK = """
+import json, os, signal, sys, time
+how = sys.argv[2]
+print("noise")
+if how == "raises":
+    raise RuntimeError("oh")
+if how == "dies" and sys.argv[3] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how != "hangs":
+    print(json.dumps({"answer": how + sys.argv[3]}), flush=True)
+if how in ("hangs", "tells"):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("works", ["works0", "works1"]),
+        ("dies", ["dies0", "was ended by signal 9"]),
+        ("hangs", ["hangs", "hangs"]),
+        ("tells", ["tells0, then hangs", "tells1, then hangs"]),
+    ],
+)
+def test_every_outcome_is_an_answer(tmp_path, monkeypatch, how, expected):
+    asking = module("asking")
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setattr(asking, "SCRIPT", tmp_path / "rank.py")
+    found = asking.answers(how, asking.Question(nothing, 2, 1.5))
+    assert found[0] == expected[0]
+    assert found[1].removesuffix(": noise") == expected[1]
+
+
+@pytest.mark.usefixtures("check")
+def test_an_exception_is_no_answer(tmp_path, monkeypatch):
+    asking = module("asking")
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setattr(asking, "SCRIPT", tmp_path / "rank.py")
+    with pytest.raises(AssertionError, match="RuntimeError: oh"):
+        asking.answers("raises", asking.Question(nothing, 2))
+    with pytest.raises(AssertionError, match="RuntimeError: oh"):
+        asking.answers_of_all({"works": asking.Question(nothing), "raises": asking.Question(nothing)})
+    assert asking.answers_of_all({"works": asking.Question(nothing)}) == {"works": "works0"}
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.parametrize(
+    ("wrong", "status"), [(None, 0), ("killed", 0), ("lost", None), ("raised", 0), ("unclosed", 1), ("unclosed", None)]
+)
+def test_a_job_that_ends_wrongly_fails_its_step(monkeypatch, wrong, status):
+    ends = module("ends")
+    right = {how: 0 if how == "unclosed" else 137 for how in ends.DEATHS}
+    monkeypatch.setattr(ends, "job", lambda how: (status if how == wrong else right[how], "", 0.0))
+    if wrong is None:
+        assert ends.deaths() == {f"{how}_status": number for how, number in right.items()}
+    else:
+        with pytest.raises(AssertionError, match=f"{wrong}: exit status {status}"):
+            ends.deaths()
+
+
+class Clock:
+    """A GPU that begins what is queued a while after, in milliseconds, and an event of it."""
+
+    def __init__(self, late: float) -> None:
+        self.now = self.free = 0.0
+        self.late = late
+
+    def spin(self, milliseconds: float) -> None:
+        self.free = self.now + milliseconds
+
+    def work(self) -> None:
+        self.now += self.late  # the host's time, to queue it
+        self.free = max(self.free, self.now) + 3
+
+    def module(self) -> SimpleNamespace:
+        clock = self
+
+        class Event:
+            def record(self) -> None:
+                self.time = clock.free
+
+            @property
+            def done(self) -> bool:
+                return bool(self.time <= clock.now)
+
+            def synchronize(self) -> None:
+                clock.now = max(clock.now, self.time)
+
+        def synchronize() -> None:
+            clock.now = max(clock.now, clock.free)
+
+        return SimpleNamespace(
+            cuda=SimpleNamespace(
+                Event=Event,
+                get_elapsed_time=lambda first, last: last.time - first.time,
+                get_current_stream=lambda: SimpleNamespace(synchronize=synchronize),
+            )
+        )
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.parametrize("late", [0.1, 50.0, 300.0])
+def test_the_time_of_the_gpu_is_not_that_of_the_host(monkeypatch, late):
+    timing, clock = module("timing"), Clock(late)
+    monkeypatch.setitem(sys.modules, "cupy", clock.module())
+    monkeypatch.setattr(timing, "spin", clock.spin)
+    assert timing.device_seconds(clock.work) == pytest.approx(3e-3)
+    clock.late = 2000.0
+    with pytest.raises(AssertionError, match="the call waits for the GPU"):
+        timing.device_seconds(clock.work)
+
+
+@pytest.mark.usefixtures("check")
+def test_what_is_told_of_the_end_of_a_job():
+    told = module("ends").told
+    said = 'said {"at": 5.0, "struck": 5.0}\n[rank 0/2] said {"at": 7.5, "raised": "Stalled", "abort": "returned"}\n'
+    assert told(1, said, 8.0) == {
+        "status": 1,
+        "job_ended_after_s": 3.0,
+        "others_raised": "Stalled",
+        "others_raised_after_s": 2.5,
+        "abort": "returned",
+    }
+    assert told(0, 'said {"at": 5.0, "left": 5.0}\n', 6.0) == {"status": 0, "job_ended_after_s": 1.0}
+    assert told(None, "", 6.0) == {"status": "hangs"}
+
+
+# --- Names of others
+
+
+@has_cupy
+def test_every_name_of_cupy_in_what_needs_a_gpu_is_one():
+    import cupy
+
+    used = set()
+    for path in USES:
+        used |= set(re.findall(r"\bcupy((?:\.[A-Za-z_]\w*)+)", path.read_text()))
+    assert len(used) > 15
+    for name in used:
+        found: Any = cupy
+        for part in name.split(".")[1:]:
+            assert hasattr(found, part), name
+            found = getattr(found, part)
+
+
+@has_cupy
+@pytest.mark.usefixtures("check")
+def test_every_name_of_nccl_in_what_needs_a_gpu_is_one():
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("NCCL is not installed")
+    text = "".join(path.read_text() for path in USES)
+    constants = set(re.findall(r"\bnccl\.(\w+)", text)) | {f"NCCL_{name}" for name in ("UINT32", "BFLOAT16", "AVG")}
+    methods = set(re.findall(r"\bcomm\.(\w+)", text))
+    functions = set(re.findall(r'"(nccl[A-Z]\w+)"', text)) | set(re.findall(r"\bplain\.(nccl\w+)", text))
+    assert min(len(constants), len(methods), len(functions)) > 5
+    assert not {name for name in constants if not hasattr(nccl, name)}
+    assert not {name for name in methods if not hasattr(nccl.NcclCommunicator, name)}
+    assert not {name for name in functions if not hasattr(module("communicators").library(), name)}
+
+
+@has_cupy
+@pytest.mark.usefixtures("check")
+def test_functions_of_nccl_say_what_is_refused():
+    """The real library refuses a communicator that is none."""
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("NCCL is not installed")
+    questions = module("questions")
+    assert questions.answering(lambda peer: questions.add(0, 0, 1, 0))(None) == "error 4 of ncclAllReduce"
+    assert questions.answering(lambda peer: questions.call("ncclNothing"))(None) == "absent: ncclNothing"
+    assert questions.answering(lambda peer: None)(None) == "works"
+
+
+LAYOUT = """
+#include <cstddef>
+#include <cstdio>
+#include <nccl.h>
+#define SHOW(name) printf("%zu ", offsetof(ncclConfig_t, name));
+int main() {
+  SHOW(size) SHOW(magic) SHOW(version) SHOW(blocking) SHOW(cgaClusterSize) SHOW(minCTAs) SHOW(maxCTAs) SHOW(netName)
+  SHOW(splitShare) SHOW(trafficClass) SHOW(commName) SHOW(collnetEnable) SHOW(CTAPolicy) SHOW(shrinkShare)
+  SHOW(nvlsCTAs) SHOW(nChannelsPerNetPeer)
+  printf("%u %zu %d", NCCL_API_MAGIC, sizeof(ncclUniqueId), NCCL_SHRINK_ABORT);
+}
+"""
+
+
+@pytest.mark.usefixtures("check")
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++")
+def test_structures_are_those_of_the_header(tmp_path):
+    found = find_spec("nvidia") and [
+        Path(folder) / "nccl/include" for folder in find_spec("nvidia").submodule_search_locations
+    ]
+    headers = [folder for folder in found or [] if (folder / "nccl.h").exists()]
+    if not headers:
+        pytest.skip("NCCL's header is not installed")
+    for name in ("cuda_fp16", "cuda_bf16", "cuda_fp8"):
+        (tmp_path / f"{name}.h").touch()
+    (tmp_path / "cuda_runtime.h").write_text("typedef void* cudaStream_t; typedef void* cudaEvent_t;")
+    (tmp_path / "layout.cpp").write_text(LAYOUT)
+    program = tmp_path / "layout"
+    line = ["g++", "-I", tmp_path, "-I", headers[0], tmp_path / "layout.cpp", "-o", program]
+    subprocess.run(line, check=True, timeout=18)
+    numbers = [
+        int(word) for word in subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()
+    ]
+    questions = module("questions")
+    fields = [getattr(questions.Config, name) for name, _ in questions.Config._fields_]
+    assert [field.offset for field in fields] == numbers[:15]
+    config = questions.Config.named("x")
+    assert (ctypes.sizeof(config), config.size, config.magic) == (numbers[15], numbers[15], numbers[16])
+    assert (ctypes.sizeof(questions.Identity), questions.SHRINK_ABORT) == tuple(numbers[17:])

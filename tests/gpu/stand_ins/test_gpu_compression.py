@@ -1,0 +1,854 @@
+"""Compressed pushes of stores on GPUs give the bits of those on hosts. The GPU is none, and the order of its work is
+checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store.test_compression import QUANTISERS, Simulated, gradients
+
+import mpikv
+from mpikv import codecs
+from mpikv.board import Board
+from mpikv.config import Config
+from mpikv.device import DeviceMemory
+from mpikv.errors import (
+    CheckpointError,
+    Closed,
+    NotFinite,
+    PeerFailed,
+    RankMismatch,
+    TransportError,
+    Unsupported,
+    ValueMismatch,
+)
+from mpikv.exchange import Exchange
+from mpikv.store import KVStore
+from mpikv.testing.fakegpu import FakeGpu, FakeKernels, FakeRanges
+from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.store import on_host
+from mpikv.transports.device import open_device_transport
+from mpikv.typing import Gather, Sum
+from mpikv.world import connect
+
+from .test_device import store_on
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+
+F32 = np.float32
+NAMES = tuple(QUANTISERS)
+PLACEMENTS = ("root", "sharded", "replicated")
+BARE = tuple({"type": name, "error_feedback": False} for name in NAMES)
+# Codecs of whole values, which work on the host; a rank of 2 shrinks most of the matrices below.
+WHOLE = (
+    {"type": "topk", "ratio": 0.1},
+    {"type": "topk", "count": 20},
+    {"type": "topk", "ratio": 0.1, "error_feedback": False},
+    {"type": "lowrank", "rank": 2},
+    {"type": "lowrank", "rank": 2, "error_feedback": False},
+)
+
+
+class OfOnesOwn(codecs.TwoBit):
+    """A codec of ranges of one's own, for which there is no kernel: it counts as half of what is said."""
+
+    def settings(self) -> str:
+        return f"own {super().settings()}"
+
+    def encode(self, gradient: Any, payload: Any, residual: Any = None) -> None:
+        assert type(gradient) is type(payload) is np.ndarray
+        super().encode(gradient, payload, residual)
+
+    def decode_add(self, payload: Any, total: Any) -> None:
+        assert type(payload) is type(total) is np.ndarray
+        decoded = np.zeros_like(total)
+        super().decode_add(payload, decoded)
+        total += F32(0.5) * decoded
+
+
+OWN = (OfOnesOwn(0.5), codecs.ErrorFeedback(OfOnesOwn(0.75)))
+HOSTED = (*WHOLE, *OWN)
+EVERY = (*NAMES, *BARE, *HOSTED)
+
+
+@pytest.fixture
+def gpu(comm: Any) -> Iterator[FakeGpu]:
+    gpu = FakeGpu(comm.rank if comm else 0)
+    yield gpu
+    gpu.checker.assert_clean()
+
+
+def pair(gpu: FakeGpu, comm: Any, compression: Any, **options: Any) -> list[KVStore]:
+    """Return a store on the GPU and one on the host, which compress alike."""
+    stores = [store_on(gpu, comm, **options), mpikv.create("dist_sync", comm=comm, **options)]
+    for kv in stores:
+        kv.set_gradient_compression(compression)
+    return stores
+
+
+def close(*stores: KVStore) -> None:
+    for kv in stores:
+        kv.close()
+
+
+def there(gpu: FakeGpu, arrays: Any) -> Any:
+    """Return arrays, or lists of them, on the GPU."""
+    return [there(gpu, each) for each in arrays] if isinstance(arrays, list) else gpu.upload(arrays)
+
+
+def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
+    """Compare values, what is left out of them and what codecs keep, bit by bit."""
+    for found, expected in zip(*(kv.pull(keys) for kv in stores), strict=True):
+        assert on_host(found).tobytes() == expected.tobytes()
+    for key in keys:
+        found, expected = (kv._exchange.table[key].residuals() for kv in stores)
+        assert [on_host(each).tobytes() for each in found] == [each.tobytes() for each in expected]
+        found, expected = (kv._exchange.table[key].codec_state for kv in stores)
+        assert {name: each.tobytes() for name, each in found.items()} == {
+            name: each.tobytes() for name, each in expected.items()
+        }
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", EVERY, ids=str)
+@pytest.mark.feature("compression-everywhere")
+def test_the_bits_are_those_of_the_host(gpu, comm, name, placement):
+    """Lists, keys of all sizes, half precision, several messages, and shares of unequal size."""
+    shapes = {0: (30,), 1: (41, 97), 2: (1,), 3: (0, 3), 4: (1009,), 5: (12_001,)}
+    dtypes = {key: np.float16 if key == 4 else F32 for key in shapes}
+    stores = pair(gpu, comm, name, placement=placement, bucket_bytes=4096)
+    for kv in stores:
+        kv.init(list(shapes), [np.zeros(shape, dtypes[key]) for key, shape in shapes.items()])
+    calls = [([0, 1, 2, 3, 4, 5], 1), ([5, 1], 3), ([2, 0, 4], 1), ([1], 2), ([0, 1, 2, 3, 4, 5], 3)]
+    for step, (keys, positions) in enumerate(calls):
+        arrays = [list(gradients(shapes[key], step, kv.size, positions)[kv.rank].astype(dtypes[key])) for key in keys]
+        arrays = [each[0] for each in arrays] if positions == 1 else arrays
+        if step % 2:
+            outs = [gpu.empty(shapes[key], np.dtype(dtypes[key])) for key in keys]
+            stores[0].pushpull(keys, there(gpu, arrays), out=outs)
+            host = stores[1].pushpull(keys, arrays, out=[np.empty(shapes[key], dtypes[key]) for key in keys])
+            for found, expected in zip(outs, host, strict=True):
+                assert on_host(found).tobytes() == expected.tobytes()
+        else:
+            stores[0].push(keys, there(gpu, arrays))
+            stores[1].push(keys, arrays)
+        assert_alike(stores, list(shapes))
+    close(*stores)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_are_those_of_the_simulated_quantiser(gpu, comm, name, placement):
+    with store_on(gpu, comm, placement=placement) as kv:
+        kv.set_gradient_compression(name)
+        for size in (1, 15, 65, 1000, 20_000):
+            simulated = Simulated(QUANTISERS[name])
+            kv.init(f"w{size}", np.zeros(size, F32))
+            for step in range(3):
+                arrays = gradients(size, step, kv.size)
+                kv.push(f"w{size}", gpu.upload(arrays[kv.rank, 0]))
+                np.testing.assert_array_equal(on_host(kv.pull(f"w{size}")), simulated.total(arrays))
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+@pytest.mark.deadline(60)
+def test_any_calls(comm, data):
+    """Random calls with arrays of the GPU and of the host, from several streams, by optimizers and without."""
+    gpu = FakeGpu(comm.rank if comm else 0)
+    sizes = data.draw(st.lists(st.integers(0, 3000), min_size=1, max_size=5), label="sizes")
+    options = {
+        "placement": data.draw(st.sampled_from(PLACEMENTS), label="placement"),
+        "bucket_bytes": data.draw(st.sampled_from([4096, 1 << 14]), label="bucket_bytes"),
+        "deterministic": data.draw(st.booleans(), label="deterministic"),
+    }
+    stores = pair(gpu, comm, data.draw(st.sampled_from(EVERY), label="codec"), **options)
+    streams = [gpu.current(), gpu.stream(), gpu.stream()]
+    keys = list(range(len(sizes)))
+    optimizer = data.draw(st.sampled_from([None, "sgd", "adam", "function"]), label="updater")
+    for kv in stores:
+        kv.init(keys, [np.ones(size, F32) for size in sizes])
+        if optimizer == "function" and options["placement"] == "root":
+            kv.set_updater(add_twice)
+        elif optimizer in ("sgd", "adam"):
+            kv.set_optimizer(optimizer, learning_rate=0.25)
+    own = np.random.default_rng(comm.rank if comm else 0)
+    for step in range(data.draw(st.integers(1, 5), label="steps")):
+        some = data.draw(st.lists(st.sampled_from(keys), min_size=1, unique=True), label="keys")
+        positions = data.draw(st.integers(1, 3), label="positions")
+        # Ranks may bring lists of different lengths.
+        mine = own.integers(1, positions + 1)
+        arrays = [list(gradients(sizes[key], step, stores[0].size, positions)[stores[0].rank][:mine]) for key in some]
+        with streams[own.integers(3)]:
+            if data.draw(st.booleans(), label="pushpull"):
+                outs = [gpu.empty((sizes[key],), np.dtype(F32)) for key in some]
+                stores[0].pushpull(some, there(gpu, arrays), out=outs)
+                stores[1].pushpull(some, arrays, out=[np.empty(sizes[key], F32) for key in some])
+            else:
+                stores[0].push(some, there(gpu, arrays) if own.random() < 0.7 else arrays)
+                stores[1].push(some, arrays)
+        assert_alike(stores, keys)
+    close(*stores)
+    gpu.checker.assert_clean()
+
+
+def add_twice(key: Any, given: Any, stored: Any) -> None:
+    stored += 2 * given
+
+
+@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
+def test_ranks_may_bring_lists_of_different_lengths(gpu, comm, name):
+    stores = pair(gpu, comm, name)
+    for kv in stores:
+        kv.init("w", np.zeros(100, F32))
+        for step in range(2):
+            kv.push("w", [np.full(100, 3 + step, F32)] * (kv.rank + 1))
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
+def test_buffers_are_compressed(gpu, comm, name):
+    stores = pair(gpu, comm, name, bucket_bytes=4096)
+    for kv in stores:
+        kv.init(["a", "b"], [np.zeros((30, 40), F32), np.zeros(3, F32)])
+    for step in range(3):
+        for kv in stores:
+            for buffer, shape in zip(kv.buffer(["a", "b"]), ((30, 40), (3,)), strict=True):
+                array = gradients(shape, step, kv.size)[kv.rank, 0]
+                buffer[...] = gpu.upload(array) if kv is stores[0] else array
+            kv.push(["a", "b"])
+            kv.pushpull(["a", "b"])
+        assert_alike(stores, ["a", "b"])
+    stores[0].buffer("b")[...] = np.nan
+    with pytest.raises(NotFinite, match="key 'b' has 3 NaN"):
+        stores[0].push(["a", "b"])
+    close(*stores)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
+def test_ranks_that_have_left_join_bring_nothing(gpu, comm, name, buffers):
+    """With 1 bit, not even -1 for zeros; and what they keep stays."""
+    stores = pair(gpu, comm, name)
+    for kv in stores:
+        kv.init("w", np.zeros((20, 20), F32))
+        if buffers:
+            kv.buffer("w").fill(5)
+        kv.push("w", np.full((20, 20), 1.5, F32))
+        with kv.join():
+            for _ in range(2 if kv.is_root else 0):
+                kv.push("w", *[np.full((20, 20), 5, F32)] * (not buffers))
+                kv.pull("w")
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
+def test_views_of_values_can_be_pushed(gpu, comm):
+    """Also where the sum is made in the place of the value."""
+    with store_on(gpu, comm) as kv:
+        kv.init("w", np.full(2000, 2, F32))
+        kv.set_gradient_compression("bf16")
+        kv.push("w", kv.view("w"))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(2000, 2 * kv.size))
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e38])
+@pytest.mark.parametrize("name", ["2bit", "topk", "lowrank"])
+def test_numbers_that_are_not_finite_raise(gpu, comm, name, bad, dtype):
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    stored = np.dtype(F32) if dtype == np.float64 else dtype
+    good = (np.arange(300) % 7).reshape(20, 15).astype(dtype)
+    with np.errstate(over="ignore"):
+        spoilt = np.where(np.arange(300).reshape(20, 15) == 250, bad, good.astype(np.float64)).astype(dtype)
+    stores = pair(gpu, comm, name)
+    last = stores[0].rank == stores[0].size - 1
+    for kv in stores:
+        kv.init(["v", "w"], [np.zeros((20, 15), stored)] * 2)
+    for push in ("push", "pushpull"):
+        texts = []
+        for kv in stores:
+            arrays = [good.copy(), (spoilt if last else good).copy()]
+            given = there(gpu, arrays) if kv is stores[0] else arrays
+            with pytest.raises(NotFinite if last else PeerFailed, match=r"key 'w' has . NaN, . infinite") as caught:
+                getattr(kv, push)(["v", "w"], given)
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]
+    for kv in stores:
+        kv.push("w", there(gpu, good) if kv is stores[0] else good)
+    assert_alike(stores, ["v", "w"])
+    close(*stores)
+
+
+def test_a_cast_of_ones_own_is_refused_in_both_directions(gpu, comm):
+    """By name, before anything is sent; the present compression stays."""
+
+    class Cast(codecs.Float16):
+        pass
+
+    with store_on(gpu, comm) as kv:
+        kv.init("w", np.zeros(8, F32))
+        kv.set_gradient_compression("2bit")
+        for codec in (Cast(), codecs.ErrorFeedback(Cast())):
+            with pytest.raises(
+                Unsupported, match=r"^set_gradient_compression: compression fp16.* has no CUDA kernel.*: bf16, fp16"
+            ):
+                kv.set_gradient_compression(codecs.BothDirections(codec))
+        assert kv.compression.settings() == "2bit(threshold=0.5) with error feedback"
+        kv.push("w", np.full(8, 0.7, F32))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(8, 0.5 * kv.size))
+
+
+def test_other_dtypes_and_lists_of_other_lengths(gpu, comm):
+    with store_on(gpu, comm) as kv:
+        kv.init(["n", "v", "w"], [np.zeros(4, np.int32), np.zeros(4, F32), np.zeros(4, F32)])
+        kv.set_gradient_compression("1bit")
+        with pytest.raises(Unsupported, match="key 'n' has dtype int32"):
+            kv.push("n", np.ones(4, np.int32))
+        with pytest.raises(ValueMismatch, match="the keys bring 1 and 2 arrays"):
+            kv.push(["v", "w"], [[np.ones(4, F32)], [np.ones(4, F32)] * 2])
+        kv.push("w", np.ones(4, F32))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(4, kv.size))
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_with_other_settings(gpu, comm):
+    with store_on(gpu, comm) as kv:
+        kv.init("w", np.zeros(4, F32))
+        for mine, other in (("2bit", "1bit"), (None, "bf16"), ({"type": "2bit", "threshold": 0.25}, "2bit")):
+            with pytest.raises(RankMismatch, match="set_gradient_compression"):
+                kv.set_gradient_compression(mine if kv.rank == 0 else other)
+            assert kv.compression is None
+        kv.push("w", np.ones(4, F32))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(4, kv.size))
+
+
+@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
+def test_an_updater_that_raises_leaves_residuals_as_they_were(gpu, comm, name):
+    def fail(key, received, stored):
+        raise ArithmeticError("not today")
+
+    stores = pair(gpu, comm, name)
+    for kv in stores:
+        kv.init("w", np.zeros((10, 20), F32))
+        kv.push("w", gradients((10, 20), 0, kv.size)[kv.rank, 0])
+    stores[0].set_updater(fail)
+    with pytest.raises(ArithmeticError if stores[0].is_root else PeerFailed, match="not today"):
+        stores[0].push("w", gradients((10, 20), 3, stores[0].size)[stores[0].rank, 0])
+    stores[0].set_updater(None)
+    for kv in stores:
+        kv.push("w", gradients((10, 20), 4, kv.size)[kv.rank, 0])
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["2bit", "topk", {"type": "bf16", "both_directions": True}], ids=str)
+def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
+    """Also where a gradient is looked at, which waits for what was queued before it."""
+    gpu, config = FakeGpu(comm.rank), Config(timeout=0.8, placement="sharded")
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv.set_gradient_compression(name)
+    kv.init("w", np.zeros(500, F32))
+    if kv.rank == 0:
+        nccl.stick_at = {len(nccl.calls) + number for number in range(1, 50)}
+    out = gpu.empty((500,), np.dtype(F32))
+
+    def train():
+        for _ in range(3):
+            kv.push("w", out)
+            kv.pull("w", out=out)
+
+    out.fill(1)
+    with pytest.raises(TransportError):
+        train()
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(500, F32))
+    assert nccl.communicators[0].state == "aborted"
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_call_of_nccl_that_fails_ends_the_store_everywhere(comm):
+    gpu, config = FakeGpu(comm.rank), Config(timeout=0.8)
+    group = connect(comm, config)
+    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv.set_gradient_compression("1bit")
+    kv.init("w", np.zeros(500, F32))
+    if kv.rank == 0:
+        nccl.fail_at[len(nccl.calls) + 1] = 5
+
+    def train():
+        for _ in range(3):
+            kv.push("w", np.ones(500, F32))
+            on_host(kv.pull("w"))
+
+    with pytest.raises(TransportError):
+        train()
+    with pytest.raises(Closed):
+        kv.push("w", np.ones(500, F32))
+
+
+# --- Codecs that work on the host
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A codec of whole values of one's own: sends the first half of a value by a sum, the second by its bytes."""
+
+    elementwise: ClassVar[Literal[False]] = False
+    feedback: ClassVar[Literal[False]] = False
+
+    def settings(self) -> str:
+        return "halved()"
+
+    def state(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        return {"pushes": np.zeros(1, np.int64)}
+
+    def exchange(self, gradient: Any, shape: Any, state: Any, residual: Any = None) -> Any:
+        assert type(gradient) is np.ndarray
+        state["pushes"] += 1
+        middle = gradient.size // 2
+        total = np.zeros_like(gradient)
+        total[:middle] = yield Sum(gradient[:middle].copy())
+        for part in (yield Gather(gradient[middle:].view(np.uint8).copy())):
+            total[middle:] += part.view(F32)
+        return total, gradient
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("feedback", [False, True])
+def test_a_codec_of_values_of_ones_own_works_on_the_host(gpu, comm, placement, feedback):
+    codec = codecs.ErrorFeedback(Halved()) if feedback else Halved()
+    stores = pair(gpu, comm, codec, placement=placement, bucket_bytes=4096)
+    assert stores[0].compression is codec
+    shapes = {"m": (30, 401), "v": (7,)}
+    for kv in stores:
+        kv.init(list(shapes), [np.zeros(shape, F32) for shape in shapes.values()])
+        kv.set_optimizer("sgd", learning_rate=0.25, momentum=0.5)
+        for step in range(3):
+            kv.push(list(shapes), [gradients(shape, step, kv.size)[kv.rank, 0] for shape in shapes.values()])
+        assert kv._exchange.table["v"].codec_state["pushes"] == 3
+    assert_alike(stores, list(shapes))
+    close(*stores)
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "lars"])
+@pytest.mark.parametrize("name", WHOLE, ids=str)
+def test_whole_values_are_updated_by_sums_of_whole_values(gpu, comm, name, optimizer):
+    """Which are made where the update finds them."""
+    stores = pair(gpu, comm, name, placement="root", bucket_bytes=4096)
+    shapes = {"m": (40, 97), "v": (7,)}
+    for kv in stores:
+        kv.init(list(shapes), [np.ones(shape, F32) for shape in shapes.values()])
+        kv.set_optimizer(optimizer, learning_rate=0.25)
+        for step in range(3):
+            kv.push(list(shapes), [gradients(shape, step, kv.size)[kv.rank, 0] for shape in shapes.values()])
+    assert_alike(stores, list(shapes))
+    close(*stores)
+
+
+@pytest.mark.parametrize("compression", ["topk", {"type": "auto", "codec": "topk"}], ids=str)
+def test_that_a_codec_works_on_the_host_is_said_once(gpu, comm, compression, caplog):
+    with store_on(gpu, comm) as kv, caplog.at_level("WARNING", "mpikv"):
+        kv.init("w", gpu.upload(np.zeros((20, 20), F32)))
+        kv.set_gradient_compression(compression)
+        for _ in range(3):
+            kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+        kv.set_gradient_compression("2bit")
+        kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
+        "compression topk(ratio=0.01) with error feedback does its work on the host"
+    ]
+
+
+@pytest.mark.parametrize("codec", OWN, ids=str)
+def test_auto_measures_codecs_of_ones_own(gpu, comm, codec):
+    with store_on(gpu, comm) as kv:
+        kv.set_gradient_compression(codecs.Auto(codec))
+        found = kv.statistics()["compression"]
+        assert found["chosen"] in (codec.settings(), "None")
+        assert min(found["seconds"].values()) > 0
+
+
+@pytest.mark.parametrize("name", WHOLE, ids=str)
+def test_what_codecs_of_values_keep_lies_on_the_host(gpu, comm, name):
+    """Residuals cost no memory of the GPU, whichever rank owns the value; other codecs start anew, on the GPU."""
+    with store_on(gpu, comm, placement="root") as kv:
+        kv.init("w", np.zeros((20, 20), F32))
+        kv.set_gradient_compression(name)
+        kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+        entry = kv._exchange.table["w"]
+        assert all(type(each) is np.ndarray for each in (*entry.residuals(), *entry.codec_state.values()))
+        kv.set_gradient_compression("2bit")
+        kv.push("w", gpu.upload(np.ones((20, 20), F32)))
+        assert [gpu.owns(each) for each in entry.residuals()] == [True]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("name", ["topk", "lowrank"])
+def test_too_little_memory_for_sums_on_one_rank(gpu, comm, name, monkeypatch):
+    """Every rank is told before anything is sent, and no residual is lost."""
+    stores = pair(gpu, comm, name)
+    for kv in stores:
+        kv.init("w", np.zeros((30, 40), F32))
+    last = stores[0].rank == stores[0].size - 1
+
+    def none_left(nbytes):
+        raise MemoryError("out of memory")
+
+    if last:
+        monkeypatch.setattr(gpu, "zeros", none_left)
+    with pytest.raises(MemoryError if last else PeerFailed, match="out of memory"):
+        stores[0].push("w", gpu.upload(np.ones((30, 40), F32)))
+    monkeypatch.undo()
+    for kv in stores:
+        for step in range(2):
+            kv.push("w", gradients((30, 40), step, kv.size)[kv.rank, 0])
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
+# --- With the rest of the store
+
+
+def test_keys_that_start_anew_and_other_codecs_have_no_residuals(gpu, comm):
+    stores = pair(gpu, comm, "2bit")
+    for kv in stores:
+        kv.init("w", np.zeros((30, 20), F32))
+    for step, change in enumerate(
+        (
+            lambda kv: kv.init("w", np.zeros((20, 30), F32), overwrite=True),
+            lambda kv: (kv.delete("w"), kv.init("w", np.zeros(600, F32))),
+            lambda kv: kv.set_gradient_compression("1bit"),
+            lambda kv: (kv.set_gradient_compression(None), kv.set_gradient_compression("fp16")),
+        )
+    ):
+        for kv in stores:
+            kv.push("w", gradients(600, step, kv.size)[kv.rank, 0].reshape(kv._exchange.table["w"].shape))
+        assert_alike(stores, ["w"])
+        for kv in stores:
+            change(kv)
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *HOSTED], ids=str)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_checkpoints_have_residuals(gpu, comm, folder, name, placement):
+    """From a GPU to the host, from the host to a GPU, and back to the store that goes on."""
+    shapes = {"m": (40, 30), "v": (7,), "e": (0,)}
+    stores = pair(gpu, comm, name, placement=placement, bucket_bytes=4096)
+
+    def push(kv: KVStore, step: int) -> None:
+        kv.push(list(shapes), [list(gradients(shape, step, kv.size, 2)[kv.rank]) for shape in shapes.values()])
+
+    for kv, file in zip(stores, ("gpu", "host"), strict=True):
+        kv.init({key: np.zeros(shape, F32) for key, shape in shapes.items()})
+        for step in range(2):
+            push(kv, step)
+        kv.save(folder / file)
+    others = pair(gpu, comm, name, placement=placement)
+    others[0].load(folder / "host")
+    others[1].load(folder / "gpu")
+    stores[0].load(folder / "gpu")
+    for kv in (*stores, *others):
+        push(kv, 2)
+    for kv in (stores[0], others[0]):
+        assert_alike([kv, stores[1]], list(shapes))
+    assert_alike([others[0], others[1]], list(shapes))
+    close(*stores, *others)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_residuals_of_other_ranks(gpu, comm, folder):
+    """A file of one rank: its residuals go to the first, and the others have zeros."""
+    arrays = [gradients(50, 0, 1)[0, 0], gradients(50, 1, 1)[0, 0]]
+    if comm.rank == 0:
+        with mpikv.create(comm=comm.Split(0), compression="2bit") as alone:
+            alone.init("w", np.zeros(50, F32))
+            alone.push("w", arrays)
+            alone.save(folder / "alone")
+    else:
+        comm.Split(1)
+    comm.Barrier()
+    stores = pair(gpu, comm, "2bit")
+    for kv in stores:
+        kv.load(folder / "alone")
+        assert len(kv._exchange.table["w"].residuals()) == 2
+    assert_alike(stores, ["w"])
+    close(*stores)
+
+
+def test_what_is_said_of_it(gpu, comm):
+    with store_on(gpu, comm) as kv:
+        assert kv.is_capable("compression")
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.25})
+        assert isinstance(kv._exchange.compression.codec, FakeRanges)
+        assert repr(kv.compression) == "ErrorFeedback(TwoBit(threshold=0.25))"
+        assert kv.statistics()["compression"]["chosen"] == "2bit(threshold=0.25) with error feedback"
+        with mpikv.create(comm=comm, compression=kv.compression) as host:
+            kv.set_gradient_compression(host.compression)
+            assert kv.compression is host.compression
+            for store in (kv, host):
+                store.init("w", np.ones(7, F32))
+                store.push("w", np.full(7, 0.3, F32))
+            assert_alike([kv, host], ["w"])
+
+
+@pytest.mark.parametrize("saved", [-1e9, 1.0])
+@pytest.mark.parametrize("name", [*NAMES, "topk", "lowrank"])
+def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypatch):
+    """How long this GPU takes says nothing, so that the answer is given here."""
+    monkeypatch.setattr("mpikv.trial._SAVED", saved)
+    with store_on(gpu, comm) as kv:
+        kv.init("w", np.full(100, 2, F32))
+        for _ in range(2):
+            kv.set_gradient_compression({"type": "auto", "codec": name})
+            found = kv.statistics()["compression"]
+            chosen = codecs.create(name).settings() if saved < 0 else "None"
+            assert found["chosen"] == (kv.compression.settings() if kv.compression else "None") == chosen
+            assert found["seconds"].keys() == {"with", "without"}
+            assert min(found["seconds"].values()) > 0
+        assert kv.keys() == ("w",)
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 2))
+        kv.push("w", np.full(100, 0.5, F32))
+        if saved > 0:
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 0.5 * kv.size))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_too_little_memory_for_a_trial_on_one_rank(gpu, comm, monkeypatch):
+    """Every rank is told, whatever it was for, and no value is lost."""
+    empty, short = gpu.empty, []
+    with store_on(gpu, comm, timeout=5) as kv:
+        kv.init("w", np.ones(1000, F32))
+        for allowed in range(100):
+            left = iter(range(allowed))
+
+            def scarce(shape, dtype, left=left):
+                if kv.rank == kv.size - 1 and 0 not in shape and next(left, None) is None:
+                    raise MemoryError("out of memory")
+                return empty(shape, dtype)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu, "empty", scarce)
+                try:
+                    kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
+                    break
+                except MemoryError:
+                    short.append(allowed)
+            kv.push("w", gpu.upload(np.full(1000, 0.5, F32)))
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, 0.5 * kv.size))
+        assert len(short) > 5
+        assert kv.statistics()["compression"]["asked"].startswith("auto")
+
+
+def test_a_load_takes_no_memory_but_what_it_keeps(gpu, comm, folder, monkeypatch):
+    """Arrays of the host go where they belong, one after the other."""
+    shapes = {f"w{number}": (1000 + number,) for number in range(5)}
+    with store_on(gpu, comm) as kv:
+        kv.init({name: gpu.upload(np.ones(shape, F32)) for name, shape in shapes.items()})
+        kv.set_optimizer("adam")
+        kv.set_gradient_compression("2bit")
+        kv.push({name: gpu.upload(np.full(shape, 0.25, F32)) for name, shape in shapes.items()})
+        before = {name: on_host(kv.pull(name)) for name in shapes}
+        kv.save(folder / "checkpoint", residuals=True)
+        upload, made = gpu.upload, []
+        monkeypatch.setattr(gpu, "upload", lambda array, out=None: (made.append(out is None), upload(array, out))[1])
+        kv.load(folder / "checkpoint")
+        assert made
+        assert not any(made)
+        for name, value in before.items():
+            np.testing.assert_array_equal(on_host(kv.pull(name)), value)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("known", [False, True])
+def test_a_load_that_fails_on_one_rank(gpu, comm, folder, known, monkeypatch):
+    """Every rank is told at once, wherever it failed."""
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.init("w", gpu.upload(np.ones(1000, F32)))
+        kv.save(folder / "checkpoint")
+    with store_on(gpu, comm, placement="sharded", timeout=30) as kv:
+        if known:
+            kv.init("w", np.zeros(1000, F32))
+
+        def bad(array, out=None):
+            raise MemoryError("out of memory")
+
+        with monkeypatch.context() as patch:
+            if kv.rank == kv.size - 1:
+                patch.setattr(gpu, "upload", bad)
+            culprit = MemoryError if kv.rank == kv.size - 1 else PeerFailed
+            with pytest.raises(CheckpointError if known else culprit, match="out of memory"):
+                kv.load(folder / "checkpoint")
+        if known:
+            with pytest.raises(Closed):
+                kv.pull("w")
+        else:
+            assert kv.keys() == ()
+            kv.load(folder / "checkpoint")
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.ones(1000))
+
+
+def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
+    """A time is taken when all that was queued is done."""
+    waits = []
+    with store_on(gpu, comm) as kv:
+        memory = kv._transport.memory
+        wait = memory.wait
+        monkeypatch.setattr(memory, "wait", lambda: (waits.append("wait"), wait()))
+        push = Exchange.push
+        monkeypatch.setattr(Exchange, "push", lambda *arguments: (push(*arguments), waits.append("push")))
+        kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
+        assert waits == ["wait", "push", "wait"] * 12
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_too_little_memory_on_one_rank(gpu, comm, both_ways, monkeypatch):
+    """Every rank is told, however much there was, and no value is lost."""
+    wanted = both("bf16") if both_ways else "fp16"
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.init("w", np.ones(1000, F32))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        expected, failures, zeros, left = 1.0, 0, gpu.zeros, [0]
+
+        def scarce(nbytes):
+            left[0] -= 1
+            if left[0] < 0 and kv.rank == kv.size - 1:
+                raise MemoryError("out of memory")
+            return zeros(nbytes)
+
+        # What packs values is made once, so that the second time two are enough until exact values need one.
+        for allowed in (0, 1, 2, 9, 2, 9):
+            kv.set_gradient_compression("2bit")
+            kv.push("w", np.full(1000, 0.25, F32))  # which is left
+            before = kv.statistics()["compression"]
+            left[0], failed = allowed, ""
+            monkeypatch.setattr(gpu, "zeros", scarce)
+            try:
+                kv.set_gradient_compression(wanted)
+            except MemoryError as error:
+                failed = str(error)
+            monkeypatch.setattr(gpu, "zeros", zeros)
+            if failed:
+                told = f"ranks [{kv.size - 1}] have too little memory" if kv.size > 1 else "out of memory"
+                failures += told in failed
+                assert kv.statistics()["compression"] == before
+                assert kv.compression.settings() == before["chosen"]
+            kv.push("w", np.full(1000, 0.25 if failed else 0.5, F32))
+            expected -= 0.25 * kv.size
+            np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(1000, expected, F32))
+        # One rank keeps no exact values besides.
+        assert failures == (4 if both_ways and kv.size > 1 else 2)
+        assert kv.compression.settings().startswith("bf16" if both_ways else "fp16")
+
+
+# --- Both directions
+
+
+def both(name: str) -> dict[str, Any]:
+    return {"type": name, "both_directions": True}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("placement", "updater"),
+    [*((placement, updater) for placement in PLACEMENTS for updater in (None, "sgd", "adam")), ("root", "function")],
+)
+def test_values_that_travel_packed_are_those_of_messages(gpu, comm, name, placement, updater):
+    """Beside a store over MPI, with values that a cast cannot say in between."""
+    options = {"placement": placement, "bucket_bytes": 4096, "deterministic": True}
+    stores = [store_on(gpu, comm, **options), mpikv.create(comm=comm, transport="mpi", **options)]
+    sizes = {"w": 3000, "b": 3, "between": 40, "h": 17}
+    keys = list(sizes)
+    for kv in stores:
+        kv.set_gradient_compression(both(name))
+        kv.init(
+            {key: np.linspace(-1, 1, size).astype(np.float16 if key == "h" else F32) for key, size in sizes.items()}
+        )
+        if updater == "function":
+            kv.set_updater(add_twice)
+        elif updater:
+            kv.set_optimizer(updater, learning_rate=0.25)
+    for step in range(4):
+        for kv in stores:
+            arrays = [gradients(size, step, kv.size)[kv.rank, 0] for size in sizes.values()]
+            if step == 2:
+                arrays[0][7] = 1e6
+            kv.push(keys, [a.astype(np.float16) if key == "h" else a for key, a in zip(keys, arrays, strict=True)])
+        some = keys if step % 2 else ["w", "h"]
+        for found, expected in zip(*(kv.pull(some) for kv in stores), strict=True):
+            assert on_host(found).tobytes() == expected.tobytes()
+        if step == 1:
+            for kv in stores:
+                kv.set("b", np.full(3, 1 / 3, F32))
+    for kv in stores:
+        kv.set_gradient_compression(None)
+    for found, expected in zip(*(kv.pull(keys) for kv in stores), strict=True):
+        assert on_host(found).tobytes() == expected.tobytes()
+    close(*stores)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_no_number_leaves_with_the_exact_value(gpu, comm, bad):
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.set_gradient_compression(both("fp16"))
+        kv.init(["w", "v"], [np.ones(300, F32)] * 2)
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        value = np.ones(300, F32)
+        value[7] = bad
+        kv.set("w", value)
+        kv.push(["w", "v"], [np.ones(300, F32)] * 2)
+        w, v = kv.pull(["w", "v"])
+        np.testing.assert_array_equal(on_host(w), value - F32(0.5 * kv.size))
+        np.testing.assert_array_equal(on_host(v), np.full(300, 1 - 0.5 * kv.size, F32))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_rank_without_work_takes_part(gpu, comm):
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.set_gradient_compression(both("bf16"))
+        kv.init("w", np.zeros(500, F32))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        with kv.join():
+            for _ in range(1 + kv.rank):
+                kv.pushpull("w", np.ones(500, F32), np.zeros(500, F32))
+        pushes = sum(1 + rank for rank in range(kv.size))
+        np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(500, -0.5 * pushes, F32))
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_checkpoint_has_the_exact_values(gpu, comm, folder):
+    with store_on(gpu, comm, placement="sharded") as kv:
+        kv.set_gradient_compression(both("bf16"))
+        kv.init("w", np.full(500, 1 / 3, F32))
+        kv.set_optimizer("sgd", learning_rate=1 / 3)
+        kv.push("w", np.ones(500, F32))
+        rounded = on_host(kv.pull("w"))
+        kv.save(folder / "w")
+        exact = np.full(500, 1 / 3, F32) - F32(kv.size) * F32(1 / 3)
+        np.testing.assert_array_equal(on_host(kv.pull("w")), exact)
+        assert not np.array_equal(rounded, exact) or kv.size == 3
+        with mpikv.create(comm=comm) as host:
+            host.load(folder / "w")
+            np.testing.assert_array_equal(host.pull("w"), exact)

@@ -1,0 +1,657 @@
+"""``mpikv bench``: its parts without ranks, and small jobs of it with the MPI library that is here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.launching import mpi, processes_in, remove_abandoned, shared_memory, why_no_mpi
+
+import mpikv
+from mpikv.cli.bench import machine, main, oracle, report, rounds, worker
+from mpikv.cli.bench.cases import Group, Skipped, unless
+from mpikv.cli.bench.keysets import KeySet, bert_base, gradients, key_set, many_small, resnet50
+from mpikv.cli.bench.memory import Memory
+from mpikv.cli.bench.options import GROUPS, SUITES, parse
+from mpikv.cli.bench.progress import Silent, seconds_text
+from mpikv.cli.bench.rounds import Case, measure
+from mpikv.cli.bench.rules import BLOCK, RULES
+from mpikv.cli.launchers import clean, core_count
+from mpikv.typing import Array
+
+ROOT = Path(__file__).parents[2]
+# Two jobs take a dozen seconds where nothing else runs.
+DEADLINE = 50.0
+pytestmark = pytest.mark.deadline(60)
+FEW = KeySet("a few", ((3,), (2, 2), (5,)))
+
+
+class Alone:
+    """A communicator of one rank."""
+
+    rank, size = 0, 1
+
+    def Barrier(self) -> None:  # noqa: N802
+        pass
+
+    def allgather(self, one: Any) -> list[Any]:
+        return [one]
+
+    def bcast(self, one: Any) -> Any:
+        return one
+
+
+class Plain:
+    """A contender that makes SGD-momentum steps of its own on the sums of so many ranks."""
+
+    def __init__(self, size: int, exact: bool | None = True, rate: float = 0.01) -> None:
+        self.exact, self.rate = exact, rate
+        self.sums = [
+            sum(parts[1:], parts[0]) for parts in zip(*(gradients(r, FEW.shapes) for r in range(size)), strict=True)
+        ]
+        self.weights = [np.ones(shape, np.float32) for shape in FEW.shapes]
+        self.momentum = [np.zeros(shape, np.float32) for shape in FEW.shapes]
+
+    def step(self) -> None:
+        for total, weight, momentum in zip(self.sums, self.weights, self.momentum, strict=True):
+            momentum *= np.float32(0.9)
+            momentum -= np.float32(self.rate) * total
+            weight += momentum
+
+    def results(self) -> list[Array]:
+        return self.weights
+
+    def close(self) -> None:
+        pass
+
+
+# --- Keys, gradients and rules
+
+
+def test_the_sets_are_those_of_the_networks() -> None:
+    for shapes, keys, elements, small in ((resnet50(), 161, 25_557_032, 107), (bert_base(), 199, 109_482_240, 112)):
+        assert (len(shapes), sum(map(math.prod, shapes))) == (keys, elements)
+        assert sum(4 * math.prod(shape) <= 8192 for shape in shapes) == small
+    many = many_small()
+    assert len(many) == 10_000
+    assert {1, 100} <= {shape[0] for shape in many} <= set(range(1, 101))
+    assert key_set("resnet50", quick=False).nbytes == 4 * 25_557_032
+
+
+@pytest.mark.parametrize("name", SUITES["sets"])
+def test_quick_sets_are_small_and_say_so(name: str) -> None:
+    quick, full = (key_set(name, quick=quick) for quick in (True, False))
+    assert 10 * quick.elements < full.elements
+    assert quick.title != full.title
+    assert len(quick.keys) == len(quick.shapes)
+
+
+def test_gradients_can_be_made_again_and_differ_between_ranks() -> None:
+    once, again, other = (list(gradients(rank, FEW.shapes)) for rank in (1, 1, 2))
+    for first, second, different in zip(once, again, other, strict=True):
+        assert first.dtype == np.float32
+        assert np.array_equal(first, second)
+        assert not np.array_equal(first, different)
+        assert 0.5 <= first.min() <= first.max() < 1.5
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_by_hand_is_that_of_the_store(name: str) -> None:
+    rule, size = RULES[name], BLOCK + 7
+    optimizer = mpikv.optimizers.create(name, **rule.options)
+    gradient = np.random.default_rng(0).random(size, np.float32) + np.float32(0.5)
+    ours = theirs = np.ones(size, np.float32)
+    ours, states = theirs.copy(), [np.zeros(size, np.float32) for _ in range(rule.states)]
+    state = {slot: np.zeros(size, dtype) for slot, dtype in optimizer.slots(theirs.dtype).items()}
+    assert len(state) == rule.states
+    for count in (1, 2, 3):
+        rule.apply(count, gradient.copy(), ours, states)
+        optimizer.update(optimizer.step(0, count), gradient.copy(), theirs, state)
+    assert np.max(np.abs(ours - theirs)) <= rule.tolerance(3, 1.5, 1.0)
+    # A missing step is far beyond the tolerance.
+    optimizer.update(optimizer.step(0, 4), gradient.copy(), theirs, state)
+    assert np.max(np.abs(ours - theirs)) > 100 * rule.tolerance(3, 1.5, 1.0)
+    if name == "sgd":
+        rule.apply(4, gradient.copy(), ours, states)
+        assert np.array_equal(ours, theirs)
+
+
+def test_floors() -> None:
+    floors = {name: [rule.floor(2, private=private) for private in (False, True)] for name, rule in RULES.items()}
+    assert floors == {"sgd": [24, 32], "adam": [32, 40], "lamb": [32, 40]}
+
+
+# --- The oracle
+
+
+def cases_of(*contenders: Plain, steps: int = 3) -> list[Case]:
+    cases = [Case(f"case {number}", contender) for number, contender in enumerate(contenders)]
+    for number, case in enumerate(cases):
+        for _ in range(steps + number):
+            case.run_once()
+    return cases
+
+
+def test_right_results_pass_after_any_number_of_steps() -> None:
+    assert oracle.mismatches(cases_of(Plain(3), Plain(3, exact=False)), FEW, 3, RULES["sgd"]) == {}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 7.0])
+def test_a_wrong_element_is_named(exact: bool, value: float) -> None:
+    cases = cases_of(Plain(2), Plain(2, exact))
+    cases[1].contender.results()[1][1, 0] = value  # type: ignore[index]
+    found = oracle.mismatches(cases, FEW, 2, RULES["sgd"])
+    assert list(found) == ["case 1"]
+    assert found["case 1"].startswith(f"key 1 after 4 steps: element 2 is {np.float32(value)!s} and not ")
+    assert found["case 1"].endswith("and 1 are wrong in all")
+
+
+def test_a_bit_is_wrong_only_where_bits_are_promised() -> None:
+    cases = cases_of(Plain(2), Plain(2, exact=False), Plain(2, exact=None))
+    for case in cases:
+        weight = next(iter(case.contender.results()))
+        weight[0] = np.nextafter(weight[0], np.float32(9))
+    assert list(oracle.mismatches(cases, FEW, 2, RULES["sgd"])) == ["case 0"]
+
+
+@pytest.mark.parametrize("change", ["a step too few", "another rate", "a rank too few"])
+def test_a_wrong_way_is_beyond_rounding(change: str) -> None:
+    contender = Plain(1 if change == "a rank too few" else 2, False, 0.011 if change == "another rate" else 0.01)
+    (case,) = cases_of(contender)
+    case.steps += change == "a step too few"
+    assert oracle.mismatches([case], FEW, 2, RULES["sgd"])
+
+
+def test_sums_are_checked_without_a_rule() -> None:
+    contender = Plain(3)
+    contender.weights = contender.sums
+    case = Case("sum", contender, steps=5)
+    assert oracle.mismatches([case], FEW, 3, None) == {}
+    contender.sums[2][4] += 1
+    assert "key 2" in oracle.mismatches([case], FEW, 3, None)["sum"]
+
+
+# --- Rounds
+
+
+class Clock:
+    """A clock that only the work moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def contender(self, name: str, seconds: float) -> Any:
+        clock = self
+
+        class Work(Plain):
+            def step(self) -> None:
+                clock.now += seconds
+                clock.log.append(name)
+
+        return Work(1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(rounds, "time", clock)
+    return clock
+
+
+def test_short_cases_fill_a_turn_and_long_ones_do_not_repeat(clock: Clock) -> None:
+    lengths = [1e-6, 149e-6, 151e-6, 0.1]
+    cases = [Case(str(seconds), clock.contender(str(seconds), seconds)) for seconds in lengths]
+    measure(Alone(), cases, 3, lambda done: None)
+    assert [case.repeats for case in cases[2:]] == [1, 1]
+    assert all(case.repeats * seconds >= rounds.TURN for case, seconds in zip(cases[:2], lengths, strict=False))
+    for case, seconds in zip(cases, lengths, strict=True):
+        assert case.seconds == pytest.approx([seconds] * 3)
+        assert case.steps == clock.log.count(case.name)
+    # One look is enough for the longest.
+    assert cases[3].steps == 4
+
+
+def test_each_round_begins_with_another_case(clock: Clock) -> None:
+    cases = [Case(name, clock.contender(name, 1.0)) for name in "abc"]
+    done: list[int] = []
+    measure(Alone(), cases, 4, done.append)
+    assert "".join(clock.log[3:]) == "abcbcacababc"
+    assert done == [1, 2, 3, 4]
+
+
+def test_a_case_that_cannot_be_had_says_why() -> None:
+    with pytest.raises(Skipped, match="no such thing"):
+        unless(lambda: "no such thing", lambda: lambda: Plain(1))()
+    assert unless(str, lambda: lambda: Plain(1))()().exact
+
+
+def test_a_group_too_large_for_the_host_is_left_out() -> None:
+    def never() -> Plain:
+        raise AssertionError("it was made")
+
+    group = Group("large", "a large set", FEW, None, 3, {"store": never}, needed_bytes=1 << 80)
+    found = worker._measure_group(Alone(), group, Silent(), rounds.HostClock())
+    assert "GB of memory are needed" in found["skipped"]["store"]
+    text = text_of(job(groups=[found]))
+    assert "a large set, 3 rounds\n  not measured" in text
+    assert f"store: {found['skipped']['store']}" in text
+
+
+# --- The machine
+
+
+def test_the_machine_tells_of_itself() -> None:
+    found = machine.describe()
+    assert found["numpy"] == np.__version__
+    assert found["cpu"]
+    share = machine.idle_share(0.05)
+    assert share is None or 0 <= share <= 1
+    usable = os.sched_getaffinity(0)
+    assert 1 <= len(machine.one_per_core(usable)) == core_count() <= len(usable)
+
+
+def test_memory_grows_with_an_array() -> None:
+    before = Memory.now()
+    array = np.ones(1 << 22)
+    after = Memory.now()
+    assert after.private - before.private >= 0.9 * array.nbytes
+    assert after.peak >= after.resident > 0
+    assert after.proportional > 0
+
+
+# --- The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("-n 0", "'0' is not a positive number"),
+        ("-n two", "'two' is not a positive number"),
+        ("--ranks-scaling 1,,2", "'' is not a positive number"),
+        ("-n 2 --ranks-scaling 1,2", "exclude each other"),
+        ("--suite sets --only many", "exclude each other"),
+        ("--only resnet5", "did you mean 'resnet50'?"),
+        ("--only many,", "unknown group ''"),
+        ("--suite fast", "invalid choice: 'fast'"),
+        ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
+        ("--rounds 0", "'0' is not a positive number"),
+        ("--json /no/such/folder/file", "'/no/such/folder/file' cannot be written"),
+        ("--json /tmp", "'/tmp' cannot be written"),
+        ("--plot sums.png --suite sets", "--plot draws the group 'sizes'"),
+        ("--plot sums.png --suite latency --ranks-scaling 1,2", "--plot draws the group 'sizes'"),
+        ("train.py", "unrecognized arguments: train.py"),
+    ],
+)
+def test_misuse_is_one_line_and_status_2(arguments: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(arguments.split(), launched=None)
+    said = capsys.readouterr()
+    assert (caught.value.code, said.out) == (2, "")
+    assert said.err.startswith("mpikv bench: ")
+    assert said.err.count("\n") == 1
+    assert complaint in said.err
+
+
+def test_ranks_of_a_launcher_start_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["-n", "4"], launched=2)
+    assert "one of 2 ranks already" in capsys.readouterr().err
+    assert parse([], launched=2).sizes == ()
+
+
+def test_missing_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("mpikv.cli.bench.options.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse(["--plot", "sums.png"], launched=None)
+    assert "pip install 'mpikv[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups"),
+    [
+        ("", GROUPS),
+        ("--suite all", GROUPS),
+        ("--suite sets", SUITES["sets"]),
+        ("--ranks-scaling 1,2", SUITES["sets"]),
+        ("--ranks-scaling 1,2 --only sizes", ("sizes",)),
+        ("--only many,push-pull", ("push-pull", "many")),
+    ],
+)
+def test_what_is_chosen(arguments: str, groups: tuple[str, ...]) -> None:
+    assert parse(arguments.split(), launched=None).groups == groups
+
+
+def test_help_has_examples() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpikv", "bench", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=True,
+        cwd=ROOT,
+    )
+    assert all(name in done.stdout for name in GROUPS)
+    assert all(words in done.stdout for words in ("examples:", "--ranks-scaling 1,2,4", "mpiexec -n", "exit status"))
+    assert "--report" not in done.stdout
+
+
+# --- The report
+
+
+def job(**changes: Any) -> dict[str, Any]:
+    def case(name: str, median: float, floor: int | None) -> dict[str, Any]:
+        return {
+            "name": name,
+            "median": median,
+            "quartiles": [median, 2 * median],
+            "seconds": [median],
+            "repeats": 3,
+            "steps": 9,
+            "floor": floor,
+        }
+
+    group = {
+        "name": "resnet50",
+        "title": "a set, LAMB",
+        "elements": 10**6,
+        "nbytes": 4 * 10**6,
+        "rounds": 5,
+        "cases": [case("store", 1e-3, 32), case("memcpy", 4e-3, None)],
+        "comparisons": [{"goal": "store / memcpy", "ours": "store", "peer": "memcpy", "bound": 0.3, "ratio": 0.25}],
+        "skipped": {"torch DDP": "PyTorch is not installed"},
+        "wrong": {},
+        "memory": {
+            name: [{"private": 2e6, "shared": 3e6, "peak": 9e6, "proportional": 4e6}] * 2
+            for name in ("python", "inputs", "store")
+        },
+    }
+    return {"ranks": 2, "library": "MPI 5", "transport": "shm", "pinned": True, "crowded": False, "cores": 2,
+            "idle": 0.99, "settings": {}, "groups": [group],
+            "machine": {"cpu": "a CPU", "numpy": "2", "python": "3"}} | changes  # fmt: skip
+
+
+def text_of(*jobs: dict[str, Any], quick: bool = False) -> str:
+    return "\n".join(report.lines({"mpikv": "1", "quick": quick, "jobs": list(jobs)}))
+
+
+def test_ratios_come_first() -> None:
+    lines = text_of(job()).splitlines()
+    assert lines[0] == "mpikv 1, 2 ranks, transport shm, MPI 5, numpy 2, Python 3"
+    assert "warning" not in lines[1] + lines[2]
+    assert lines[3].startswith("ratios of medians")
+    assert lines[4].split() == ["goal", "ours", "peer", "ratio", "bound"]
+    assert lines[5].split() == ["store", "/", "memcpy", "1.00", "ms", "4.00", "ms", "0.25", "≤", "0.30"]
+    assert lines[6].startswith("bound: ")
+
+
+def test_all_else_follows() -> None:
+    text = text_of(job())
+    assert "32 B/element  32 GB/s" in text
+    assert "12 more where a value does not stay in the cache" in text
+    assert "torch DDP: PyTorch is not installed" in text
+    assert "inputs, 2 x 4 MB" in text
+    assert "VmHWM" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"idle": 0.5}, "warning: the machine was busy with something else (50% idle)"),
+        ({"crowded": True, "pinned": False}, "warning: more ranks than cores"),
+        ({"settings": {"OMPI_MCA_smsc": "^cma"}}, "settings: OMPI_MCA_smsc=^cma"),
+        ({"idle": None}, "before the measurement unknown"),
+    ],
+)
+def test_what_spoils_figures_is_told(changes: dict[str, Any], warning: str) -> None:
+    assert warning in text_of(job(**changes))
+    assert warning not in text_of(job())
+
+
+def test_a_wrong_result_has_no_ratio() -> None:
+    spoilt = job()
+    spoilt["groups"][0]["wrong"] = {"store": "rank 1: key 3 after 9 steps: and so on"}
+    assert "0.25" not in text_of(spoilt)
+    complaints = report.errors({"jobs": [spoilt, {"ranks": 4, "error": "no"}]})
+    assert complaints == ["wrong result: resnet50, store, rank 1: key 3 after 9 steps: and so on (2 ranks)", "no"]
+
+
+def test_several_jobs_tell_their_ranks() -> None:
+    text = text_of(job(), job(ranks=1))
+    assert "store / memcpy, 2 ranks" in text
+    assert "store / memcpy, 1 rank " in text
+    beside = text.partition("medians by the number of ranks")[2].splitlines()
+    assert beside[1].split() == ["case", "2", "ranks", "1", "rank"]
+    assert beside[2].split() == ["a", "set,", "LAMB:", "store", "1.00", "ms", "1.00", "ms"]
+
+
+def test_jobs_that_were_measured_are_told_when_a_later_one_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def start(arguments: Sequence[str]) -> int:
+        if arguments[1] == "2":
+            return 9
+        Path(arguments[arguments.index("--report") + 1]).write_text(json.dumps(job(ranks=1)))
+        return 0
+
+    monkeypatch.setattr("mpikv.cli.run.main", start)
+    assert main(["--ranks-scaling", "1,2,4", "--json", str(tmp_path / "all.json")]) == 9
+    said = capsys.readouterr()
+    assert [job["ranks"] for job in json.loads((tmp_path / "all.json").read_text())["jobs"]] == [1]
+    assert "mpikv 1, 1 rank" in said.out.replace(mpikv.__version__, "1")
+    assert said.err == (
+        "mpikv bench: the job of 2 ranks failed with status 9 and was not measured, nor was any after it\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(9.994e-7, "1.00 µs"), (1.5e-9, "0.00 µs"), (0.1234, "123 ms"), (98.7, "98.7 s")]
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+# --- Jobs
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Return a function that runs a command in a folder of its own, and cleans up after it."""
+    if why_no_mpi():
+        pytest.skip(why_no_mpi())
+    before = shared_memory()
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+
+    def run(*arguments: str, command: Sequence[str] = ("bench",)) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "mpikv", *command, *arguments]
+        return subprocess.run(
+            line, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+
+    yield run
+    for pid in processes_in(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    remove_abandoned(shared_memory() - before)
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_latency_is_measured_on_two_ranks(bench: Run, tmp_path: Path) -> None:
+    has_plot = find_spec("matplotlib") is not None
+    done = bench("--quick", "--suite", "latency", "--json", "all.json", *["--plot", "sums.png"] * has_plot)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith(f"mpikv {mpikv.__version__}, 2 ranks, transport shm, ")
+    assert done.stdout.count("1 key of 64 B, SGD-momentum: push, pull /") == 1
+    assert "measured: " in done.stderr
+    assert "measured: " not in done.stdout
+    document = json.loads((tmp_path / "all.json").read_text())
+    (only,) = document["jobs"]
+    assert only["library"].split()[-1].lstrip("v") in mpi()[0].version
+    assert only["machine"]["numpy"] == np.__version__
+    groups = {group["name"]: group for group in only["groups"]}
+    assert list(groups) == [
+        "push-pull/1 key",
+        "push-pull/100 keys",
+        "allreduce",
+        "sizes/64",
+        "sizes/4096",
+        "sizes/262144",
+    ]
+    for group in groups.values():
+        assert group["wrong"] == group["skipped"] == {}
+        for case in group["cases"]:
+            assert len(case["seconds"]) == group["rounds"] == 3
+            assert case["median"] == np.median(case["seconds"]) > 0
+            assert case["steps"] >= 4 * case["repeats"]
+    assert [case["name"] for case in groups["sizes/64"]["cases"]] == ["push", "pull", "pushpull", "Allreduce"]
+    if has_plot:
+        assert (tmp_path / "sums.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sets_on_several_numbers_of_ranks(bench: Run, tmp_path: Path) -> None:
+    done = bench("--quick", "--ranks-scaling", "1,3", "--only", "resnet50,many", "--json", "all.json", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    jobs = json.loads((tmp_path / "all.json").read_text())["jobs"]
+    assert [job["ranks"] for job in jobs] == [1, 3]
+    assert [job["transport"] for job in jobs] == ["local", "shm"]
+    for job in jobs:
+        assert [group["name"] for group in job["groups"]] == ["resnet50/sgd", "many/sgd"]
+        for group in job["groups"]:
+            assert group["wrong"] == {}
+            names = {case["name"] for case in group["cases"]}
+            assert {"store", "zero copy", "memcpy", "Reduce per key"} <= names
+            assert {"torch DDP"} <= names | set(group["skipped"])
+            assert all(len(of_ranks) == job["ranks"] for of_ranks in group["memory"].values())
+            assert set(group["memory"]) == {"python", "inputs", *names}
+    assert "more ranks than cores" in done.stdout or jobs[1]["cores"] >= 3
+    assert "private arrays / memcpy, 3 ranks" in done.stdout
+
+
+def test_other_optimizers_and_transports_are_right(bench: Run) -> None:
+    done = bench(
+        *("--quick", "--only", "many", "--optimizer", "sgd,adam,lamb", "--transport", "mpi"),
+        "--no-pin",
+        "--rounds",
+        "1",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "transport mpi" in done.stdout
+    assert "ranks not pinned" in done.stdout
+    assert all(f"{rule.title}, 1 rounds" in done.stdout for rule in RULES.values())
+    assert all(f"  {floor} B/element" in done.stdout for floor in (24, 32, 40))
+
+
+WRONG = """
+import sys
+import numpy as np
+from mpikv import KVStore
+from mpikv.cli.bench import main
+
+right = KVStore.pushpull
+
+def wrong(self, key, value=None, out=None, priority=0):
+    result = right(self, key, value, out, priority)
+    if self.rank == 1 and isinstance(out, list):
+        out[7][...] = np.nextafter(out[7], np.float32(9))
+    return result
+
+KVStore.pushpull = wrong
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_wrong_result_is_an_error(bench: Run, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    done = bench("--quick", "--only", "push-pull", command=("run", "-n", "2", "wrong.py"))
+    assert done.returncode == 1, done.stderr
+    assert "mpikv bench: wrong result: push-pull/100 keys, pushpull, rank 1: key 7 after " in done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith("100 keys of 64 B, SGD-momentum: "))
+    assert row.endswith("wrong")
+
+
+FAILING = """
+import sys
+from mpikv import MPIKVError, config
+from mpikv.cli.bench import main, sets, stores
+
+def fail(*arguments):
+    raise MemoryError("no room")
+
+def step(self):
+    self._kv.pushpull(self._keys)
+    raise MPIKVError("no step")
+
+if config.launch_of().rank == 1:
+    sets.kernels_problem = lambda kernels: "no kernels"
+    sets.ReducePerKey = fail
+    stores.ZeroCopy.step = step
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_one_rank_cannot_have_all_leave_out(bench: Run, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = bench("--quick", "--only", "many", "--json", "all.json", command=("run", "-n", "2", "failing.py"))
+    assert done.returncode == 0, done.stderr
+    (group,) = json.loads((tmp_path / "all.json").read_text())["jobs"][0]["groups"]
+    assert {case["name"] for case in group["cases"]} - {"torch DDP"} == {"store", "memcpy"}
+    skipped = {name: text for name, text in group["skipped"].items() if name != "torch DDP"}
+    assert skipped.pop("store numba") in ("rank 1: no kernels", "numba is not installed")
+    assert skipped == {
+        "zero copy": "rank 1: no step",
+        "zero copy numba": group["skipped"]["store numba"],
+        "Reduce per key": "rank 1: no room",
+    }
+
+
+def test_ranks_of_a_launcher_measure_and_print_once(bench: Run) -> None:
+    done = bench("--quick", "--only", "allreduce", command=("run", "-n", "2", "-m", "mpikv", "bench"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum of 1 MB: pushpull / Comm.Allreduce") == 1
+
+
+def test_a_store_that_cannot_be_had_is_one_line(bench: Run) -> None:
+    done = bench("--quick", "--only", "push-pull", "--transport", "local")
+    assert (done.returncode, done.stdout) == (2, "")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("mpikv run: running as root")]
+    assert len(lines) == 1
+    assert lines[0].startswith("mpikv bench: create: transport 'local' is for one rank")
+
+
+@pytest.mark.skipif(find_spec("rich") is None, reason="needs rich")
+def test_a_terminal_has_a_live_table(bench: Run, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "TERM": "xterm"}
+    line = [sys.executable, "-m", "mpikv", "bench", "--quick", "--only", "push-pull"]
+    process = subprocess.Popen(line, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    limit = time.monotonic() + DEADLINE
+    with contextlib.suppress(OSError):  # the terminal is gone with the last process that writes to it
+        while time.monotonic() < limit and (part := os.read(ours, 4096)):
+            seen += part
+    printed, _ = process.communicate(timeout=max(0.1, limit - time.monotonic()))
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"making arrays and stores" in seen
+    assert b"measured: " not in seen
+    assert "ratios of medians" in printed.decode()

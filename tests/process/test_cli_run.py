@@ -1,0 +1,709 @@
+"""``mpikv run``: what it would start, what it refuses, and how jobs end, with the MPI library that is here."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launching import launch
+
+from mpikv.cli import launchers
+from mpikv.cli.job import run_job
+from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
+from mpikv.cli.watch import remove_leftovers
+from mpikv.errors import ConfigError, MPIKVError, TransportUnavailable
+
+ROOT = Path(__file__).parents[2]
+DEADLINE = 18.0
+
+OPENMPI = Library("Open MPI", "Open MPI 5.0.11", Path("/opt/mpi/lib/libmpi.so.40"))
+OPENMPI4 = Library("Open MPI", "Open MPI 4.1.4", Path("/opt/mpi/lib/libmpi.so.40"))
+MPICH = Library("MPICH", "MPICH 5.0.2", Path("/opt/mpi/lib/libmpi.so.12"))
+LAUNCHER = Launcher(Path("/opt/mpi/bin/mpiexec"), "any")
+SAYS = {"Open MPI": "mpiexec (Open MPI) 5.0.11", "MPICH": "HYDRA build details:\n    Version: 5.0.2"}
+
+ONE_HOST = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_mtl": "^ofi"}
+ALL = {"PYTHONFAULTHANDLER": "1"}
+QUIET = {"OMPI_MCA_osc": "^ucx"}
+UNBOUND = {"PRTE_MCA_hwloc_default_binding_policy": "none"}
+CROWDED = UNBOUND | {
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+AS_ROOT = dict.fromkeys(launchers.ROOT_VARIABLES, "1")
+
+
+def threads(number: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(number)}
+
+
+# library, what differs from the defaults, options of the launcher, variables
+PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
+    (MPICH, {}, "-n 4", threads(2) | ALL),
+    (MPICH, {"size": 16, "uid": 0}, "-n 16", threads(1) | ALL),
+    (MPICH, {"tag": True}, "-n 4 -prepend-rank", threads(2) | ALL),
+    (MPICH, {"hosts": {"a": 3, "b": 1}}, "-n 4 -hosts a:3,b:1", threads(2) | ALL),
+    (MPICH, {"environ": {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": ""}}, "-n 4", {}),
+    (MPICH, {"size": 6, "tasks": (4, 2)}, "-n 6", threads(2) | ALL),
+    (OPENMPI, {}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (OPENMPI, {"size": 8}, "-n 8", threads(1) | ALL | QUIET | ONE_HOST),
+    (OPENMPI, {"tasks": (8,)}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (OPENMPI, {"tasks": (2,)}, "-n 4", threads(2) | ALL | QUIET | ONE_HOST | CROWDED),
+    (
+        OPENMPI,
+        {"size": 16, "tasks": (8, 8)},
+        "-n 16 -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
+        threads(1) | ALL | QUIET | UNBOUND,
+    ),
+    (OPENMPI, {"size": 9}, "-n 9", threads(1) | ALL | QUIET | ONE_HOST | CROWDED),
+    (OPENMPI, {"size": 1, "uid": 0}, "-n 1", threads(8) | ALL | QUIET | ONE_HOST | UNBOUND | AS_ROOT),
+    (OPENMPI, {"tag": True}, "-n 4 --output rank", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (OPENMPI, {"hosts": {"a": 4}}, "-n 4 --host a:4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
+    (
+        OPENMPI,
+        {"hosts": {"a": 2, "b": 2}, "environ": {"MPIKV_TIMEOUT": "5", "PYTHONPATH": "/x", "HOME": "/h"}},
+        "-n 4 --host a:2,b:2 -x MPIKV_TIMEOUT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER -x PYTHONPATH",
+        threads(4) | ALL | QUIET | UNBOUND,
+    ),
+    (
+        OPENMPI,
+        {"hosts": {"a": 9, "b": 1}, "size": 10},
+        "-n 10 --host a:9,b:1 -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
+        threads(1) | ALL | QUIET | CROWDED,
+    ),
+    (
+        OPENMPI,
+        {"environ": {"OMPI_MCA_btl": "self,tcp", "OMP_NUM_THREADS": "3"}},
+        "-n 4",
+        ALL | QUIET | UNBOUND | {"OMPI_MCA_mtl": "^ofi"},
+    ),
+    (
+        OPENMPI4,
+        {"tag": True},
+        "-n 4 --tag-output",
+        threads(2) | ALL | QUIET | ONE_HOST | UNBOUND | {"OMPI_MCA_btl": "self,vader,tcp"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("library", "changes", "options", "variables"), PLANS)
+def test_plan(library: Library, changes: dict[str, Any], options: str, variables: dict[str, str]) -> None:
+    given: dict[str, Any] = {"size": 4, "cores": 8, "uid": 1000, "environ": {}, **changes}
+    job = plan(library, LAUNCHER, ["python", "x y.py", "-n"], **given)
+    line = options.split()
+    assert list(job.command[: len(line) + 1]) == ["/opt/mpi/bin/mpiexec", *line]
+    assert list(job.command[len(line) + 1 :]) == ["python", "x y.py", "-n"]
+    assert dict(job.variables) == variables
+
+
+def test_plan_on_several_hosts_forwards_what_it_sets() -> None:
+    hosts = {"a": 2, "b": 2}
+    job = plan(OPENMPI, LAUNCHER, ["python"], size=4, cores=4, uid=0, environ={}, hosts=hosts)
+    forwarded = {name for option, name in zip(job.command, job.command[1:], strict=False) if option == "-x"}
+    # Open MPI forwards its own by itself.
+    assert forwarded == {name for name in job.variables if not name.startswith(("OMPI_", "PRTE_"))}
+
+
+def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
+    outer = {
+        "PMI_FD": "9",
+        "PMIX_RANK": "0",
+        "HYDI_CONTROL_FD": "7",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "MPI_LOCALRANKID": "0",
+    }
+    outer |= {"PRTE_LAUNCHED": "1", "OMPI_MCA_num_procs": "4", "MPIKV_RUN": "/tmp/x", "OMPI_WORLD_SIZE": "2"}
+    settings = {
+        "OMPI_MCA_btl": "tcp",
+        "PMIX_MCA_gds": "hash",
+        "PRTE_MCA_x": "y",
+        "HYDRA_LAUNCHER": "ssh",
+        "MPIKV_CHECK": "1",
+    }
+    assert clean(outer | settings) == settings
+
+
+def fake_launcher(folder: Path, says: str, name: str = "mpiexec") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Nothing but the shell's own commands: PATH leads to what a test has made, and not to the system's launchers.
+    path.write_text(f"#!/bin/sh\nprintf '%s\\n' '{says}'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(("kind", "other"), [("Open MPI", "MPICH"), ("MPICH", "Open MPI")])
+def test_launcher_of_another_library_is_refused(tmp_path: Path, kind: str, other: str) -> None:
+    library = Library(kind, f"{kind} 5.0.1", tmp_path / "prefix/lib/libmpi.so")
+    wrong = fake_launcher(tmp_path / "path", SAYS[other])
+    environ = {"PATH": str(wrong.parent)}
+    for chosen in (None, str(wrong)):
+        with pytest.raises(ConfigError) as caught:
+            find_launcher(library, environ, chosen)
+        for word in (str(wrong), other, library.version, str(library.path), "--launcher", "MPI4PY_LIBMPI"):
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["prefix/bin/mpiexec", "path/mpiexec.openmpi", "late/mpiexec"])
+def test_launcher_that_fits_is_found_behind_one_that_does_not(tmp_path: Path, place: str) -> None:
+    library = Library("Open MPI", "Open MPI 5.0.1", tmp_path / "prefix/lib/libmpi.so.40")
+    fake_launcher(tmp_path / "path", SAYS["MPICH"])
+    right = fake_launcher(tmp_path, SAYS["Open MPI"], place)
+    environ = {"PATH": f"{tmp_path}/path:{tmp_path}/late"}
+    assert find_launcher(library, environ).path == right
+
+
+def test_the_launcher_of_a_linked_directory_is_named_where_it_is(tmp_path: Path) -> None:
+    """As /bin is usr/bin: Open MPI would take the root for its directory, and start nothing."""
+    library = Library("Open MPI", "Open MPI 4.1.4", tmp_path / "lib/x86_64-linux-gnu/libmpi.so.40")
+    right = fake_launcher(tmp_path, SAYS["Open MPI"], "usr/bin/orterun").with_name("mpiexec.openmpi")
+    right.symlink_to("orterun")
+    (tmp_path / "bin").symlink_to("usr/bin")
+    environ = {"PATH": f"{tmp_path}/bin"}
+    for chosen in (None, "mpiexec.openmpi", str(tmp_path / "bin" / "mpiexec.openmpi")):
+        assert find_launcher(library, environ, chosen).path == right
+
+
+def test_no_launcher_at_all(tmp_path: Path) -> None:
+    library = Library("MPICH", "MPICH 5.0.1", tmp_path / "prefix/lib/libmpi.so")
+    with pytest.raises(TransportUnavailable, match="no mpiexec"):
+        find_launcher(library, {"PATH": str(tmp_path)})
+    with pytest.raises(ConfigError, match="not an executable"):
+        find_launcher(library, {"PATH": str(tmp_path)}, "nowhere")
+
+
+def test_chosen_launcher_of_an_unknown_kind_is_taken(tmp_path: Path) -> None:
+    path = fake_launcher(tmp_path, "site wrapper 1.0")
+    assert find_launcher(MPICH, os.environ, str(path)).path == path
+
+
+def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, "-m", "mpikv", *arguments]
+    pipe = subprocess.PIPE
+    # A session of its own, so that it can be ended whole.
+    return subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=deadline)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=DEADLINE)
+        pytest.fail(f"did not finish in {deadline:g} s:\n{out}{err}")
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def mpikv(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return finish(start(*arguments, **variables))
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    try:
+        found = find_library(os.environ)
+        find_launcher(found, os.environ)
+    except MPIKVError as error:
+        pytest.skip(str(error))
+    return found
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("SCRIPT", "required: -n"),
+        ("-n 0 SCRIPT", "'0' is not a positive number"),
+        ("-n -3 SCRIPT", "-n"),
+        ("-n two SCRIPT", "'two' is not a positive number"),
+        ("-n 2", "give a script"),
+        ("-n 2 -m", "-m needs the name"),
+        ("-n 2 -m no_such_module_here", "no module named 'no_such_module_here'"),
+        ("-n 2 absent.py", "no file 'absent.py'"),
+        ("-n 2 pytest", "no file 'pytest'; to run the module of that name: -m pytest"),
+        ("-np two SCRIPT", "'two' is not a positive number"),
+        ("-n 2 python", "give a script"),
+        ("-n 2 python3 -m", "-m needs the name"),
+        ("-n 2 python -u SCRIPT", f"ranks run with {sys.executable} without the option -u"),
+        ("-n 2 /other/python3 SCRIPT", f"ranks run with {sys.executable}, not with "),
+        ("-n 2 FOLDER", "is a directory without a file __main__.py"),
+        ("-n 2 --fast SCRIPT", "--fast"),
+        ("-n 2 --hosts a:0 SCRIPT", "'a:0'"),
+        ("-n 2 --hosts a,a SCRIPT", "'a'"),
+        ("-n 3 --hosts a:1,b:1 SCRIPT", "room for 2 ranks, not for 3"),
+        ("-n 2 --launcher /no/such SCRIPT", "'/no/such' is not an executable"),
+    ],
+)
+def test_misuse_is_one_line_and_status_2(tmp_path: Path, arguments: str, complaint: str, library: Library) -> None:
+    name = script(tmp_path, "raise SystemExit('the script ran')")
+    other = fake_launcher(tmp_path, "", "other/python3")
+    places = {"SCRIPT": name, "FOLDER": str(other.parent), "/other/python3": str(other)}
+    done = mpikv("run", *(places.get(part, part) for part in arguments.split()))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("mpikv run: ")
+    assert done.stderr.count("\n") == 1
+    assert complaint in done.stderr
+
+
+def test_commands() -> None:
+    nothing, helped, unknown = mpikv(), mpikv("--help"), mpikv("rnu")
+    assert nothing.stdout == helped.stdout
+    assert (nothing.returncode, helped.returncode, unknown.returncode) == (2, 0, 2)
+    assert unknown.stderr == "mpikv: unknown command 'rnu' (known: bench, info, run, trace); did you mean 'run'?\n"
+    text = mpikv("run", "--help").stdout
+    assert all(word in text for word in ("--hosts", "--tag", "--dry-run", "srun --mpi=pmi2", "exit status"))
+
+
+def test_dry_run_shows_the_line_and_starts_nothing(tmp_path: Path, library: Library) -> None:
+    name = script(tmp_path, "raise SystemExit('the script ran')", "a b.py")
+    done = mpikv("run", "-n", "2", "--dry-run", name, "-n", "--dry-run", OMP_NUM_THREADS="5")
+    *variables, line = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert line.startswith(str(find_launcher(library, os.environ).path))
+    assert line.endswith(f"main()' '{name}' -n --dry-run")
+    assert "PYTHONFAULTHANDLER=1" in variables
+    assert not any(variable.startswith("OMP_NUM_THREADS") for variable in variables)
+    assert any(variable.startswith("OMPI_MCA_btl=") for variable in variables) == (library.kind == "Open MPI")
+
+
+def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library) -> None:
+    name = script(tmp_path, "raise SystemExit('the script ran')")
+    job = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_JOB_CPUS_PER_NODE": "6(x4)"}
+    done = mpikv("run", "-n", "auto", "--dry-run", name, **job)
+    *variables, line = done.stdout.splitlines()
+    assert " -n 7 " in line
+    assert "OMP_NUM_THREADS=3" in variables
+    # They would cut off the other nodes.
+    assert not any(variable.startswith("OMPI_MCA_btl") for variable in variables)
+    wrong = mpikv("run", "-n", "auto", "--dry-run", name, **job | {"SLURM_TASKS_PER_NODE": "2x3"})
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "mpikv run: SLURM_TASKS_PER_NODE='2x3' is not of Slurm's form" in wrong.stderr
+
+
+def test_what_a_program_wants_of_mpi_is_heeded(tmp_path: Path, library: Library) -> None:
+    text = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+import mpikv
+with mpikv.create() as kv:
+    from mpi4py import MPI
+    print(MPI.Query_thread() == MPI.THREAD_SERIALIZED, kv.size)
+try:
+    MPI.COMM_WORLD.Send(b"", 7)
+except MPI.Exception:
+    print("raises")
+"""
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["True 2"] * 2 + ["raises"] * 2), done.stderr
+
+
+def test_a_line_for_mpiexec_is_understood(tmp_path: Path, library: Library) -> None:
+    """With -np, and the interpreter before the script."""
+    name = script(tmp_path, "raise SystemExit('the script ran')")
+    usual = mpikv("run", "-n", "2", "--dry-run", name, "-x").stdout
+    assert mpikv("run", "-np", "2", "--dry-run", "python3", name, "-x").stdout == usual
+    assert mpikv("run", "-np", "2", "--dry-run", sys.executable, name, "-x").stdout == usual
+    (tmp_path / "link").symlink_to(Path(sys.executable).parent)
+    linked = str(tmp_path / "link" / Path(sys.executable).name)
+    assert mpikv("run", "-np", "2", "--dry-run", linked, name, "-x").stdout == usual
+    module = mpikv("run", "-n", "2", "--dry-run", "python", "-m", "json.tool", "-x").stdout
+    assert module.endswith("main()' -m json.tool -x\n")
+
+
+def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
+    """Not those of other names, nor of late, nor those that a process has."""
+    names = ["mpich_old", "mpich_new", "mpich_open", "mpich_mapped", "other_old"]
+    files = {name: Path(f"/dev/shm/{name}_{os.getpid()}") for name in names}
+    try:
+        for file in files.values():
+            file.write_bytes(b"some")
+        with files["mpich_mapped"].open("r+b") as mapped:
+            memory = mmap.mmap(mapped.fileno(), 4)
+        with files["mpich_open"].open():
+            for name, file in files.items():
+                os.utime(file, (0, 0) if name != "mpich_new" else None)
+            removed = remove_leftovers()
+        memory.close()
+        assert str(files["mpich_old"]) in removed
+        assert {name for name, file in files.items() if file.exists()} == set(names) - {"mpich_old"}
+    finally:
+        for file in files.values():
+            file.unlink(missing_ok=True)
+
+
+def test_a_file_that_hides_mpi4py_is_named(tmp_path: Path, library: Library) -> None:
+    name = script(tmp_path, "import mpikv\nmpikv.create()", "mpi4py.py")
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "mpi4py.py"]
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1
+    assert f"the file {name} hides the package mpi4py; rename it" in done.stderr
+
+
+def test_a_library_of_another_name_is_no_missing_one() -> None:
+    trace = "Traceback ...\nImportError: libmpi.so.12: cannot open shared object file: No such file or directory\n"
+    text = launchers._why_no_library(trace, {"MPI4PY_LIBMPI": "/mpi/libmpich.so.12"})
+    assert "MPI4PY_LIBMPI=/mpi/libmpich.so.12 (libmpi.so.12: cannot open shared object file" in text
+    assert "make a link libmpi.so.12 to the library" in text
+    trace = (
+        "RuntimeError: cannot load MPI library\n/no/such: cannot open shared object file: No such file or directory\n"
+    )
+    text = launchers._why_no_library(trace, {"MPI4PY_LIBMPI": "/no/such"})
+    assert text.endswith("unset it, or give the full path of an MPI library")
+    assert "MPI4PY_LIBMPI=/no/such (/no/such: cannot open" in text
+
+
+def test_without_a_library_one_rank_runs_and_two_are_refused(tmp_path: Path) -> None:
+    name = script(tmp_path, "print('ran')")
+    one, two = (mpikv("run", "-n", number, name, MPI4PY_LIBMPI="/no/such") for number in "12")
+    assert (one.returncode, one.stdout) == (0, "ran\n")
+    assert (two.returncode, two.stdout) == (2, "")
+    assert "MPI4PY_LIBMPI=/no/such" in two.stderr
+
+
+def test_install_lines_where_there_is_no_library() -> None:
+    text = launchers._why_no_library("RuntimeError: cannot load MPI library\n", {})
+    assert "pip install" in text
+    assert "apt install openmpi-bin" in text
+
+
+@pytest.mark.feature("launcher")
+def test_script_runs_as_plain_python_would_run_it(tmp_path: Path, library: Library) -> None:
+    text = """
+import atexit, json, pickle, sys
+from mpi4py import MPI
+class Mine: pass
+mine = sys.modules['__main__'].Mine is Mine
+world = MPI.COMM_WORLD
+said = world.gather([sys.argv[1:], sys.path[0], __file__, __name__, mine])
+if world.rank == 0:
+    print(json.dumps([world.size, *said[0], all(each == said[0] for each in said)]))
+atexit.register(lambda: pickle.dumps(Mine()))
+"""
+    name = script(tmp_path, text)
+    arguments = ["-m", "--", "a b", "", "--tag", "-n", "3", "*", "$HOME", "--help"]
+    done = mpikv("run", "-n", "2", name, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([2, arguments, str(tmp_path), name, "__main__", True, True]).replace(
+        "'", '"'
+    ).replace("True", "true")
+
+
+def test_module_and_tag(tmp_path: Path, library: Library) -> None:
+    (tmp_path / "package").mkdir()
+    script(tmp_path, "import sys; from mpi4py import MPI; print('to', sys.argv[1:], flush=True)", "package/tool.py")
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "--tag", "-m", "package.tool", "-x"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+    lines = sorted(line.split() for line in done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert [line[0][:3] for line in lines] == ["[0]", "[1]"]
+    assert all(line[1:] == ["to", "['-x']"] for line in lines)
+
+
+# How rank 1 ends while the others wait for it: in a barrier, in the start of MPI, or not at all in MPI.
+MEANWHILE = {
+    "in a barrier": "from mpi4py import MPI; wait = MPI.COMM_WORLD.Barrier; MPI.COMM_WORLD.Barrier()",
+    "in MPI_Init": "def wait():\n    from mpi4py import MPI\n    MPI.COMM_WORLD.Barrier()",
+    "without MPI": "import time; wait = lambda: time.sleep(60)",
+}
+RANK = "import os; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK', '0')))"
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+@pytest.mark.parametrize(
+    ("end", "status", "shown"),
+    [
+        ("raise ValueError('two\\nlines')", 1, ["Traceback", "ValueError: two", "lines", "in fail"]),
+        ("raise SystemExit(3)", 3, []),
+        ("raise SystemExit('no data')", 1, ["no data"]),
+        ("raise KeyboardInterrupt", 130, ["interrupted at"]),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(
+    tmp_path: Path, library: Library, meanwhile: str, end: str, status: int, shown: Sequence[str]
+) -> None:
+    text = f"{RANK}\n{MEANWHILE[meanwhile]}\ndef fail():\n    {end}\nif rank == 1:\n    fail()\nwait()\n"
+    started = time.monotonic()
+    done = mpikv("run", "-n", "3", script(tmp_path, text))
+    assert done.returncode == status, done.stderr
+    assert time.monotonic() - started < 10
+    assert f"mpikv run: rank 1 ended with status {status}, so the job was stopped" in done.stderr
+    # Open MPI ends its own message with a zero byte.
+    prefixed = [line for line in done.stderr.replace("\0", "").splitlines() if line.startswith("[rank 1/3] ")]
+    assert all(any(word in line for line in prefixed) for word in shown)
+    assert done.stderr.count("Traceback") == shown.count("Traceback")
+    assert "rank.py" not in done.stderr
+    assert "runpy" not in done.stderr
+
+
+# What ranks do, the rank that prints in full, and what the others print.
+WRONG = {
+    "all are": ("kv.push('v', np.ones(3))", 0, "KeyNotInitialized: push: key 'v'"),
+    "one is": ("kv.push('w', np.ones(3 + (kv.rank == 1)))", 1, "PeerFailed: .*rank 1 raised ValueMismatch"),
+    "other calls": ("(kv.push if kv.rank == 1 else kv.set)('w', np.ones(3))", 0, "RankMismatch: .*ranks disagree"),
+}
+
+
+@pytest.mark.parametrize("plainly", [False, True], ids=["mpikv run", "mpiexec"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_one_rank_prints_in_full(tmp_path: Path, library: Library, wrong: str, plainly: bool) -> None:
+    text, full, line = WRONG[wrong]
+    body = ["kv = mpikv.create()", "kv.init('w', np.zeros(3))", text]
+    path = script(tmp_path, "\n    ".join(["import numpy as np, mpikv\ndef main():", *body]) + "\nmain()")
+    if plainly:
+        command, environ = launch(3, [sys.executable, path])
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE)
+    else:
+        done = mpikv("run", "-n", "3", path)
+    assert done.returncode != 0
+    lines = done.stderr.replace("\0", "").splitlines()
+    of_ranks = [[line for line in lines if line.startswith(f"[rank {rank}/3] ")] for rank in range(3)]
+    assert of_ranks[full][0].endswith("Traceback (most recent call last):")
+    assert not any(str(ROOT / "mpikv") in line for line in lines)
+    for rank, said in enumerate(of_ranks):
+        # None where another rank has ended the job first; the rest where it took its time.
+        if rank != full and said:
+            assert re.search(rf"{line}.* at \S+:5 in main$", said[0])
+
+
+@pytest.mark.parametrize(("ranks_per_host", "late"), [("0", "create"), ("2", "push")])
+def test_the_lowest_rank_that_came_prints_a_late_one_in_full(
+    tmp_path: Path, library: Library, ranks_per_host: str, late: str
+) -> None:
+    """Also where it is another host that knows which rank is late."""
+    text = """
+import time, mpikv, numpy as np
+from mpi4py import MPI
+def wait(verb):
+    if (MPI.COMM_WORLD.rank, verb) == (1, LATE):
+        time.sleep(20)
+wait("create")
+kv = mpikv.create(timeout=1.5, warn_after=0.5)
+kv.init("w", np.zeros(3))
+wait("push")
+kv.push("w", np.ones(3))
+"""
+    path = script(tmp_path, text.replace("LATE", repr(late)))
+    done = mpikv("run", "-n", "3", path, MPIKV_RANKS_PER_HOST=ranks_per_host)
+    assert done.returncode != 0
+    full = [line[:10] for line in done.stderr.replace("\0", "").splitlines() if "Traceback" in line]
+    assert full == ["[rank 0/3]"], done.stderr
+
+
+def test_a_hook_of_the_script_shows_its_exceptions(tmp_path: Path, library: Library) -> None:
+    text = "import sys\nsys.excepthook = lambda *it: print('mine:', it[1], file=sys.stderr)\n1 / 0"
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert done.returncode == 1
+    assert "mine: division by zero" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_normal_ends_are_success(tmp_path: Path, library: Library) -> None:
+    text = f"{RANK}\nfrom mpi4py import MPI\nif rank: raise SystemExit(0)\nprint('done')"
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_forked_child_is_no_rank(tmp_path: Path, library: Library) -> None:
+    text = "import os, sys\nif os.fork() == 0: sys.exit(7)\nassert os.waitstatus_to_exitcode(os.wait()[1]) == 7"
+    assert mpikv("run", "-n", "2", script(tmp_path, text)).returncode == 0
+
+
+def test_ranks_that_give_up_waiting_name_whom_they_wait_for(tmp_path: Path, library: Library) -> None:
+    text = f"""{RANK}
+import numpy as np, mpikv, time
+kv = mpikv.create(timeout=1)
+if rank == 0: time.sleep(60)
+try: kv.init("w", np.ones(1))
+except mpikv.Stalled: print("stalled")
+"""
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert (done.returncode, done.stdout) == (1, "stalled\n")
+    assert "mpikv run: rank 1 ended the job: ranks [0] do not come to their end" in done.stderr
+    assert "memory" not in done.stderr
+
+
+def test_a_rank_that_leaves_silently_is_no_success(tmp_path: Path, library: Library) -> None:
+    text = f"{RANK}\nfrom mpi4py import MPI\nif rank == 1: os._exit(0)\nMPI.COMM_WORLD.Barrier()"
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert done.returncode == 1, done.stderr
+
+
+def test_a_launch_inside_a_launch(tmp_path: Path, library: Library) -> None:
+    inner = script(tmp_path, "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)", "inner.py")
+    call = [sys.executable, "-m", "mpikv", "run", "-n", "2", inner]
+    text = f"{RANK}\nfrom mpi4py import MPI\nimport subprocess\nif rank == 0: subprocess.run({call}, check=True)"
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "size 2\nsize 2\n"
+
+
+def alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def started_ranks(folder: Path, number: int) -> list[int]:
+    limit = time.monotonic() + DEADLINE / 2
+    while time.monotonic() < limit:
+        found = [int(path.name) for path in folder.glob("[0-9]*")]
+        if len(found) == number:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"only {len(found)} ranks started")
+
+
+STAY = """
+import os, pathlib, signal, sys, time
+from mpi4py import MPI
+{prepare}
+MPI.COMM_WORLD.Barrier()
+pathlib.Path({folder!r}, str(os.getpid())).touch()
+{stay}
+"""
+BLOCKED = "MPI.COMM_WORLD.Recv(bytearray(1), source=(MPI.COMM_WORLD.rank + 1) % 2)"
+STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+BUSY = "while True: time.sleep(0.1)"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize(
+    ("number", "prepare", "stay"),
+    [
+        (signal.SIGTERM, "", BLOCKED),
+        (signal.SIGHUP, "", BUSY),
+        (signal.SIGINT, "", BUSY),
+        (signal.SIGINT, "", BLOCKED),
+        (signal.SIGTERM, STUBBORN, BUSY),
+        (signal.SIGKILL, "", BLOCKED),
+    ],
+)
+def test_a_signal_leaves_no_process(
+    tmp_path: Path, library: Library, number: signal.Signals, prepare: str, stay: str
+) -> None:
+    text = STAY.format(prepare=prepare, folder=str(tmp_path), stay=stay)
+    # The directory of a job whose mpikv is killed stays behind, here where pytest removes it.
+    job = start("run", "-n", "2", script(tmp_path, text), TMPDIR=str(tmp_path))
+    ranks = started_ranks(tmp_path, 2)
+    job.send_signal(number)
+    done = finish(job)
+    assert done.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    limit = time.monotonic() + (5 if number == signal.SIGKILL else 0)
+    while (left := [rank for rank in ranks if alive(rank)]) and time.monotonic() < limit:
+        time.sleep(0.1)
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert left == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_second_signal_kills_at_once(tmp_path: Path, library: Library) -> None:
+    text = STAY.format(prepare=STUBBORN, folder=str(tmp_path), stay=BUSY)
+    job = start("run", "-n", "2", script(tmp_path, text))
+    ranks = started_ranks(tmp_path, 2)
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGINT)
+    assert finish(job, 3).returncode == 130
+    assert not any(map(alive, ranks))
+
+
+TERMINAL = """
+from mpi4py import MPI
+import time
+if MPI.COMM_WORLD.rank == 0:
+    print("got", input())
+MPI.COMM_WORLD.Barrier()
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_terminal_is_read_and_its_interrupt_ends_the_job(tmp_path: Path, library: Library) -> None:
+    name = script(tmp_path, TERMINAL)
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT)}
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(sys.executable, [sys.executable, "-m", "mpikv", "run", "-n", "2", name], environ)
+    os.write(terminal, b"typed\n")
+    seen, ended = b"", 0
+    limit = time.monotonic() + DEADLINE
+    while not ended and time.monotonic() < limit:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                seen += os.read(terminal, 4096)
+            except OSError:  # Linux says so when the last process that had the terminal is gone
+                time.sleep(0.1)
+        if b"got typed" in seen:
+            os.write(terminal, b"\x03")
+            seen = b""
+        ended, status = os.waitpid(process, os.WNOHANG)
+    if not ended:
+        os.kill(process, signal.SIGTERM)
+        os.waitpid(process, 0)
+    os.close(terminal)
+    assert ended, seen
+    assert os.waitstatus_to_exitcode(status) == 130
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "reason"),
+    [
+        ("echo 0 >$MPIKV_RUN/0; echo 0 >$MPIKV_RUN/1", 0, ""),
+        ("echo 0 >$MPIKV_RUN/0", 1, "the launcher reports success, but not all ranks reached the end"),
+        ("exit 9", 9, "the launcher ended with status 9"),
+        ("kill -SEGV $$", 139, "the launcher ended with status 139"),
+        ("echo 4 >$MPIKV_RUN/1; sleep 0.05; echo 1 >$MPIKV_RUN/0; exit 1", 4, "rank 1 ended with status 4"),
+    ],
+)
+def test_exit_status(command: str, status: int, reason: str) -> None:
+    before: Mapping[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True)
+    assert (found, text.startswith(reason)) == (status, True)
+    assert before == {number: signal.getsignal(number) for number in before}
+
+
+def test_a_launcher_that_overlooks_a_death_is_ended() -> None:
+    """One rank leaves in silence, the other waits for it, and the launcher for both."""
+    announce = 'printf "$! $(uname -n)" >$MPIKV_RUN/rank'
+    command = f"sleep 60 & {announce}.0; sleep 0.5 & {announce}.1; wait"
+    began = time.monotonic()
+    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True)
+    assert (found, text.startswith("rank 1 ")) == (1, True), text
+    assert time.monotonic() - began < 15
+
+
+def test_modules_of_the_current_directory_are_not_the_script_s(tmp_path: Path, library: Library) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "mpikv").mkdir()
+    script(tmp_path / "here", "raise SystemExit('a numpy of the current directory was loaded')", "numpy.py")
+    name = script(tmp_path, "import numpy, mpikv; print(mpikv.create().size, flush=True)")
+    command = [str(Path(sys.executable).with_name("mpikv")), "run", "-n", "2", name]
+    done = subprocess.run(
+        command, cwd=tmp_path / "here", env=clean(os.environ), capture_output=True, text=True, timeout=DEADLINE
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr

@@ -1,0 +1,90 @@
+"""``scripts/train_synthetic.py`` on the host and on stand-ins for GPUs, and that its check can fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launching import why_no_mpi
+
+from mpikv.cli.launchers import clean
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/train_synthetic.py"
+SMALL = ("--gigabytes", "0.004", "--steps", "3")
+
+
+def run(ranks: int, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    if ranks > 1 and why_no_mpi():
+        pytest.skip(why_no_mpi())
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "mpikv", "run", "-n", str(ranks)]
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "FAKED_GPUS": "4", "CUDA_VISIBLE_DEVICES": ""}
+    line = [*start, *through, str(SCRIPT), *SMALL, *arguments]
+    return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=50, check=False)
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_every_rank_finds_the_values_that_were_computed_again(ranks: int, device: str) -> None:
+    through = (str(ROOT / "tests/support/faked_gpus.py"),) if device == "gpu" else ()
+    done = run(ranks, "--device", device, through=through)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"Adam on {device}, ranks {ranks}, keys ")
+    figures = lines[1].split()
+    assert int(figures[3]) == 2 * int(figures[1]) == pytest.approx(4e6, rel=0.2)
+    assert lines[-1] == "check passed, both ends of every value"
+
+
+@pytest.mark.deadline(60)
+def test_another_optimizer() -> None:
+    done = run(2, "--optimizer", "sgd")
+    assert (done.returncode, "check passed" in done.stdout) == (0, True), done.stderr
+
+
+def test_too_little_memory_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    spec = spec_from_file_location("train_synthetic", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def lacking(*_: object) -> None:
+        raise MemoryError("init('w'): no room")
+
+    monkeypatch.setattr(script, "train", lacking)
+    monkeypatch.setattr(sys, "argv", ["train_synthetic.py", *SMALL])
+    assert script.main() == 1
+    assert capsys.readouterr().err == "train_synthetic: init('w'): no room; or ask for fewer --gigabytes\n"
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_wrong_value_is_found(tmp_path: Path, device: str) -> None:
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        f"import sys\nsys.path[:0] = [{str(ROOT / 'tests')!r}, {str(SCRIPT.parent)!r}]\n"
+        "from support import faked_gpus\nfaked_gpus.install(4)\nimport train_synthetic\nright = train_synthetic.fill\n"
+        "calls = []\n"
+        "def fill(gradient, tile, by):\n    calls.append(1)\n"
+        "    right(gradient, tile, 2 * by if len(calls) == 5 else by)\n"
+        "train_synthetic.fill = fill\ndel sys.argv[1]\nsys.exit(train_synthetic.main())\n"
+    )
+    done = run(1, "--device", device, "--optimizer", "sgd", through=(str(wrong),))
+    assert done.returncode == 1, done.stderr
+    assert "check failed" in done.stdout
+    assert "train_synthetic: wrong on rank 0: 0/value/weight: element 0 is " in done.stderr
+    assert done.stderr.count("wrong on rank") == 1
+
+
+def test_without_a_gpu_it_is_one_line() -> None:
+    done = run(1, "--device", "gpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("train_synthetic: TransportUnavailable: ")
+    assert done.stderr.count("\n") == 1

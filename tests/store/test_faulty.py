@@ -1,0 +1,135 @@
+"""Slow transports change no result; one that fails or dies in the middle of a push leaves nobody waiting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.launching import why_no_mpi
+
+import mpikv
+from mpikv import Closed, Stalled, TransportError
+from mpikv.testing.faulty import Dying, Failing, Slow, store_over
+
+TIMEOUT = 0.3
+
+
+@pytest.fixture(params=["shm", "mpi", "hosts"])
+def transport(request, ranks):
+    return "auto" if ranks == 1 else request.param
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_slow_ranks_change_no_result(comm, over, placement):
+    """Ranks pass each other between all collectives: memory that is reused too early would show."""
+    slow = lambda inner: Slow(inner, seed=7, longest=1e-3)  # noqa: E731
+    shapes = {"small": (5,), "large": (3000,), "half": (7,)}
+    with store_over(slow, comm=comm, placement=placement, bucket_bytes=4096, **over) as kv:
+        # Each worker's arrays are the caller's again when a verb returns, so that one set is overwritten every time.
+        values = {key: np.zeros(shape, np.float16 if key == "half" else np.float64) for key, shape in shapes.items()}
+        kv.init(values)
+        for turn in range(5):
+            for value in values.values():
+                value.fill(turn + kv.rank)
+            pulled = kv.pushpull(values, out={key: np.empty(shape) for key, shape in shapes.items()})
+            expected = kv.size * turn + kv.size * (kv.size - 1) / 2
+            assert all((array == expected).all() for array in pulled.values())
+            kv.push(["large", "small"], [np.full(3000, 1.0 + kv.rank), np.ones(5)])
+            assert (kv.pull("large") == kv.size * (kv.size + 1) / 2).all()
+            kv.set("small", np.full(5, float(turn)))
+            assert (kv.pull("small") == turn).all()
+
+
+def train(kv, calls):
+    """Push until something is raised; append when each call began."""
+    calls.append(time.monotonic())
+    kv.init("w", np.zeros(1000))
+    while True:
+        for verb in (lambda: kv.push("w", np.ones(1000)), lambda: kv.pull("w")):
+            calls.append(time.monotonic())
+            verb()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("placement", "seed"), [("root", 1), ("sharded", 2), ("replicated", 3), ("replicated", 4)])
+def test_a_transport_that_fails_on_one_rank(comm, transport, over, placement, seed):
+    wrapped: list[Failing] = []
+
+    def failing(inner):
+        wrapped.append(Failing(inner, seed, most=6))
+        return wrapped[0]
+
+    kv = store_over(failing, comm=comm, placement=placement, timeout=TIMEOUT, warn_after=100, **over)
+    victim, calls = wrapped[0].victim, list[float]()
+    with pytest.raises(TransportError) as caught:
+        train(kv, calls)
+    waited, error = time.monotonic() - calls[-1], caught.value
+    assert f"[rank {kv.rank}/{kv.size}]" in str(error)
+    if kv.rank == victim:
+        assert "planned failure" in str(error)
+        assert not isinstance(error, Stalled)
+    else:
+        assert isinstance(error, Stalled)
+        # Who is late is seen by a rank of its host; an MPI collective may be over on some ranks and not on others.
+        if transport == "shm":
+            assert victim in error.missing
+            assert f"rank {victim} began call" in str(error)
+        assert waited < TIMEOUT + 3
+    with pytest.raises(Closed, match="the store ended in an earlier call"):
+        kv.pull("w")
+    comm.Barrier()
+    with mpikv.create(comm=comm, transport=transport) as again:
+        again.init("w", np.ones(2))
+        again.push("w", np.ones(2))
+        np.testing.assert_array_equal(again.pull("w"), np.full(2, kv.size))
+
+
+DYING = """
+import sys
+from pathlib import Path
+import numpy as np
+from mpikv.testing.faulty import Dying, store_over
+
+class Announced(Dying):
+    def strike(self, call):
+        Path(sys.argv[1]).touch()
+        super().strike(call)
+
+over = {"transport": sys.argv[3], "ranks_per_host": 2 if sys.argv[3] == "hosts" else 0}
+kv = store_over(lambda inner: Announced(inner, int(sys.argv[2]), most=60), **over)
+kv.init("w", np.zeros(5000))
+kv.set_optimizer("sgd")
+for step in range(1_000_000):
+    kv.push("w", np.ones(5000))
+    kv.pull("w")
+"""
+
+
+@pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2), ("hosts", 3), ("hosts", 4)])
+@pytest.mark.feature("dead-rank-ends-job")
+def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, seed: int) -> None:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    (tmp_path / "dying.py").write_text(DYING)
+    died = tmp_path / "died"
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "3", str(tmp_path / "dying.py"), str(died), str(seed), name]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert died.exists(), ran.stderr
+    assert time.time() - died.stat().st_mtime < 5
+    assert ran.returncode != 0
+
+
+def test_plans_are_the_seeds():
+    from mpikv.transports.local import LocalTransport
+
+    def plans(seed):
+        wrapped = Dying(LocalTransport(4096), seed, most=1000)
+        return wrapped.victim, wrapped.planned
+
+    assert plans(5) == plans(5)
+    assert len({plans(seed) for seed in range(20)}) > 10

@@ -1,0 +1,236 @@
+"""Compiled rules give the bits of the rules in numpy, for all numbers there are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.rules import RULES, bits, in_numpy, plain, run, training
+
+import mpikv
+from mpikv import optimizers
+from mpikv.cli.launchers import clean
+from mpikv.kernels import NumpyKernels
+from mpikv.optimizers.forms import call_of
+from mpikv.testing import KernelsContract, UpdaterContract
+
+WHY = "numba is not installed: pip install 'mpikv[numba]'"
+numba = pytest.importorskip("numba", reason=WHY)
+compiled = pytest.importorskip("mpikv.optimizers.compiled", reason=WHY)
+
+FLOATS = ("float32", "float64")
+
+
+def in_a_loop(optimizer, left, right, weight, state, step):
+    compiled.bind(optimizer, left + right, weight, state)(step)
+
+
+def with_the_sum_in_a_loop(optimizer, left, right, weight, state, step):
+    compiled.bind_adding(optimizer, weight, state)(left, right, step)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=60)
+@given(st.data())
+def test_same_bits_as_numpy(rule, dtype, data):
+    optimizer, arrays, state, updates = data.draw(training(rule, np.dtype(dtype)))
+    found = run(data.draw(st.sampled_from([in_a_loop, with_the_sum_in_a_loop])), optimizer, arrays, state, updates)
+    assert found == run(in_numpy, optimizer, arrays, state, updates)
+
+
+def test_every_loop_is_tested():
+    assert {name for name, _ in RULES.values()} == set(compiled.rules)
+
+
+class Compiled:
+    """An optimizer that updates as a store with compiled kernels has it do."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def bind(self, total, value, state):
+        return compiled.bind(self._optimizer, total, value, state)
+
+    def update(self, step, total, value, state):
+        if not self.elementwise:
+            self._optimizer.update(step, total, value, state)
+            return
+        with np.errstate(all="ignore"):
+            self.bind(total, value, state)(step)
+
+
+class TestContract(UpdaterContract):
+    @pytest.fixture(autouse=True, params=[*RULES, "adam-master", "lamb"])
+    def settle(self, request):
+        self.name, self.options = plain(request.param)
+
+    def updater(self):
+        return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.75, **self.options))
+
+    def other(self):
+        return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.5, **self.options))
+
+
+class TestKernels(KernelsContract):
+    def make(self):
+        return compiled
+
+
+def is_compiled(optimizer, total, value, state):
+    """Return whether the bound function leaves the sum alone, as no rule in numpy does."""
+    before = total.copy()
+    with np.errstate(all="ignore"):
+        compiled.bind(optimizer, total, value, state)(optimizer.step("key", 1))
+    return bits(total) == bits(before)
+
+
+class TestWhatIsCompiled:
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_plain_arrays(self, dtype):
+        total, value = np.ones((2, 5), dtype)
+        assert is_compiled(optimizers.SGD(), total, value, {})
+        assert compiled.bind_adding(optimizers.SGD(), value, {}) is not None
+
+    def test_a_subclass_keeps_its_own_rule(self):
+        class Upwards(optimizers.SGD):
+            def rule(self, step, block):
+                block.weight += step.rate * block.gradient
+
+        optimizer = Upwards(learning_rate=0.5)
+        total, value = np.ones((2, 5))
+        compiled.bind(optimizer, total, value, {})(optimizer.step("key", 1))
+        np.testing.assert_array_equal(value, np.full(5, 1.5))
+
+    def test_half_precision_is_left_to_numpy(self):
+        value = np.ones(5, np.float16)
+        assert not is_compiled(optimizers.SGD(), np.ones(5, np.float32), value, {})
+        np.testing.assert_array_equal(value, np.full(5, 0.9, np.float16))
+
+    def test_unaligned_arrays_are_left_to_numpy(self):
+        total, value = (np.zeros(41, np.uint8)[1:].view(np.float64) for _ in range(2))
+        value[:] = total[:] = 1
+        assert not is_compiled(optimizers.SGD(), total, value, {})
+        np.testing.assert_array_equal(value, np.full(5, 0.9))
+
+    def test_a_rule_that_was_given_too_little_state(self):
+        with pytest.raises(KeyError, match="variance"):
+            is_compiled(optimizers.Adam(), np.ones(5), np.ones(5), {"mean": np.zeros(5)})
+
+
+def test_options_may_change_at_any_time():
+    """What was bound once does what an optimizer of the present options does."""
+    changes = [
+        {"learning_rate": 0.3},
+        {"momentum": 0.5},
+        {"nesterov": True},
+        {"wd": 0.25},
+        {"clip_gradient": 0.5},
+        {"rescale_grad": 1 / 3, "clip_gradient": None},
+        {"nesterov": False, "wd": 0.0},
+        {"momentum": 0.0},
+    ]
+    results = []
+    for kernels in (NumpyKernels(), compiled):
+        random = np.random.default_rng(0)
+        optimizer = optimizers.SGD(momentum=0.9)
+        total, value, velocity = random.standard_normal((3, 100)).astype(np.float32)
+        update = kernels.bind(optimizer, total, value, {"momentum": velocity})
+        seen = []
+        for change in changes:
+            for name, setting in change.items():
+                setattr(optimizer, name, setting)
+            total[:] = random.standard_normal(100)
+            update(optimizer.step("key", 1))
+            seen.append((bits(value), bits(velocity)))
+        results.append(seen)
+    assert results[0] == results[1]
+
+
+def signatures(optimizer, dtype):
+    form, _ = call_of(optimizer, optimizer.step("key", 1))
+    return compiled._compiled(compiled.LOOPS[form], np.dtype(dtype), False).signatures
+
+
+def start_anew(monkeypatch):
+    """Forget, until the test ends, what was compiled in this process."""
+    monkeypatch.setattr(compiled, "_compiled", cache(compiled._compiled.__wrapped__))
+    monkeypatch.setattr(compiled, "kept", compiled.kept.__wrapped__)
+
+
+def test_a_push_finds_everything_compiled(monkeypatch):
+    start_anew(monkeypatch)
+    optimizer = optimizers.Adam()
+    with mpikv.create(kernels="numba") as kv:
+        kv.init("a", np.zeros(3, np.float32))
+        assert signatures(optimizer, "float32") == []
+        kv.set_optimizer(optimizer)
+        assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 0)
+        kv.init("b", np.zeros(300_000))
+        assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 1)
+        for _ in range(2):
+            kv.push(["a", "b"], [np.ones(3, np.float32), np.ones(300_000)])
+        # An array that differs in anything would have been compiled for.
+        assert (len(signatures(optimizer, "float32")), len(signatures(optimizer, "float64"))) == (1, 1)
+
+
+def test_without_a_directory_for_what_was_compiled(monkeypatch):
+    njit = numba.njit
+
+    def refuse(function, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(function, **options)
+
+    monkeypatch.setattr(numba, "njit", refuse)
+    start_anew(monkeypatch)
+    compiled.prepare(optimizers.SGD(), np.dtype(np.float32), False)
+    assert len(signatures(optimizers.SGD(), "float32")) == 1
+
+
+TRAINING = """
+import numpy as np, mpikv
+with mpikv.create(kernels="numba") as kv:
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+    kv.push("w", np.ones(3))
+    assert (kv.pull("w") == -0.5 * kv.size).all()
+"""
+
+
+@pytest.mark.deadline(60)
+def test_a_full_disk(tmp_path):
+    # No file may have any content.
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", full + TRAINING],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.deadline(60)
+def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(script)]
+    kept = []
+    for _ in range(2):
+        environ = {**clean(os.environ), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
+        assert done.returncode == 0, done.stderr
+        kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
+    assert [name.partition("-")[0] for name in sorted(kept[0])] == ["compiled._momentum"] * 2
+    assert kept[0] == kept[1]
