@@ -18,10 +18,12 @@ from typing import Any
 
 import hypothesis
 import pytest
-from support.launching import Deadline, Frozen, Here, Launched, Together, ranks_of, why_no_gpu
+from support.launching import Deadline, Frozen, Here, Launched, Together, ranks_of, why_no_gpu, world_of_this_rank
+from support.simulated import shared_patches
 
 from mpikv.__main__ import COMMANDS
 from mpikv.config import launch_of
+from mpikv.runtime import present
 
 # All ranks must draw the same examples; deadlines and a memory of failed examples would make them differ.
 # The fixtures here, comm above all, may be shared by the examples of a test.
@@ -40,6 +42,11 @@ for command in COMMANDS:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ranks", help="run marked tests on these numbers of ranks only, such as 2,4")
+    parser.addoption(
+        "--simulate",
+        action="store_true",
+        help="simulate the ranks of tests in the folder store, and leave out those that need processes",
+    )
     parser.addoption("--rank-records", metavar="DIR", help="set by the harness for the ranks that it launches")
 
 
@@ -47,9 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # In the background of a script, and under nohup, signals are ignored, also by the jobs that tests start and end by
     # them.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    if present().world is None and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    if present().world is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line(
         "markers", "ranks(*numbers): the test is SPMD code, true for each of these numbers of ranks"
@@ -57,10 +64,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "deadline(seconds): how long the test may take, instead of 20 s")
     config.addinivalue_line("markers", "gpu: the test needs a GPU, CuPy and NCCL, and is skipped where one is missing")
     config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/features.py")
+    config.addinivalue_line(
+        "markers", "processes: the test needs processes, threads that nobody simulates, or real time"
+    )
     launch = launch_of()
     if config.option.rank_records:
-        # The launching session decides about deadlines; this one is for a job whose session was killed.
-        plugins = [Launched(config, Path(config.option.rank_records)), Deadline(margin=30, alarm=False)]
+        plugins = [Launched(config, Path(config.option.rank_records))]
+        if present().world is None:
+            # The launching session decides about deadlines; this one is for a job whose session was killed.
+            plugins.append(Deadline(margin=30, alarm=False))
     elif launch:
         plugins = [Together(config, launch.size), Deadline(margin=5)]
     else:
@@ -84,13 +96,22 @@ def is_wanted(number: int, config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    unwanted = [item for item in items if not is_wanted(ranks_of(item), config)]
-    config.hook.pytest_deselected(items=unwanted)
-    items[:] = [item for item in items if is_wanted(ranks_of(item), config)]
+    wanted = [item for item in items if is_wanted(ranks_of(item), config)]
+    if config.option.simulate:
+        wanted = [item for item in wanted if not item.get_closest_marker("processes")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+    items[:] = wanted
     on_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpus and why_no_gpu():
         for item in on_gpus:
             item.add_marker(pytest.mark.skip(reason=why_no_gpu()))
+
+
+@pytest.fixture
+def monkeypatch(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
+    """Return what takes all patches back after the test, in order: simulated ranks are in one process and share it."""
+    with shared_patches(request.node.nodeid) if present().world else pytest.MonkeyPatch.context() as patch:
+        yield patch
 
 
 @pytest.fixture
@@ -104,9 +125,7 @@ def comm(ranks: int) -> Any:
     """Return COMM_WORLD, or None on one rank, where no MPI library is loaded."""
     if ranks == 1:
         return None
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    return world_of_this_rank()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Stand-ins for the GPU of each rank of a job, and for NCCL, in place of CuPy's: ``install()``, before a store is made.
 
-``python tests/support/faked_gpus.py SCRIPT ...`` runs a script with them, or a module after ``-m``. What ranks share is told by
-``FAKED_GPUS``, the number of GPUs.
+``python tests/support/faked_gpus.py SCRIPT ...`` runs a script with them, or a module after ``-m``. What ranks share is
+told by ``FAKED_GPUS``, the number of GPUs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A session of pytest is one of three, and each is a plug-in below:
 
 - `Here`, started by hand: it runs ordinary tests itself, launches one job per number of ranks for the others, and turns
-  what the ranks wrote into reports.
+  what the ranks wrote into reports. With ``--simulate`` the ranks of tests that can do with it are simulated, all of a
+  job in one process: see `simulated`.
 - `Launched`, a rank of such a job: it runs the listed tests and appends one JSON line per event to its own file. `Here`
   decides what a test's outcome is, when it is overdue and when the job has to end.
 - `Together`, a rank of `mpiexec -n 4 python -m pytest`: it runs the tests for that number of ranks in place.
@@ -37,6 +38,7 @@ from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_li
 from mpikv.config import visible_gpus
 from mpikv.errors import MPIKVError
 from mpikv.gpu import survey
+from mpikv.runtime import present
 
 DEADLINE = 20.0  # seconds that one test may take
 GRACE = 0.5  # seconds that other ranks get to tell their outcome once one rank failed
@@ -58,6 +60,11 @@ def ranks_of(item: pytest.Item) -> int:
     """Return the number of ranks of a test, 0 when it is not marked."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("ranks", 0) if callspec else 0
+
+
+def is_simulated(item: pytest.Item) -> bool:
+    """Return whether the ranks of a test are simulated ones in this session."""
+    return bool(item.config.option.simulate and ranks_of(item) > 1 and "store" in item.path.parts)
 
 
 def is_skipped(item: pytest.Item) -> bool:
@@ -117,20 +124,33 @@ class Frozen:
         gc.freeze()
 
 
+def world_of_this_rank() -> Any:
+    """Return the communicator of all ranks, simulated or not."""
+    if present().world is not None:
+        return present().world
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def show_stacks(path: Path) -> None:
+    """Have the stacks of this process written to a file when it is asked for them."""
+    faulthandler.register(STACKS, file=os.open(path, os.O_WRONLY | os.O_CREAT), all_threads=True)
+
+
 class Launched:
     """A rank of a job of `Here`."""
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
-        from mpi4py import MPI
-
+        world = world_of_this_rank()
         self.config = config
         self.folder = folder
-        self.barrier = MPI.COMM_WORLD.Dup().Barrier
-        rank = MPI.COMM_WORLD.rank
-        write_terminal_to(config, f"{folder}/{rank}.out")
-        faulthandler.register(STACKS, file=os.open(folder / f"{rank}.stack", os.O_WRONLY | os.O_CREAT))
+        self.barrier = world.Dup().Barrier
+        write_terminal_to(config, f"{folder}/{world.rank}.out")
+        if present().world is None:
+            show_stacks(folder / f"{world.rank}.stack")
         # Each event goes to the file at once: this process may be killed at any moment.
-        self.file = os.open(folder / f"{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.file = os.open(folder / f"{world.rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.write("rank", "", os.getpid())
 
     def write(self, event: str, test: str, content: Any = None) -> None:
@@ -281,7 +301,7 @@ class Job:
         (self.folder / "tests.json").write_text(json.dumps([item.nodeid for item in items]))
         self.ranks = [Rank(self.folder / f"{rank}.jsonl") for rank in range(size)]
         self.begun = False
-        command, environment = launch(size, ["sh", "-c", WATCH, str(self.folder), *self.arguments(config, items)])
+        command, environment = self.command(["-m", "pytest", *self.arguments(config, items)])
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -292,8 +312,12 @@ class Job:
                 start_new_session=True,
             )
 
+    def command(self, python: list[str]) -> tuple[Sequence[str], dict[str, str]]:
+        """Return the command line that runs Python on the ranks, and its environment."""
+        return launch(self.size, ["sh", "-c", WATCH, str(self.folder), sys.executable, *python])
+
     def arguments(self, config: pytest.Config, items: Iterable[pytest.Item]) -> list[str]:
-        arguments = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header"]
+        arguments = ["-p", "no:cacheprovider", "--no-header"]
         arguments += [f"--rank-records={self.folder}", f"--ranks={self.size}", f"--rootdir={config.rootpath}"]
         if config.inipath:
             arguments += ["-c", str(config.inipath)]
@@ -419,11 +443,27 @@ class Job:
         remove_abandoned(shared_memory() - self.shared_before)
 
 
+class SimulatedJob(Job):
+    """A job whose ranks are simulated, in one process."""
+
+    def command(self, python: list[str]) -> tuple[Sequence[str], dict[str, str]]:
+        script = str(Path(__file__).with_name("simulated.py"))
+        return [sys.executable, script, str(self.size), *python[2:]], clean(os.environ)
+
+    def stacks(self, test: str) -> str:
+        """Return where each thread is. One rank runs, and the others wait for their turns."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACKS)
+        time.sleep(GRACE)
+        path = self.folder / "stacks"
+        return path.read_text() if path.exists() else ""
+
+
 class Here:
     """The session that the user started."""
 
     def __init__(self) -> None:
-        self.job: Job | None = None
+        self.jobs: dict[tuple[int, bool], Job] = {}
         self.broken: dict[int, str] = {}
         self.counts: dict[int, list[int]] = {}
         self.shared_before = shared_memory()
@@ -441,7 +481,18 @@ class Here:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
         yield
         # After all other plug-ins, since a job takes all tests of its number of ranks, in this order.
-        items.sort(key=lambda item: max(1, ranks_of(item)))
+        items.sort(key=lambda item: (max(1, ranks_of(item)), is_simulated(item)))
+
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Start the jobs of simulated ranks, which need no launcher: they run beside everything else."""
+        if session.config.option.collectonly or session.testsfailed:
+            return
+        rests: dict[int, list[pytest.Item]] = {}
+        for item in session.items:
+            if is_simulated(item) and not is_skipped(item):
+                rests.setdefault(ranks_of(item), []).append(item)
+        for size, rest in rests.items():
+            self.jobs[size, True] = SimulatedJob(session.config, size, rest)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -454,23 +505,28 @@ class Here:
         return True
 
     def follow(self, item: pytest.Item) -> list[pytest.TestReport]:
-        size = ranks_of(item)
+        size, simulated = kind = ranks_of(item), is_simulated(item)
         if size in self.broken:
             return failure(item, self.broken[size])
         items = item.session.items
-        rest = [other for other in items[items.index(item) :] if ranks_of(other) == size and not is_skipped(other)]
-        if why_no_mpi():
+        rest = [
+            other
+            for other in items[items.index(item) :]
+            if (ranks_of(other), is_simulated(other)) == kind and not is_skipped(other)
+        ]
+        if not simulated and why_no_mpi():
             self.broken[size] = why_no_mpi()
             return failure(item, why_no_mpi())
-        self.job = self.job or Job(item.config, size, rest)
-        reports = self.job.follow(item)
-        if not self.job.begun:
+        if kind not in self.jobs:
+            self.jobs[kind] = (SimulatedJob if simulated else Job)(item.config, size, rest)
+        job = self.jobs[kind]
+        reports = job.follow(item)
+        if not job.begun:
             self.broken[size] = f"not run: a job of {size} ranks does not start"
         if any(report.failed for report in reports):
-            self.job = None
+            del self.jobs[kind]
         elif len(rest) == 1:
-            problem = self.job.finish()
-            self.job = None
+            problem = self.jobs.pop(kind).finish()
             if problem:
                 reports[-1] = failure(item, problem, "teardown")[0]
         return reports
@@ -483,8 +539,8 @@ class Here:
             counts[report.failed] += 1
 
     def pytest_sessionfinish(self) -> None:
-        if self.job:
-            self.job.end()
+        for job in self.jobs.values():
+            job.end()
 
     def pytest_report_header(self) -> str:
         if why_no_mpi():
