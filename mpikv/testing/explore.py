@@ -51,9 +51,7 @@ def explore(
 
 def _cluster_of(seed: int, ranks: Range, hosts: Range, faults: bool) -> Cluster:
     draw = random.Random(f"{seed} cluster")
-    # As many small clusters as large ones, which take longer and find little more.
-    low, high = ranks
-    size = min(high, max(low, round(low * (high / low) ** draw.random())))
+    size = draw.randint(*ranks)
     count = min(size, draw.randint(*hosts))
     return cluster(size, hosts=count, seed=seed, faults=draw_faults(seed, size, count) if faults else ())
 

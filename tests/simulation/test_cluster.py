@@ -22,8 +22,8 @@ from mpikv.testing.simulation import (
     SimulatedError,
     cluster,
     draw_faults,
-    scheduler,
 )
+from mpikv.testing.simulation.scheduler import Scheduler
 
 SIZES = [(1, 1), (2, 1), (3, 2), (4, 4), (9, 3)]
 
@@ -219,7 +219,7 @@ def test_what_would_hang_is_named(program: Callable[..., None], error: type[Exce
 
 
 def test_a_rank_without_a_scheduling_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "_PATIENCE", 0.2)
+    monkeypatch.setattr(Scheduler, "patience", 0.2)
     ended = False
 
     def spins(comm: Any) -> None:

@@ -5,9 +5,9 @@ for the time, threads and locks, and the ``library`` of a communicator.
 """
 
 from .cluster import Cluster, cluster
-from .faults import Cut, Delay, Fault, Kill, Pause, draw_faults
-from .messages import Communicator, SimulatedError
-from .scheduler import Deadlock, Hung
+from .errors import Deadlock, Hung, Planted, SimulatedError
+from .faults import Cut, Delay, Differ, Fault, FullDisk, Kill, Leave, Pause, Raise, draw_faults
+from .messages import Communicator
 
 __all__ = [
     "Cluster",
@@ -15,10 +15,15 @@ __all__ = [
     "Cut",
     "Deadlock",
     "Delay",
+    "Differ",
     "Fault",
+    "FullDisk",
     "Hung",
     "Kill",
+    "Leave",
     "Pause",
+    "Planted",
+    "Raise",
     "SimulatedError",
     "cluster",
     "draw_faults",

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from ... import runtime
 from ...errors import noted
-from .faults import Fault, Kill, Pause
+from .calls import other_calls
+from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
+from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed
 from .messages import Communicator, make_world
-from .scheduler import Deadlock, Hung, Scheduler, Task
+from .scheduler import Scheduler
+from .system import simulated_system
+from .task import Process, Task
 
 __all__ = ["Cluster", "cluster"]
 
@@ -23,14 +29,23 @@ class Cluster:
             raise ValueError(f"{size} ranks on {hosts} hosts: every host has at least one rank")
         self.size, self.hosts, self.seed, self.faults = size, hosts, seed, tuple(faults)
 
+    def __repr__(self) -> str:
+        faults = f", faults={list(self.faults)}" if self.faults else ""
+        return f"cluster({self.size}, hosts={self.hosts}, seed={self.seed}{faults})"
+
     def run(self, program: Program) -> list[Any]:
-        """Call ``program(comm)`` on every rank; return what they return, in rank order, None for one that was killed.
+        """Call ``program(comm)`` on every rank; return what they return, in rank order, None for one that was killed,
+        or that has left by ``sys.exit()``.
 
         Raises:
             Deadlock, Hung: ranks wait for each other for ever, or one never comes to a scheduling point.
+            SimulatedError: a simulated rank calls this.
             Exception: what the first rank to fail has raised, with what the others did last as its notes.
         """
-        return _Run(self, program).results()
+        if (world := runtime.present().world) is not None:
+            raise SimulatedError(f"{self!r}.run: {world!r} is simulated, and runs no cluster; run it in a real thread")
+        with simulated_system():
+            return _Run(self, program).results()
 
 
 class _Run:
@@ -40,18 +55,23 @@ class _Run:
         self._cluster, self._program = cluster, program
         self._scheduler = Scheduler(cluster.seed, self._at_point)
         self._points = [0] * cluster.size
-        self._planned = {(fault.rank, fault.at): fault for fault in cluster.faults if isinstance(fault, (Kill, Pause))}
+        self._planned: dict[tuple[int, int], list[Timed]] = {}
+        for fault in cluster.faults:
+            if isinstance(fault, (Kill, Pause, Raise, Leave, FullDisk)):
+                self._planned.setdefault((fault.rank, fault.at), []).append(fault)
+        self._interrupts: dict[int, BaseException] = {}
         self._results: list[Any] = [None] * cluster.size
-        self._failures: list[tuple[int, Exception]] = []
+        self._failures: list[tuple[int, BaseException]] = []
         hosts = [rank * cluster.hosts // cluster.size for rank in range(cluster.size)]
         self._comms = make_world(self._scheduler, hosts, cluster.faults)
 
     def results(self) -> list[Any]:
         for rank, comm in enumerate(self._comms):
-            Task(self._scheduler, rank, lambda rank=rank: self._run(rank), f"rank {rank}", comm, {}).start()  # type: ignore[misc]
+            Task(self._scheduler, Process(rank, comm), partial(self._run, rank), f"rank {rank}", leads=True).start()
         ended: Exception | None = None
         try:
-            self._scheduler.run()
+            with other_calls(self._scheduler, self._cluster.faults):
+                self._scheduler.run()
         except (Deadlock, Hung) as error:
             ended = error
         first = self._failures[0][1] if self._failures else ended
@@ -62,22 +82,37 @@ class _Run:
     def _run(self, rank: int) -> None:
         try:
             self._results[rank] = self._program(self._comms[rank])
-        except Exception as error:
+        except (Ended, Planted):
+            pass
+        except SystemExit as error:
+            if error.code:
+                self._failures.append((rank, error))
+        except BaseException as error:  # also what pytest's fail() raises
             self._failures.append((rank, error))
 
     def _at_point(self, task: Task) -> None:
-        self._points[task.rank] += 1
-        fault = self._planned.get((task.rank, self._points[task.rank]))
-        if isinstance(fault, Kill):
-            self._scheduler.park(task.rank)
-        elif isinstance(fault, Pause):
-            self._scheduler.delay(task.rank, fault.seconds)
+        rank = task.rank
+        number = self._points[rank] = self._points[rank] + 1
+        for fault in self._planned.get((rank, number), ()):
+            self._strike(fault, task)
+        if self._interrupts and task.leads and rank in self._interrupts:
+            raise self._interrupts.pop(rank)
 
-    def _explained(self, error: Exception, ended: Exception | None) -> Exception:
+    def _strike(self, fault: Timed, task: Task) -> None:
+        if isinstance(fault, Kill):
+            self._scheduler.park(fault.rank)
+        elif isinstance(fault, Pause):
+            self._scheduler.delay(fault.rank, fault.seconds)
+        elif isinstance(fault, FullDisk):
+            self._scheduler.full.add(task.host)
+        elif isinstance(fault, Raise):
+            self._interrupts[fault.rank] = Planted(f"planted at scheduling point {fault.at} of rank {fault.rank}")
+        else:
+            self._interrupts[fault.rank] = SystemExit()
+
+    def _explained(self, error: BaseException, ended: Exception | None) -> BaseException:
         """Add how to have a failure again, the other failures, and what the ranks did last."""
-        cluster = self._cluster
-        faults = f", faults={list(cluster.faults)}" if cluster.faults else ""
-        noted(error, f"in cluster({cluster.size}, hosts={cluster.hosts}, seed={cluster.seed}{faults})")
+        noted(error, f"in {self._cluster!r}")
         for rank, other in self._failures:
             if other is not error:
                 noted(error, f"rank {rank} raised {type(other).__name__}: {other}")
@@ -101,11 +136,12 @@ def cluster(size: int, *, hosts: int = 1, seed: int = 0, faults: Sequence[Fault]
         size: the number of ranks.
         hosts: the number of hosts, over which ranks are spread evenly, neighbours together.
         seed: draws who goes on at each scheduling point, and how long messages take. The same seed gives the same run.
-        faults: what goes wrong: :class:`Kill`, :class:`Pause`, :class:`Delay`, :class:`Cut`.
+        faults: what goes wrong: :class:`Kill`, :class:`Pause`, :class:`Raise`, :class:`Leave`, :class:`Differ`,
+            :class:`FullDisk`, :class:`Delay`, :class:`Cut`.
 
     Example:
         >>> import mpikv, numpy as np
-        >>> from mpikv.testing.simulation import cluster
+        >>> from mpikv.testing import cluster
         >>> def program(comm):
         ...     with mpikv.create(comm=comm) as kv:
         ...         kv.init("w", np.zeros(2))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Cut", "Delay", "Fault", "Kill", "Pause", "draw_faults"]
+__all__ = ["Cut", "Delay", "Differ", "Fault", "FullDisk", "Kill", "Leave", "Pause", "Raise", "Timed", "draw_faults"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,44 @@ class Pause:
     rank: int
     at: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Raise:
+    """A rank's program meets an error at its scheduling point of this number, or at the next where that is of another
+    thread of the rank. The error, :class:`Planted`, is no failure of the run where the program lets it pass.
+    """
+
+    rank: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A rank's program calls ``sys.exit()`` at its scheduling point of this number, or at the next as for
+    :class:`Raise`: it leaves while the others go on.
+    """
+
+    rank: int
+    at: int
+
+
+@dataclass(frozen=True)
+class Differ:
+    """A rank calls ``barrier()`` in place of its collective call of this number, from 1 on, of a store."""
+
+    rank: int
+    call: int
+
+
+@dataclass(frozen=True)
+class FullDisk:
+    """The disk of a rank's host is full, from the rank's scheduling point of this number on: ``os.pwrite``,
+    ``os.rename`` and ``os.replace`` fail there, and so do checkpoints. Python's own file objects still write.
+    """
+
+    rank: int
+    at: int
 
 
 @dataclass(frozen=True)
@@ -52,18 +90,21 @@ class Cut:
         return (source in self.hosts) != (target in self.hosts)
 
 
-Fault: TypeAlias = "Kill | Pause | Delay | Cut"
+Timed: TypeAlias = "Kill | Pause | Raise | Leave | FullDisk"
+"""What happens at a scheduling point of a rank."""
+Fault: TypeAlias = "Timed | Differ | Delay | Cut"
 
 
 def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[Fault, ...]:
     """Return one fault that a seed draws for a cluster, at a scheduling point up to ``most``.
 
     >>> draw_faults(1, size=4)
-    (Kill(rank=0, at=64),)
+    (Pause(rank=0, at=64, seconds=0.83),)
     """
     draw = random.Random(f"{seed} faults")
     rank, at = draw.randrange(size), draw.randint(1, most)
     faults: list[Fault] = [Kill(rank, at), Pause(rank, at, round(draw.uniform(0.1, 2), 2))]
+    faults += [Raise(rank, at), Leave(rank, at), FullDisk(rank, at), Differ(rank, 1 + at % 20)]
     if hosts > 1:
         faults += [Delay(draw.randrange(hosts), draw.randrange(hosts), 0.01), Cut((draw.randrange(hosts),), 0.0, 0.5)]
     return (draw.choice(faults),)

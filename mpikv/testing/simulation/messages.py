@@ -15,18 +15,15 @@ from typing import Any
 import numpy as np
 
 from ... import runtime
+from .errors import SimulatedError
 from .faults import Fault, arrival
 from .scheduler import Scheduler
 
-__all__ = ["Communicator", "Library", "SimulatedError", "make_world"]
+__all__ = ["Communicator", "Library", "make_world"]
 
 Array = Any
 # Seconds that a message travels: inside a host, and between hosts.
 _NEAR, _FAR = (1e-6, 5e-6), (2e-5, 1e-4)
-
-
-class SimulatedError(RuntimeError):
-    """What MPI would raise, or should."""
 
 
 class _Mark:
@@ -96,7 +93,8 @@ class Window:
             memory = np.zeros(sum(given), np.uint8)
             return [Window(memory)] * len(given)
 
-        return comm.together("Win.Allocate_shared", nbytes, make)  # type: ignore[no-any-return]
+        window: Window = comm.together("Win.Allocate_shared", nbytes, make)
+        return window
 
 
 class Library:
@@ -136,7 +134,24 @@ class _Operation:
         self.names: dict[int, str] = {}
         self.results: list[Any] | None = None
         self.failure = ""
-        self.taken = 0
+
+
+class _Joined(Request):
+    """A rank's part in a collective operation."""
+
+    def __init__(self, operation: _Operation, rank: int) -> None:
+        super().__init__(self._is_complete)
+        self._operation, self._rank = operation, rank
+
+    def _is_complete(self) -> bool:
+        if self._operation.failure:
+            raise SimulatedError(self._operation.failure)
+        return self._operation.results is not None
+
+    def result(self) -> Any:
+        """Return the rank's result of the operation, which is complete."""
+        assert self._operation.results is not None
+        return self._operation.results[self._rank]
 
 
 class _Message:
@@ -179,7 +194,7 @@ class Communicator:
 
     # --- Collective operations
 
-    def _join(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Request:
+    def _join(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> _Joined:
         """Take part in the next operation; ``combine`` makes the ranks' results of what they have given."""
         number, shared = self._called, self._shared
         self._called += 1
@@ -193,20 +208,13 @@ class Communicator:
             operation.results = combine(operation.given)
         self._scheduler.changed()
 
-        def test() -> bool:
-            if operation.failure:
-                raise SimulatedError(operation.failure)
-            return operation.results is not None
-
-        request = Request(test)
-        request.operation = operation  # type: ignore[attr-defined]
-        return request
+        return _Joined(operation, self.rank)
 
     def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Take part in an operation, wait until all have, and return this rank's result."""
         request = self._join(name, given, combine)
         wait(request.Test)
-        return request.operation.results[self.rank]  # type: ignore[attr-defined]
+        return request.result()
 
     def Barrier(self) -> None:
         self.together("Barrier", None, lambda given: given)
@@ -232,7 +240,7 @@ class Communicator:
 
         def test() -> bool:
             if request.Test():
-                made._shared = request.operation.results[self.rank]  # type: ignore[attr-defined]
+                made._shared = request.result()
             return bool(not request)
 
         return made, Request(test)
@@ -283,17 +291,15 @@ class Communicator:
         self, name: str, given: Any, receive: Array | None, result: Callable[[list[Any], int], Array]
     ) -> Request:
         """Start an operation that fills this rank's memory."""
-        rank = self.rank
 
         def combine(every: list[Any]) -> list[Any]:
-            for rank, (sent, filled) in enumerate(every):
-                del sent
+            sent = [each for each, _ in every]
+            for rank, (_, filled) in enumerate(every):
                 if filled is not None:
-                    value = result([sent for sent, _ in every], rank)
+                    value = result(sent, rank)
                     filled.reshape(-1)[: value.size] = value.reshape(-1)
             return every
 
-        del rank
         return self._join(name, (given, receive), combine)
 
     def Ibcast(self, buffer: Array, root: int) -> Request:
@@ -422,7 +428,8 @@ class _Found:
 def wait(ready: Callable[[], bool]) -> None:
     """Return when something is ready: as MPI's blocking calls, without a deadline."""
     here = runtime.present()
-    here.give_way()
+    if ready():
+        here.give_way()  # the last to come need not be the first to go on
     while not ready():
         here.nap(0, ready=ready)
 

@@ -12,237 +12,27 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from types import CodeType
-from typing import Any
 
-from ... import runtime
-from .locks import Condition, Event, Lock
+from .errors import Deadlock, Hung
+from .task import Task
+from .warned import Warned
 
-__all__ = ["Deadlock", "Ended", "Hung", "Scheduler", "Task"]
+__all__ = ["Scheduler"]
 
-# The last scheduling points of a task that a failure shows.
-_SHOWN = 8
-# Seconds of the real clock in which a task may compute without a scheduling point.
-_PATIENCE = 20.0
 # Added to a moment that all wait for, so that what was to happen then is due.
 _INSTANT = 1e-9
-# Modules whose frames say nothing of what a task was about.
-_INNER = ("mpikv.testing.simulation.", "mpikv.waiting", "mpikv.runtime", "mpikv.transports.requests")
-
-
-class Ended(BaseException):
-    """Raised in a task that has to end. Programs must let it pass."""
-
-
-class Deadlock(RuntimeError):
-    """All tasks wait for each other, and none of them has a deadline."""
-
-
-class Hung(RuntimeError):
-    """A task computes for long without a scheduling point, so that no other can go on."""
-
-
-class Task:
-    """A thread of a simulated rank, and the :class:`~mpikv.runtime.Runtime` of that thread."""
-
-    polls = 1
-
-    @property
-    def process(self) -> int:
-        return _process_of(self.rank)
-
-    def peer(self, process: int) -> _Peer | None:
-        return _Peer(self.scheduler, -process - 1) if process < 0 else None
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        rank: int,
-        run: Callable[[], None],
-        name: str,
-        world: Any,
-        owned: dict[str, list[Any]],
-    ) -> None:
-        """``owned`` is what belongs to the rank."""
-        self.scheduler, self.rank, self.name, self.world, self.owned = scheduler, rank, name, world, owned
-        self.host = f"host {world.library.hosts[rank]}"
-        self.alive = True
-        self.ending = False
-        self.points: deque[tuple[float, CodeType, int]] = deque(maxlen=_SHOWN)
-        self._run = run
-        # Held while another task has the turn.
-        self._turn = threading.Lock()
-        self._turn.acquire()
-        self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
-        # What it waits for: a change after the number that it has seen, by which this is true; or this moment.
-        self._seen, self._ready, self._until = -1, None, 0.0  # type: int, Callable[[], bool] | None, float
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
-
-    # --- As threading.Thread
-
-    def start(self) -> None:
-        """Let the scheduler choose this task, too."""
-        self.scheduler.add(self)
-        self._thread.start()
-
-    def is_alive(self) -> bool:
-        """Return whether the task has not ended."""
-        return self.alive
-
-    @property
-    def ident(self) -> int | None:
-        """The number of its thread, as Python has it."""
-        return self._thread.ident
-
-    @property
-    def number(self) -> int | None:
-        """The same as the system has it."""
-        return self._thread.native_id
-
-    def _begin(self) -> None:
-        self.await_turn()
-        runtime.enter(self)
-        try:
-            self._check()
-            self._run()
-        except Ended:
-            pass
-        finally:
-            self.alive = False
-            self.scheduler.leave(self)
-
-    # --- As mpikv.runtime.Runtime
-
-    def now(self) -> float:
-        return self.scheduler.now
-
-    def give_way(self) -> None:
-        self.scheduler.changed()
-        self._pass(-1, None, self.scheduler.now)
-
-    def sleep(self, seconds: float) -> None:
-        self._pass(sys.maxsize, None, self.scheduler.now + seconds)
-
-    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
-        self._pass(self.scheduler.changes, ready, until)
-
-    def thread(self, run: Callable[[], None], name: str) -> Any:
-        return Task(self.scheduler, self.rank, run, f"{self.name} {name}", self.world, self.owned)
-
-    def lock(self) -> Lock:
-        return Lock()
-
-    def condition(self) -> Condition:
-        return Condition()
-
-    def event(self) -> Event:
-        return Event()
-
-    # --- Turns
-
-    def _pass(self, seen: int, ready: Callable[[], bool] | None, until: float) -> None:
-        """Pass the turn on; return when it comes back."""
-        if self.scheduler.choosing:
-            raise RuntimeError("a condition that is looked at for another task would wait")
-        self._check()
-        self._seen, self._ready, self._until = seen, ready, until
-        self._note_point()
-        self.scheduler.pass_on(self)
-        self._seen, self._ready = -1, None
-        self._check()
-
-    def _check(self) -> None:
-        if self.ending:
-            raise Ended
-
-    def take_turn(self) -> None:
-        """Let it run, from another task."""
-        self._turn.release()
-
-    def await_turn(self) -> None:
-        """Wait until it may run."""
-        self._turn.acquire()
-
-    def can_go_on(self, changes: int, now: float) -> bool:
-        """Return whether it has something to do at a turn."""
-        if self._until <= now or self.ending:
-            return True
-        if self._seen >= changes:
-            return False
-        # Asked in the thread of another task, so that those who wait in vain need no turn.
-        if self._ready is not None and not _may_be_true(self._ready):
-            self._seen = changes
-            return False
-        return True
-
-    @property
-    def due(self) -> float:
-        """When it goes on at the latest."""
-        return self._until
-
-    def delay(self, until: float) -> None:
-        """Let it do nothing before that moment."""
-        self._seen, self._ready, self._until = sys.maxsize, None, until
-
-    # --- What it did last
-
-    def _note_point(self) -> None:
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INNER):
-            frame = frame.f_back
-        place = frame.f_code, frame.f_lineno
-        if not self.points or self.points[-1][1:] != place:  # a wait comes here again and again
-            self.points.append((self.scheduler.now, *place))
-
-    def story(self) -> str:
-        """Return its last scheduling points, a line each."""
-        lines = [
-            f"  {moment:.6f} s  {Path(code.co_filename).name}:{line} in {code.co_name}"
-            for moment, code, line in self.points
-        ]
-        return "\n".join([f"{self.name}:", *lines])
-
-
-class _Peer:
-    """What ranks see of another one. A :class:`~mpikv.runtime.Peer`."""
-
-    def __init__(self, scheduler: Scheduler, rank: int) -> None:
-        self._scheduler, self._rank = scheduler, rank
-
-    def state(self) -> str:
-        return "running" if self._scheduler.tasks_of(self._rank) else "gone"
-
-    def frames(self, thread: int) -> list[tuple[str, str, str]]:
-        tasks = self._scheduler.tasks_of(self._rank)
-        task = next((task for task in tasks if task.number == thread), tasks[0] if tasks else None)
-        frame = sys._current_frames().get(task.ident or 0) if task is not None else None
-        return [(each.filename, str(each.lineno), each.name) for each in reversed(traceback.extract_stack(frame))]
-
-
-def _process_of(rank: int) -> int:
-    # No process has such a number, so that no signal can reach one.
-    return -rank - 1
-
-
-def _may_be_true(ready: Callable[[], bool]) -> bool:
-    try:
-        return ready()
-    except Exception:
-        return True  # the task itself is to meet the error
 
 
 class Scheduler:
     """Gives tasks their turns."""
 
-    def __init__(self, seed: int, at_point: Callable[[Task], None] = lambda task: None) -> None:
+    patience = 20.0
+    """Seconds of the real clock in which a task may compute without a scheduling point."""
+
+    def __init__(self, seed: int, at_point: Callable[[Task], None]) -> None:
         """``at_point`` is called at each scheduling point, by the task that has come to it."""
         self.random = random.Random(seed)
         self.now = 0.0
@@ -252,6 +42,8 @@ class Scheduler:
         """Whether conditions of waiting tasks are looked at, which must not wait themselves."""
         self.stories: dict[str, str] = {}
         """What tasks that have ended did last, by their names."""
+        self.full: set[str] = set()
+        """The hosts whose disk is full."""
         self._at_point = at_point
         self._tasks: list[Task] = []
         self._parked: list[Task] = []
@@ -259,6 +51,9 @@ class Scheduler:
         self._count = self._turns = 0
         self._failure: BaseException | None = None
         self._over = threading.Event()
+        # Whose state of warnings is in place; that of the caller is put back.
+        self._inside = self._outside = Warned()
+        self._given_up = False
 
     def run(self) -> None:
         """Run all tasks to their ends.
@@ -270,6 +65,7 @@ class Scheduler:
         if self._tasks:
             self._choose().take_turn()
             self._watch()
+            self._put_back()
         if self._failure is not None:
             raise self._failure
 
@@ -287,18 +83,31 @@ class Scheduler:
         self._tasks.append(task)
         self.changed()
 
-    def pass_on(self, task: Task) -> None:
-        """Give the turn of a task to one that can go on, and return when it comes back."""
+    def choose_after(self, task: Task) -> Task:
+        """Return the task whose turn it is after one that is at a scheduling point."""
+        if self._given_up:
+            threading.Event().wait()  # for ever: none of a rank's code may run beside what comes next in the process
         self._turns += 1
         if not task.ending:
             self._at_point(task)
-        chosen = self._choose()
-        if chosen is not task:
-            chosen.take_turn()
-            task.await_turn()
+        return self._choose()
+
+    def enter(self, task: Task) -> None:
+        """Put in place what a task's process has of its own, now that it is its turn."""
+        inside = task.of.warned
+        if inside is not self._inside and not self._given_up:
+            self._inside.pass_to(inside)
+            self._inside = inside
+
+    def _put_back(self) -> None:
+        if self._inside is not self._outside:
+            self._inside.pass_to(self._outside)
+            self._inside = self._outside
 
     def leave(self, task: Task) -> None:
         """End a task, from its thread."""
+        if self._given_up:
+            return
         self._turns += 1
         self.stories[task.name] = task.story()
         if task in self._tasks:
@@ -330,7 +139,7 @@ class Scheduler:
     def tasks_of(self, rank: int) -> list[Task]:
         """Return the tasks of a rank that have not ended, its program's first."""
         tasks = [task for task in self._tasks if task.rank == rank]
-        return sorted(tasks, key=lambda task: task.name != f"rank {rank}")
+        return sorted(tasks, key=lambda task: not task.leads)
 
     def _unpark(self) -> None:
         self._tasks, self._parked = self._parked, []
@@ -375,17 +184,17 @@ class Scheduler:
     def _watch(self) -> None:
         """Wait until all tasks have ended, or one does not come to a scheduling point."""
         turns = -1
-        while not self._over.wait(_PATIENCE):
+        while not self._over.wait(self.patience):
             if turns == self._turns:
                 self._failure = Hung(self._describe_running())
+                self._given_up = True
                 return
             turns = self._turns
 
     def _describe_running(self) -> str:
-        frames = sys._current_frames()
-        text = f"a rank computes for {_PATIENCE:g} s without a scheduling point, and no other can go on"
+        text = f"a rank computes for {self.patience:g} s without a scheduling point, and no other can go on"
         for task in self._tasks:
-            stack = traceback.format_stack(frames[task.ident]) if task.ident in frames else []
-            if stack and "in await_turn" not in stack[-1]:
-                text += f"\n{task.name} is in\n{''.join(stack[-4:])}"
+            stack = task.stack()
+            if stack and stack[-1].name not in ("_pass", "_begin"):
+                text += f"\n{task.name} is in\n{''.join(traceback.format_list(stack[-4:]))}"
         return text

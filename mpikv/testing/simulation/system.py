@@ -1,0 +1,148 @@
+"""What a simulated rank's thread is given for functions that are the process's: of time, files, and MPI itself.
+
+They are put in their places once, while any cluster runs, and ask :func:`mpikv.runtime.present` who calls: a real
+thread still reaches the real ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from ... import runtime
+from .errors import SimulatedError
+
+__all__ = ["simulated_system"]
+
+_NO_MPI = "a simulated rank has no MPI: use the communicator that the program is given, whose library is comm.library"
+
+
+class _Dispatched:
+    """A function that does something else for a simulated rank. Not a Python function, which a class that is made
+    meanwhile would take for its method.
+    """
+
+    def __init__(self, real: Callable[..., Any], simulated: Callable[..., Any]) -> None:
+        self._real, self._simulated = real, simulated
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        here: Any = runtime.present()
+        if here.world is None:
+            return self._real(*arguments, **options)
+        return self._simulated(here, *arguments, **options)
+
+
+def _sleep(here: Any, seconds: float) -> None:
+    if seconds < 0:
+        raise ValueError("sleep length must be non-negative")
+    here.sleep(seconds)
+
+
+def _clock(start: float = 0.0) -> Callable[[Any], float]:
+    return lambda here: start + here.now()
+
+
+def _clock_ns(start: int = 0) -> Callable[[Any], int]:
+    return lambda here: start + int(here.now() * 1e9)
+
+
+def _on_disk(real: Callable[..., Any], grows: bool = True) -> Callable[..., Any]:
+    """Return a function of files that is a scheduling point, and needs room on the disk where it ``grows``."""
+
+    def simulated(here: Any, *arguments: Any, **options: Any) -> Any:
+        here.give_way()
+        if grows and here.host in here.scheduler.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments, **options)
+
+    return simulated
+
+
+def _replacements() -> Iterator[tuple[ModuleType, str, Callable[..., Any]]]:
+    yield time, "sleep", _sleep
+    yield time, "time", _clock(time.time())
+    yield time, "time_ns", _clock_ns(time.time_ns())
+    for name in ("monotonic", "perf_counter"):
+        yield time, name, _clock()
+        yield time, f"{name}_ns", _clock_ns()
+    for name in ("pwrite", "rename", "replace"):
+        yield os, name, _on_disk(getattr(os, name))
+    for name in ("fsync", "fdatasync"):
+        yield os, name, _on_disk(getattr(os, name), grows=False)
+
+
+def _world(mpi: ModuleType) -> Any:
+    if runtime.present().world is not None:
+        raise SimulatedError(f"mpi4py.MPI.COMM_WORLD: {_NO_MPI}")
+    return vars(mpi)["COMM_WORLD"]
+
+
+class _Guarded(ModuleType):
+    """``mpi4py.MPI`` where it is loaded already: it has no world for a simulated rank."""
+
+    COMM_WORLD = property(_world)
+
+
+class _NoMPI:
+    """Lets no simulated rank load ``mpi4py.MPI``, which would start MPI in this process."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name == "mpi4py.MPI" and runtime.present().world is not None:
+            raise ImportError(f"import mpi4py.MPI: {_NO_MPI}", name=name)
+        return None
+
+
+class _Changes:
+    """What was changed in this process, to be put back."""
+
+    def __init__(self) -> None:
+        self._real = list[tuple[ModuleType, str, Any]]()
+        for module, name, simulated in list(_replacements()):
+            self._real.append((module, name, getattr(module, name)))
+            setattr(module, name, _Dispatched(getattr(module, name), simulated))
+        self._finder = _NoMPI()
+        sys.meta_path.insert(0, self._finder)
+        self._mpi = sys.modules.get("mpi4py.MPI")
+        if self._mpi is not None:
+            self._mpi.__class__ = _Guarded
+        # It would run the finalizers of one rank in the thread of another, at moments that no seed decides.
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def undo(self) -> None:
+        for module, name, real in self._real:
+            setattr(module, name, real)
+        sys.meta_path.remove(self._finder)
+        if self._mpi is not None:
+            self._mpi.__class__ = ModuleType
+        if self._collects:
+            gc.enable()
+
+
+_lock, _running, _changes = threading.Lock(), 0, list[_Changes]()
+
+
+@contextmanager
+def simulated_system() -> Iterator[None]:
+    """Give simulated ranks their time, files and MPI in a block. Blocks of several threads may overlap."""
+    global _running
+    with _lock:
+        _running += 1
+        if _running == 1:
+            _changes.append(_Changes())
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+            if _running == 0:
+                _changes.pop().undo()

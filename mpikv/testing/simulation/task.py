@@ -1,0 +1,243 @@
+"""A task: a thread of a simulated rank, and what that rank's system is to it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+from ... import runtime
+from .errors import Ended
+from .locks import Condition, Event, Lock
+from .warned import Warned
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+__all__ = ["Process", "Task"]
+
+# The last scheduling points of a task that a failure shows.
+_SHOWN = 8
+# Modules whose frames say nothing of what a task was about.
+_INNER = ("mpikv.testing.simulation.", "mpikv.waiting", "mpikv.runtime", "mpikv.transports.requests", "contextlib")
+
+
+@dataclass
+class Process:
+    """What the tasks of one rank have in common."""
+
+    rank: int
+    world: Any
+    owned: dict[str, list[Any]] = field(default_factory=dict)
+    warned: Warned = field(default_factory=Warned)
+
+
+class Task:
+    """A thread of a simulated rank, and the :class:`~mpikv.runtime.Runtime` of that thread."""
+
+    # A wait that finds nothing naps at once: its condition is asked without a turn.
+    polls = 0
+
+    def __init__(
+        self, scheduler: Scheduler, of: Process, run: Callable[[], None], name: str, leads: bool = False
+    ) -> None:
+        """``leads`` tells that it is the rank's program, and not a thread that it has started."""
+        self.scheduler, self.of, self.name, self.leads = scheduler, of, name, leads
+        self.rank, self.world, self.owned = of.rank, of.world, of.owned
+        self.host = f"host {of.world.library.hosts[of.rank]}"
+        self.alive = True
+        self.ending = False
+        self._points: deque[tuple[float, CodeType, int]] = deque(maxlen=_SHOWN)
+        self._run = run
+        # Held while another task has the turn.
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
+        # What it waits for: a change after the number that it has seen, by which this is true; or this moment.
+        self._seen, self._ready, self.due = -1, None, 0.0  # type: int, Callable[[], bool] | None, float
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+    # --- As threading.Thread
+
+    def start(self) -> None:
+        """Let the scheduler choose this task, too."""
+        self.scheduler.add(self)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Return whether the task has not ended."""
+        return self.alive
+
+    @property
+    def ident(self) -> int | None:
+        """The number of its thread, as Python has it."""
+        return self._thread.ident
+
+    @property
+    def number(self) -> int | None:
+        """The same as the system has it."""
+        return self._thread.native_id
+
+    def _begin(self) -> None:
+        self._turn.acquire()
+        runtime.enter(self)
+        self.scheduler.enter(self)
+        try:
+            self._check()
+            self._run()
+        except Ended:
+            pass
+        finally:
+            self.alive = False
+            self.scheduler.leave(self)
+
+    # --- As mpikv.runtime.Runtime
+
+    @property
+    def process(self) -> int:
+        return _process_of(self.rank)
+
+    def peer(self, process: int) -> _Peer | None:
+        return _Peer(self.scheduler, -process - 1) if process < 0 else None
+
+    def now(self) -> float:
+        return self.scheduler.now
+
+    def give_way(self) -> None:
+        self.scheduler.changed()
+        self._pass(-1, None, self.scheduler.now)
+
+    def sleep(self, seconds: float) -> None:
+        self.scheduler.changed()
+        self._pass(sys.maxsize, None, self.scheduler.now + seconds)
+
+    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
+        # One that polls, without a condition, has changed nothing since it was woken: two would wake each other for ever.
+        if ready is not None:
+            self.scheduler.changed()
+        self._pass(self.scheduler.changes, ready, until)
+
+    def thread(self, run: Callable[[], None], name: str) -> Any:
+        return Task(self.scheduler, self.of, run, f"{self.name} {name}")
+
+    def lock(self) -> Lock:
+        return Lock()
+
+    def condition(self) -> Condition:
+        return Condition()
+
+    def event(self) -> Event:
+        return Event()
+
+    # --- Turns
+
+    def _pass(self, seen: int, ready: Callable[[], bool] | None, until: float) -> None:
+        """Pass the turn on; return when it comes back."""
+        scheduler = self.scheduler
+        if scheduler.choosing:
+            raise RuntimeError("a condition that is looked at for another task would wait")
+        self._check()
+        self._seen, self._ready, self.due = seen, ready, until
+        self._note_point()
+        chosen = scheduler.choose_after(self)
+        if chosen is not self:
+            chosen.take_turn()
+            self._turn.acquire()
+            scheduler.enter(self)
+        self._seen, self._ready = -1, None
+        self._check()
+
+    def _check(self) -> None:
+        if self.ending:
+            raise Ended
+
+    def take_turn(self) -> None:
+        """Let it run, from another task."""
+        self._turn.release()
+
+    def can_go_on(self, changes: int, now: float) -> bool:
+        """Return whether it has something to do at a turn."""
+        if self.due <= now or self.ending:
+            return True
+        if self._seen >= changes:
+            return False
+        # Asked in the thread of another task, so that those who wait in vain need no turn.
+        if self._ready is not None and not _may_be_true(self._ready):
+            self._seen = changes
+            return False
+        return True
+
+    def delay(self, until: float) -> None:
+        """Let it do nothing before that moment."""
+        self._seen, self._ready, self.due = sys.maxsize, None, until
+
+    # --- What it did last
+
+    def _note_point(self) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and _is_inner(frame.f_code, frame.f_globals):
+            frame = frame.f_back
+        points, code, line = self._points, frame.f_code, frame.f_lineno
+        # A wait comes here again and again.
+        if not points or points[-1][1] is not code or points[-1][2] != line:
+            points.append((self.scheduler.now, code, line))
+
+    def story(self) -> str:
+        """Return its last scheduling points, a line each."""
+        lines = [
+            f"  {moment:.6f} s  {Path(code.co_filename).name}:{line} in {code.co_name}"
+            for moment, code, line in self._points
+        ]
+        return "\n".join([f"{self.name}:", *lines])
+
+    def stack(self) -> traceback.StackSummary:
+        """Return what it is in now, the innermost frame last."""
+        frame = sys._current_frames().get(self.ident or 0)
+        return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+
+
+class _Peer:
+    """What ranks see of another one. A :class:`~mpikv.runtime.Peer`."""
+
+    def __init__(self, scheduler: Scheduler, rank: int) -> None:
+        self._scheduler, self._rank = scheduler, rank
+
+    def state(self) -> str:
+        return "running" if self._scheduler.tasks_of(self._rank) else "gone"
+
+    def frames(self, thread: int) -> list[tuple[str, str, str]]:
+        tasks = self._scheduler.tasks_of(self._rank)
+        task = next((task for task in tasks if task.number == thread), tasks[0] if tasks else None)
+        stack: Iterator[traceback.FrameSummary] = reversed(task.stack() if task is not None else [])
+        return [(each.filename, str(each.lineno), each.name) for each in stack]
+
+
+def _process_of(rank: int) -> int:
+    # No process has such a number, so that no signal can reach one.
+    return -rank - 1
+
+
+def _may_be_true(ready: Callable[[], bool]) -> bool:
+    try:
+        return ready()
+    except Exception:
+        return True  # the task itself is to meet the error
+
+
+_known: dict[CodeType, bool] = {}
+
+
+def _is_inner(code: CodeType, names: dict[str, Any]) -> bool:
+    inner = _known.get(code)
+    if inner is None:
+        inner = _known[code] = names.get("__name__", "").startswith(_INNER)
+    return inner
