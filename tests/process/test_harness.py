@@ -20,7 +20,7 @@ from mpikv.cli.launchers import clean
 
 pytestmark = pytest.mark.deadline(180)
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 CASES = """
 import atexit, os, signal, time
@@ -134,6 +134,71 @@ def test_waits(comm):
 """
 
 
+SIMULATED = """
+import logging, os, threading, time, warnings
+import pytest
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+name = "MPIKV_HARNESS"
+
+def test_passes(comm, ranks):
+    assert ranks == (sum(comm.allgather(1)) if comm else 1)
+
+@pytest.mark.deadline(1)
+def test_takes_no_time(comm):
+    started = time.monotonic()
+    time.sleep(1000)
+    assert ranks_know_of_each_other(comm) and (not comm or time.monotonic() - started >= 1000)
+
+def ranks_know_of_each_other(comm):
+    return comm is None or comm.size == len(comm.allgather(comm.rank))
+
+def test_patches_are_taken_back(comm, monkeypatch):
+    for value in "ab":
+        monkeypatch.setenv(name, value)
+        ranks_know_of_each_other(comm)
+
+def test_patches_were_taken_back():
+    assert name not in os.environ
+
+def test_logs_and_warnings_are_a_ranks_own(comm, caplog):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ranks_know_of_each_other(comm)
+        warnings.warn("one")
+        logging.getLogger("harness").warning("one")
+        ranks_know_of_each_other(comm)
+    assert (len(caught), len(caplog.records)) == (1, 1)
+
+@pytest.mark.ranks(2)
+def test_fails_on_rank_1(comm):
+    assert comm.rank == 0, "a reason"
+    comm.Barrier()
+
+@pytest.mark.ranks(2)
+def test_waits_for_ever(comm):
+    if comm.rank == 1:
+        comm.Barrier()
+
+def the_line_that_hangs():
+    threading.Event().wait()
+
+@pytest.mark.ranks(2)
+@pytest.mark.deadline(1)
+def test_hangs(comm):
+    if comm.rank == 1:
+        the_line_that_hangs()
+    comm.Barrier()
+
+@pytest.mark.processes
+def test_needs_processes():
+    raise AssertionError("not simulated")
+
+def test_after_all_that(comm):
+    ranks_know_of_each_other(comm)
+"""
+
+
 @dataclass
 class Session:
     """What an inner session printed and reported."""
@@ -145,13 +210,20 @@ class Session:
     texts: Mapping[str, str]
 
 
+def copy_harness(folder: Path) -> None:
+    shutil.copy(TESTS / "conftest.py", folder)
+    (folder / "support").mkdir()
+    for name in ("__init__.py", "launching.py", "simulated.py"):
+        shutil.copy(TESTS / "support" / name, folder / "support")
+
+
 def run(folder: Path, command: Sequence[str], environ: Mapping[str, str]) -> Session:
     """Run pytest on the cases in a folder that has the harness."""
-    for name in ("conftest.py", "launching.py"):
-        shutil.copy(HERE / name, folder)
+    copy_harness(folder)
     (folder / "setup.cfg").write_text("[tool:pytest]\naddopts = --strict-markers --color=no\n")
-    (folder / "test_cases.py").write_text(CASES)
-    packages = os.pathsep.join([str(HERE.parent), *filter(None, [environ.get("PYTHONPATH")])])
+    if not (folder / "store").exists():
+        (folder / "test_cases.py").write_text(CASES)
+    packages = os.pathsep.join([str(TESTS.parent), *filter(None, [environ.get("PYTHONPATH")])])
     began = time.monotonic()
     # Jobs of the inner session are in this folder too.
     environ = {**environ, "PYTHONPATH": packages, "TMPDIR": str(folder)}
@@ -276,10 +348,9 @@ def test_a_failing_rank_ends_the_job_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_session_that_is_terminated_leaves_nothing(tmp_path: Path) -> None:
-    for name in ("conftest.py", "launching.py"):
-        shutil.copy(HERE / name, tmp_path)
+    copy_harness(tmp_path)
     (tmp_path / "test_waits.py").write_text(WAITS)
-    environ = {**clean(os.environ), "PYTHONPATH": str(HERE.parent), "TMPDIR": str(tmp_path)}
+    environ = {**clean(os.environ), "PYTHONPATH": str(TESTS.parent), "TMPDIR": str(tmp_path)}
     shared_before = shared_memory()
     with subprocess.Popen(pytest_command(), cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL) as session:
         while session.poll() is None and not (tmp_path / "waits").exists():
@@ -302,3 +373,19 @@ def test_shared_memory_is_removed_when_no_process_has_it() -> None:
         assert path.exists()
     remove_abandoned([path])
     assert not path.exists()
+
+
+def test_simulated_ranks(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "test_cases.py").write_text(SIMULATED)
+    session = run(tmp_path, pytest_command("--simulate", "-v"), clean(os.environ))
+    on_all = "passes patches_are_taken_back patches_were_taken_back logs_and_warnings_are_a_ranks_own after_all_that"
+    expected = {f"test_{name}[ranks={size}]": "passed" for name in on_all.split() for size in (1, 2, 3)}
+    expected |= {f"test_takes_no_time[ranks={size}]": "passed" for size in (2, 3)}
+    expected |= {"test_takes_no_time[ranks=1]": "failure"}  # whose time is not simulated
+    bad = {"fails_on_rank_1": "a reason", "waits_for_ever": "wait for each other", "hangs": "in the_line_that_hangs"}
+    expected |= {f"test_{name}[ranks=2]": "failure" for name in bad}
+    assert session.outcomes == expected
+    texts = {name: session.texts[f"test_{name}[ranks=2]"] for name in bad}
+    assert {name for name, words in bad.items() if words not in texts[name]} == set(), texts
+    assert processes_in(tmp_path) == []

@@ -231,6 +231,7 @@ def test_a_rank_that_has_left_is_not_waited_for(staleness):
             kv.pushpull("clocks", unit(kv), out=np.empty(kv.size))
 
 
+@pytest.mark.processes
 @SEVERAL
 @pytest.mark.parametrize("work", ["python", "numpy", "sleep"])
 @TRANSPORTS
@@ -663,6 +664,7 @@ def test_a_store_after_one_in_which_ranks_were_late(caplog):
                 assert kv.pull("w").tolist() == [5.0] * 4
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_early_requests_of_a_rank_stay_in_order(monkeypatch):
     """The owner is ready after it has found a push to be too early, and before it looks at the pull that follows."""
@@ -815,6 +817,7 @@ for step in range(200000):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("staleness", [None, 1])
 @pytest.mark.parametrize(
@@ -834,6 +837,7 @@ def test_a_rank_that_dies_ends_the_job(tmp_path, fault, text, staleness):
     assert seconds < 30
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("size", [5, 400_000])
 @pytest.mark.parametrize("end", ["raised and caught", "not closed", "left early"])
@@ -863,6 +867,7 @@ kv.push(["a", "b", "c"], [np.ones({size})] * 3)
 NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self"}
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(240)
 def test_the_end_of_the_program_over_a_network(tmp_path):
     """Large letters are still on their way when a thread stops to receive: nothing is freed into which MPI writes."""
@@ -892,6 +897,7 @@ kv.abandon("the test is over")
         assert seconds < 30
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("call", ["pass", "kv.barrier()", "kv.close()"])
 def test_an_updater_that_does_not_return_ends_the_job(tmp_path, call):
@@ -924,6 +930,7 @@ else:
     assert seconds < 30
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(120)
 def test_a_thread_that_ends_says_so_at_once(tmp_path):
     """Its rank computes, and will not call the store for long."""

@@ -87,6 +87,7 @@ def test_ranks_with_other_commands(kv):
     kv.command(7, "x" * 1000)
 
 
+@pytest.mark.processes
 @pytest.mark.feature("dead-nodes")
 def test_ranks_that_have_ended_are_counted(kv):
     assert kv.num_dead_node() == 0

@@ -862,6 +862,7 @@ def test_closing_while_others_push(transport, comm):
     comm.Barrier()
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(1)
 def test_a_forked_child():
     with mpikv.create() as kv:
@@ -883,6 +884,7 @@ def test_a_forked_child():
         kv.push("w", np.ones(2))
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_a_forked_child_makes_no_store_of_all_ranks(transport, comm):
     """It would take messages that are for the rank that it was forked from."""
@@ -983,6 +985,7 @@ def alone(code, **environment):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
 
 
+@pytest.mark.processes
 def test_a_launched_process_without_an_mpi_library():
     code = "import mpikv\ntry: mpikv.create()\nexcept mpikv.TransportUnavailable as error: print(error)"
     result = alone(code, MPI4PY_LIBMPI="/nonexistent", PMI_SIZE="2", PMI_RANK="0")
@@ -993,6 +996,7 @@ def test_a_launched_process_without_an_mpi_library():
     assert "Traceback" not in result.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.feature("no-roles")
 def test_one_rank_needs_no_mpi_library():
     code = "import mpikv, sys\nmpikv.create().close()\nassert 'mpi4py.MPI' not in sys.modules"
@@ -1010,6 +1014,7 @@ print("started" if MPI.Is_initialized() else "not started", MPI.Get_library_vers
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "environment", [{"WORLD_SIZE": "2", "RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}]
 )
@@ -1023,6 +1028,7 @@ def test_launchers_that_start_no_mpi(environment):
     assert alone(alone_on_purpose, **environment).stdout == "1\n"
 
 
+@pytest.mark.processes
 def test_one_rank_in_a_job_of_several_tasks():
     result = alone("import mpikv; print(mpikv.create().size)", SLURM_NTASKS="8")
     assert (result.returncode, result.stdout) == (0, "1\n")
@@ -1030,6 +1036,7 @@ def test_one_rank_in_a_job_of_several_tasks():
     assert "srun --" not in result.stderr
 
 
+@pytest.mark.processes
 def test_the_launcher_of_another_library():
     """MPI would end the process, or each would believe that it is alone, and train alone."""
     mpich = {"PMI_FD": "77", "PMI_SIZE": "2", "PMI_RANK": "0"}
@@ -1046,6 +1053,7 @@ def test_the_launcher_of_another_library():
         assert end.startswith("not started"), result
 
 
+@pytest.mark.processes
 def test_a_launcher_that_mpi_has_not_heard():
     """MPI starts, and each process would believe that it is alone."""
     environment = {"PMI_SIZE": "2", "PMI_RANK": "0", "SLURM_JOB_ID": "7"}
@@ -1055,6 +1063,7 @@ def test_a_launcher_that_mpi_has_not_heard():
     assert first == again
 
 
+@pytest.mark.processes
 def test_a_launcher_that_demands_munge_of_a_pmix_that_has_none():
     """As Slurm's may, and PMIx in Open MPI's wheel has none: MPI would end the process."""
     environment = {"PMIX_NAMESPACE": "slurm.pmix.1.0", "PMIX_RANK": "0", "PMIX_SECURITY_MODE": "munge"}

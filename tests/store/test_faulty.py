@@ -110,6 +110,7 @@ for step in range(1_000_000):
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2), ("hosts", 3), ("hosts", 4)])
 @pytest.mark.feature("dead-rank-ends-job")
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, seed: int) -> None:

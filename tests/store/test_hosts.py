@@ -390,6 +390,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.processes
 def test_ranks_of_several_hosts_come_to_the_end_of_mpi(tmp_path):
     """Windows that stores have left are freed in one order: Open MPI's own differs between ranks."""
     (tmp_path / "left.py").write_text(LEFT)

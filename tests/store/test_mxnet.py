@@ -70,6 +70,7 @@ def test_variables_that_are_ignored(comm, monkeypatch):
     assert facts_and_sums(comm) == before
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(1)
 @pytest.mark.feature("no-roles", "variables-ignored")
 def test_a_server_of_mxnet_is_an_ordinary_process():

@@ -284,6 +284,7 @@ def test_lists(comm):
         assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.feature("sparse-ignore")
 @pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
 def test_pull_leaves_rows_as_they_are_or_fills_them(comm, transport, caplog):
@@ -669,6 +670,7 @@ def resident() -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_rows_that_are_never_touched_take_no_memory(comm, transport):
@@ -816,6 +818,7 @@ CALLS = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_value_that_cannot_be_cut_on_one_rank(comm, call, transport, monkeypatch):

@@ -523,6 +523,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(40)
 def test_an_updater_that_never_returns_does_not_keep_the_program():
     ended = run(UNFINISHED, 30)
@@ -569,6 +570,7 @@ except KeyError:
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("last_lines", "status"),
     [
@@ -595,12 +597,14 @@ def test_what_nobody_has_seen_fails_the_program(last_lines, status):
     )
 
 
+@pytest.mark.processes
 def test_a_store_that_an_unseen_call_has_ended():
     ended = run(UNSEEN_END, 30)
     assert ended.returncode == 1
     assert "at the end of the program: ZeroDivisionError" in ended.stderr
 
 
+@pytest.mark.processes
 def test_a_sys_exit_that_nobody_has_seen():
     """The other ranks would wait for the end of one that does not come to its own."""
     ended = run(UNSEEN_EXIT, 30)
@@ -608,6 +612,7 @@ def test_a_sys_exit_that_nobody_has_seen():
     assert "at the end of the program: SystemExit(0); updating key 'w'; in push('w')" in ended.stderr
 
 
+@pytest.mark.processes
 def test_a_block_that_was_left_by_an_exception_has_no_unseen_calls():
     ended = run(LEFT, 30)
     assert ended.returncode == 0, ended.stderr
@@ -634,6 +639,7 @@ work.wait()
 """
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(40)
 def test_a_forked_child_does_not_wait():
     ended = run(FORKED, 30)
@@ -641,6 +647,7 @@ def test_a_forked_child_does_not_wait():
     assert "issued before a fork" in ended.stdout
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(40)
 def test_ctrl_c_ends_a_wait():
     program = UNFINISHED.replace("sys.exit(7)", "print(flush=True); work.wait()").replace("kv.push", "work = kv.push")

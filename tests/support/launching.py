@@ -39,6 +39,7 @@ from mpikv.config import visible_gpus
 from mpikv.errors import MPIKVError
 from mpikv.gpu import survey
 from mpikv.runtime import present
+from mpikv.testing.simulation.errors import Ended
 
 DEADLINE = 20.0  # seconds that one test may take
 GRACE = 0.5  # seconds that other ranks get to tell their outcome once one rank failed
@@ -149,6 +150,10 @@ class Launched:
         write_terminal_to(config, f"{folder}/{world.rank}.out")
         if present().world is None:
             show_stacks(folder / f"{world.rank}.stack")
+        else:
+            # All sessions of the process see every record.
+            logs = config.pluginmanager.get_plugin("logging-plugin")
+            logs.caplog_handler.addFilter(lambda record: present().world is world)
         # Each event goes to the file at once: this process may be killed at any moment.
         self.file = os.open(folder / f"{world.rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.write("rank", "", os.getpid())
@@ -180,6 +185,11 @@ class Launched:
             # The other ranks may wait for this one for ever. Here ends the job; the exit is for a job without one.
             time.sleep(10 * GRACE)
             os._exit(1)
+
+    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> None:
+        """Let a rank go that its simulation ends: what all of them wait for is in what the job prints."""
+        if call.excinfo is not None and isinstance(call.excinfo.value, Ended):
+            raise call.excinfo.value
 
     def pytest_sessionfinish(self) -> None:
         self.write("done", "")
@@ -449,6 +459,9 @@ class SimulatedJob(Job):
     def command(self, python: list[str]) -> tuple[Sequence[str], dict[str, str]]:
         script = str(Path(__file__).with_name("simulated.py"))
         return [sys.executable, script, str(self.size), *python[2:]], clean(os.environ)
+
+    def casualty(self) -> str:
+        return f"the simulation ended with exit status {self.process.returncode}"
 
     def stacks(self, test: str) -> str:
         """Return where each thread is. One rank runs, and the others wait for their turns."""
