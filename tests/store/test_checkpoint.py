@@ -20,6 +20,7 @@ from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupp
 from mpikv.checkpoint import pieces
 from mpikv.checkpoint.contents import CHUNK
 from mpikv.checkpoint.files import Reader
+from mpikv.world import library_of
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -237,7 +238,7 @@ def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
         through = train(kv, rounds // 2, rounds)
     for size in range(1, ranks + 1):
         if comm is not None and comm.rank >= size:
-            comm.Split(undefined(), 0)
+            comm.Split(library_of(comm).UNDEFINED, 0)
             continue
         some = comm and comm.Split(0, comm.rank)
         with mpikv.create(comm=some, deterministic=True) as kv:
@@ -248,12 +249,6 @@ def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
             assert resumed.tobytes() == through.tobytes()
         if some is not None:
             some.Free()
-
-
-def undefined():
-    from mpi4py import MPI
-
-    return MPI.UNDEFINED
 
 
 def test_views_and_buffers_stay(comm, folder):
@@ -517,6 +512,7 @@ def test_multipliers_in_another_order(comm, folder):
         kv.save_optimizer_states(folder / "states", dump_optimizer=True)
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(2, 3)
 def test_another_setting_on_one_rank(comm, folder, monkeypatch):
     """The error shows what differs."""
@@ -538,6 +534,7 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
         assert "momentum=0.5, momentum=0.25" in str(error)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("check", [True, False])
 def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, check):
     """All ranks learn of it, also where calls are not compared, and the store is as it was."""
@@ -592,6 +589,7 @@ def test_a_folder_that_is_not_there(comm, folder):
         kv.load(folder / "checkpoint")
 
 
+@pytest.mark.processes
 def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch):
     path, culprit = folder / "checkpoint", ranks - 1
     with mpikv.create(comm=comm) as kv:
@@ -639,6 +637,7 @@ def test_a_link_stays(comm, folder):
             kv.load(folder / "last")
 
 
+@pytest.mark.processes
 def test_ranks_in_other_folders(comm, folder, ranks, monkeypatch):
     """As on hosts that share no file system."""
     with mpikv.create(comm=comm) as kv:
@@ -755,6 +754,7 @@ def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, failure):
         kv.push("w", np.ones(10))
 
 
+@pytest.mark.processes
 def test_a_file_that_is_replaced_meanwhile(comm, folder, ranks, monkeypatch):
     path = folder / "checkpoint"
     with mpikv.create(comm=comm) as kv:

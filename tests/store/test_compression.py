@@ -33,7 +33,7 @@ from mpikv.testing import Recording
 from mpikv.testing.codec import together
 from mpikv.testing.faulty import Failing, Slow, Wrapper, store_over
 from mpikv.transports import open_transport
-from mpikv.world import Group
+from mpikv.world import Group, library_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -50,9 +50,7 @@ def of_one_rank(comm):
     """Return a store of this rank alone."""
     if comm is None:
         return mpikv.create()
-    from mpi4py import MPI
-
-    return mpikv.create(comm=MPI.COMM_SELF)
+    return mpikv.create(comm=library_of(comm).COMM_SELF)
 
 
 def gradients(size, step, ranks, positions=1, scale=0.4):

@@ -10,6 +10,7 @@ import pytest
 
 import mpikv
 from mpikv import Closed, PeerFailed, RankMismatch, Stalled, Unsupported, optimizers
+from mpikv.world import library_of
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
@@ -323,12 +324,10 @@ def test_blocks_in_a_block(kv):
 @SEVERAL
 def test_other_stores_in_the_block(kv, comm):
     """A private store is nobody else's concern; one of all ranks has a block of its own."""
-    from mpi4py import MPI
-
     kv.init("w", np.zeros(2))
     with mpikv.create(comm=comm, timeout=10) as other:
         other.init("v", np.zeros(2))
-        with mpikv.create(comm=MPI.COMM_SELF) as own, kv.join():
+        with mpikv.create(comm=library_of(comm).COMM_SELF) as own, kv.join():
             own.init("mine", np.zeros(2))
             for turn in range(kv.rank):
                 own.push("mine", np.full(2, float(turn)))

@@ -13,6 +13,7 @@ import pytest
 
 import mpikv
 from mpikv.runtime import present
+from mpikv.world import library_of
 
 ALL = pytest.mark.ranks(1, 2)
 
@@ -135,13 +136,11 @@ def test_a_store_per_group_of_ranks(comm, transport):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_a_private_store():
-    from mpi4py import MPI
-
-    with mpikv.create(comm=MPI.COMM_SELF) as kv:
+def test_a_private_store(comm):
+    with mpikv.create(comm=library_of(comm).COMM_SELF) as kv:
         assert (kv.rank, kv.size, kv.comm, kv.transport) == (0, 1, None, "local")
         # The ranks do different things; nobody waits.
-        for turn in range(MPI.COMM_WORLD.rank + 1):
+        for turn in range((comm.rank if comm else 0) + 1):
             kv.init(turn, np.ones(2))
             kv.push(turn, np.full(2, 5.0))
             np.testing.assert_array_equal(kv.pull(turn), np.full(2, 5.0))
