@@ -121,7 +121,7 @@ class Task:
         self._pass(sys.maxsize, None, self.scheduler.now + seconds)
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
-        # One that polls, without a condition, has changed nothing since it was woken: two would wake each other for ever.
+        # One that polls, without a condition, has changed nothing since: two of them would wake each other for ever.
         if ready is not None:
             self.scheduler.changed()
         self._pass(self.scheduler.changes, ready, until)
