@@ -115,6 +115,9 @@ class Scheduler:
         self.changed()
         if not self._tasks:
             self._unpark()
+        elif task.leads and not any(other.leads for other in self._tasks):
+            for other in self._tasks:
+                other.ending = True  # as the daemon threads of a process that ends
         if self._tasks:
             self._choose().take_turn()
         else:
