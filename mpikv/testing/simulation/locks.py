@@ -92,4 +92,4 @@ class Event:
 
 def _changed() -> None:
     here: Any = runtime.present()
-    here.scheduler.changed()
+    here.changed()
