@@ -35,7 +35,7 @@ _SHARE = 10
 
 def explore(
     program: Program, seeds: Sequence[int], ranks: Range = (4, 4), hosts: Range = (1, 1), faults: bool = False
-) -> tuple[Cluster, Exception] | None:
+) -> tuple[Cluster, BaseException] | None:
     """Run a program under each seed; return the first cluster on which it failed and the error, or None.
 
     Args:
@@ -50,7 +50,9 @@ def explore(
         made = _cluster_of(seed, ranks, hosts, faults)
         try:
             made.run(partial(_call, program, seed) if takes_seed else program)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also a rank's sys.exit(1), and what pytest's fail() raises
             return made, error
     return None
 

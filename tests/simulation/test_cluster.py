@@ -229,6 +229,9 @@ with mpikv.create() as kv:
 
 def fails(comm, seed):
     assert seed < 7 or comm.rank < comm.size - 1, "planted"
+
+def leaves(comm):
+    raise SystemExit("left by plan" if comm.rank else 0)
 """
 
 
@@ -241,6 +244,8 @@ def test_explore_runs_scripts_and_finds_the_first_seed(tmp_path: Any, capfd: pyt
         ended = main([f"{script}:fails", "--ranks", "2:5", "--hosts", "1:2", "--seeds", "0:40", "--jobs", jobs])
         told = capfd.readouterr().err
         assert (ended, "seed 7 fails on" in told, "AssertionError: planted" in told) == (1, True, True)
+    assert main([f"{script}:leaves", "--ranks", "2"]) == 1
+    assert "SystemExit: left by plan" in capfd.readouterr().err
     found = explore(load(f"{script}:fails"), range(20), ranks=(2, 5), hosts=(1, 2))
     assert found is not None
     assert found[0].seed == 7

@@ -64,8 +64,13 @@ class Scheduler:
         """
         if self._tasks:
             self._choose().take_turn()
-            self._watch()
-            self._put_back()
+            try:
+                self._watch()
+            except BaseException:  # Ctrl-C
+                self._given_up = True
+                raise
+            finally:
+                self._put_back()
         if self._failure is not None:
             raise self._failure
 
@@ -172,7 +177,7 @@ class Scheduler:
 
     def _forward(self) -> None:
         """Move the clock to where something happens next."""
-        moment = min((task.due for task in self._tasks), default=math.inf)
+        moment = min([task.due for task in self._tasks], default=math.inf)
         if self._events and self._events[0][0] <= moment:
             self.now, _, act = heapq.heappop(self._events)
             act()
