@@ -4,32 +4,38 @@
     python -m mpikv.testing.explore check.py:program --ranks 2:16 --hosts 1:4 --seeds 0:1000 --faults
 
 PROGRAM is a script, of which every rank runs a copy, or a function in one: ``program(comm)``, or ``program(comm,
-seed)``. Of a range of ranks or hosts each seed draws a number.
+seed)``. Of a range of ranks or hosts each seed draws a number. Several processes search, one on each core.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import multiprocessing
+import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .simulation import Cluster, cluster, draw_faults
 
-__all__ = ["explore", "main"]
+__all__ = ["explore", "load", "main"]
 
 Program = Callable[..., Any]
 Range = tuple[int, int]
+# Seeds that a process searches before it is given others.
+_SHARE = 10
 
 
 def explore(
     program: Program, seeds: Sequence[int], ranks: Range = (4, 4), hosts: Range = (1, 1), faults: bool = False
-) -> tuple[Cluster, Exception] | None:
+) -> tuple[Cluster, BaseException] | None:
     """Run a program under each seed; return the first cluster on which it failed and the error, or None.
 
     Args:
@@ -43,10 +49,16 @@ def explore(
     for seed in seeds:
         made = _cluster_of(seed, ranks, hosts, faults)
         try:
-            made.run(lambda comm, seed=seed: program(comm, seed) if takes_seed else program(comm))  # type: ignore[misc]
-        except Exception as error:
+            made.run(partial(_call, program, seed) if takes_seed else program)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also a rank's sys.exit(1), and what pytest's fail() raises
             return made, error
     return None
+
+
+def _call(program: Program, seed: int, comm: Any) -> Any:
+    return program(comm, seed)
 
 
 def _cluster_of(seed: int, ranks: Range, hosts: Range, faults: bool) -> Cluster:
@@ -66,18 +78,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=_range, default=(4, 4), metavar="N[:M]", help="ranks, or a range of them (4)")
     parser.add_argument("--hosts", type=_range, default=(1, 1), metavar="N[:M]", help="hosts, or a range of them (1)")
     parser.add_argument("--faults", action="store_true", help="draw something that goes wrong for each seed")
+    cores = sorted(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=len(cores), metavar="N", help=f"processes ({len(cores)})")
     given = parser.parse_args(arguments)
     started, (first, end) = time.monotonic(), given.seeds
     seeds = range(first, end if end > first else first + 1)
-    found = explore(load(given.program), seeds, given.ranks, given.hosts, given.faults)
-    if found is None:
+    search = partial(_search, given.program, given.ranks, given.hosts, given.faults)
+    failed = next(filter(None, _results(search, seeds, given.jobs, cores)), None)
+    if failed is None:
         print(f"{len(seeds)} seeds passed in {time.monotonic() - started:.1f} s")
         return 0
-    failed, error = found
-    traceback.print_exception(error)
+    print(failed.trace, end="", file=sys.stderr)
     again = f"{failed.seed}:{failed.seed + 1}"
     print(f"seed {failed.seed} fails on {failed.size} ranks; again:  --seeds {again}", file=sys.stderr)
     return 1
+
+
+class _Failed(NamedTuple):
+    """What a process tells of a seed that has failed."""
+
+    seed: int
+    size: int
+    trace: str
+
+
+_Search = Callable[[range], "_Failed | None"]
+
+
+def _search(name: str, ranks: Range, hosts: Range, faults: bool, seeds: range) -> _Failed | None:
+    found = explore(load(name), seeds, ranks, hosts, faults)
+    if found is None:
+        return None
+    failed, error = found
+    return _Failed(failed.seed, failed.size, "".join(traceback.format_exception(error)))
+
+
+def _results(search: _Search, seeds: range, jobs: int, cores: Sequence[int]) -> Iterator[_Failed | None]:
+    """Yield what is found in each share of the seeds, in their order."""
+    shares = [seeds[start : start + _SHARE] for start in range(0, len(seeds), _SHARE)]
+    if min(jobs, len(shares)) < 2:
+        yield from map(search, shares)
+        return
+    context = multiprocessing.get_context("spawn")
+    free = context.SimpleQueue()
+    for job in range(jobs):
+        free.put(cores[job % len(cores)])
+    pool = ProcessPoolExecutor(jobs, context, initializer=_take_core, initargs=(free,))
+    try:
+        yield from pool.map(search, shares)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _take_core(free: Any) -> None:
+    # Of a simulation's threads one runs at a time; to wake one on another core takes longer.
+    os.sched_setaffinity(0, {free.get()})
 
 
 def load(name: str) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,16 @@ def program(comm: Any, seed: int) -> None:
     bucket = draw.choice([4096, 1 << 20])
     with mpikv.create(comm=comm, placement=placement, bucket_bytes=bucket, timeout=30.0) as kv:
         Calls(kv, draw).run()
+
+
+@lru_cache(maxsize=4)
+def brought(number: int, size: int, shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
+    """Return what all ranks bring to a call: for each shape small integers, whose sums are exact, a row for a rank."""
+    generator = np.random.default_rng([number, size])
+    every = [generator.integers(-9, 9, (size, *shape)).astype(np.float32) for shape in shapes]
+    for arrays in every:
+        arrays.flags.writeable = False  # all ranks see the same
+    return every
 
 
 class Calls:
@@ -45,18 +56,13 @@ class Calls:
     def some(self) -> list[str]:
         return self.draw.sample(sorted(self.values), self.draw.randint(1, len(self.values)))
 
-    def arrays(self, number: int, keys: list[str]) -> list[list[np.ndarray]]:
-        """Return what each rank brings for each key: small integers, whose sums are exact."""
-        generator = np.random.default_rng([number, self.kv.size])
-        return [
-            [generator.integers(-9, 9, self.values[key].shape).astype(np.float32) for key in keys]
-            for _ in range(self.kv.size)
-        ]
-
-    def add(self, keys: list[str], every: list[list[np.ndarray]]) -> None:
-        for place, key in enumerate(keys):
-            total = np.sum([arrays[place] for arrays in every], axis=0, dtype=np.float32)
+    def brought(self, number: int, keys: list[str]) -> list[np.ndarray]:
+        """Return what this rank brings for each key, and note what the call makes of the values."""
+        every = brought(number, self.kv.size, tuple(self.values[key].shape for key in keys))
+        for key, arrays in zip(keys, every, strict=True):
+            total = arrays.sum(axis=0)
             self.values[key] = self.values[key] - np.float32(self.rate) * total if self.rate else total
+        return [arrays[self.kv.rank].copy() for arrays in every]
 
     def new(self, number: int) -> tuple[str, np.ndarray]:
         shape = self.draw.choice(SHAPES)
@@ -76,9 +82,7 @@ class Calls:
 
     def push(self, number: int) -> None:
         keys = self.some()
-        every = self.arrays(number, keys)
-        self.kv.push(keys, every[self.kv.rank])
-        self.add(keys, every)
+        self.kv.push(keys, self.brought(number, keys))
 
     def pull(self, number: int, keys: list[str] | None = None) -> None:
         keys = keys or self.some()
@@ -87,21 +91,17 @@ class Calls:
 
     def pushpull(self, number: int) -> None:
         keys = self.some()
-        every = self.arrays(number, keys)
         outs = [np.empty_like(self.values[key]) for key in keys]
-        self.kv.pushpull(keys, every[self.kv.rank], out=outs)
-        self.add(keys, every)
+        self.kv.pushpull(keys, self.brought(number, keys), out=outs)
         for key, out in zip(keys, outs, strict=True):
             assert np.array_equal(out, self.values[key]), f"{key}: {out} is not {self.values[key]}"
 
     def pending(self, number: int) -> None:
         keys = self.some()
-        every = self.arrays(number, keys)
         works = [
             self.kv.push(key, array, wait=False, priority=place)
-            for place, (key, array) in enumerate(zip(keys, every[self.kv.rank], strict=True))
+            for place, (key, array) in enumerate(zip(keys, self.brought(number, keys), strict=True))
         ]
-        self.add(keys, every)
         for work in works[self.kv.rank % 2 :]:
             work.wait()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,18 +13,8 @@ import pytest
 
 import mpikv
 from mpikv import runtime
+from mpikv.testing import Deadlock, Hung, SimulatedError, cluster
 from mpikv.testing.explore import explore, load, main
-from mpikv.testing.simulation import (
-    Cut,
-    Deadlock,
-    Delay,
-    Hung,
-    Kill,
-    Pause,
-    SimulatedError,
-    cluster,
-    draw_faults,
-)
 from mpikv.testing.simulation.scheduler import Scheduler
 
 SIZES = [(1, 1), (2, 1), (3, 2), (4, 4), (9, 3)]
@@ -95,33 +87,6 @@ def test_a_seed_decides_the_order() -> None:
     assert len({tuple(order_of_events(seed)) for seed in range(10)}) == 10
 
 
-def test_a_minute_takes_no_time() -> None:
-    def program(comm: Any) -> float:
-        with mpikv.create(comm=comm, timeout=100.0) as kv:
-            if kv.rank == 1:
-                runtime.present().sleep(60.0)
-            kv.barrier()
-            return runtime.present().now()
-
-    started = time.monotonic()
-    assert all(60 <= moment < 61 for moment in cluster(3).run(program))
-    assert time.monotonic() - started < 5
-
-
-def test_a_late_rank_is_waited_for_until_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
-    def program(comm: Any) -> str:
-        kv = mpikv.create(comm=comm, timeout=30.0)
-        if kv.rank == 1:
-            runtime.present().sleep(40.0)
-        with pytest.raises(mpikv.Stalled) as failure:
-            kv.barrier()
-        return str(failure.value)
-
-    texts = cluster(2).run(program)
-    assert texts[0].startswith("barrier: waited 30.0 s for ranks [1]")
-    assert "rank 0 has waited 5.0 s" in caplog.text
-
-
 def test_the_first_failure_is_raised_with_the_others_noted() -> None:
     def program(comm: Any) -> None:
         if comm.rank == 2:
@@ -135,50 +100,6 @@ def test_the_first_failure_is_raised_with_the_others_noted() -> None:
     assert "all tasks wait for each other" in notes
     assert "test_cluster.py" in notes
     assert "in program" in notes
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_killed_rank_runs_no_more(seed: int) -> None:
-    reached = []
-
-    def program(comm: Any) -> str:
-        kv = mpikv.create(comm=comm, timeout=10.0)
-        kv.init("w", np.zeros(1))
-        try:
-            for step in range(1000):
-                kv.push("w", np.ones(1))
-                if comm.rank == 1:
-                    reached.append(step)
-        except mpikv.Stalled as error:
-            return str(error)
-        return ""
-
-    texts = cluster(3, seed=seed, faults=[Kill(rank=1, at=300)]).run(program)
-    assert texts[1] is None
-    assert 0 < len(reached) < 1000
-    assert any("[1]" in texts[rank] for rank in (0, 2))
-
-
-@pytest.mark.parametrize("fault", [Pause(1, 60, 7.0), Delay(0, 1, 0.2), Cut((0,), 0.0, 3.0), Cut((1,), 0.001, 3.0)])
-def test_what_is_late_arrives(fault: Any) -> None:
-    def program(comm: Any) -> float:
-        with mpikv.create(comm=comm) as kv:
-            kv.init("w", np.zeros(4))
-            for _ in range(10):
-                kv.push("w", np.ones(4))
-            return float(kv.pull("w").sum())
-
-    assert cluster(4, hosts=2, faults=[fault]).run(program) == [16.0] * 4
-
-
-def test_a_cut_that_does_not_end_is_a_deadlock_or_a_stall() -> None:
-    def program(comm: Any) -> None:
-        comm.Isend(b"x", 1 - comm.rank)
-        buffer = bytearray(1)
-        comm.Recv(buffer, 1 - comm.rank, 0)
-
-    with pytest.raises(Deadlock, match="rank 0, rank 1"):
-        cluster(2, hosts=2, faults=[Cut((0,))]).run(program)
 
 
 def test_messages_of_one_rank_do_not_overtake_each_other() -> None:
@@ -195,6 +116,21 @@ def test_messages_of_one_rank_do_not_overtake_each_other() -> None:
         return received
 
     assert all(cluster(2, seed=seed).run(program)[0] == list(range(20)) for seed in range(5))
+
+
+def test_messages_of_several_ranks_come_in_any_order() -> None:
+    def program(comm: Any) -> tuple[int, ...]:
+        if comm.rank:
+            comm.Isend(bytes([comm.rank]), 0, 3)
+            return ()
+        buffer, received = bytearray(1), []
+        for _ in range(comm.size - 1):
+            comm.Recv(buffer, comm.library.ANY_SOURCE, 3)
+            received.append(buffer[0])
+        return tuple(received)
+
+    orders = {cluster(4, seed=seed).run(program)[0] for seed in range(60)}
+    assert orders == set(itertools.permutations([1, 2, 3]))
 
 
 def leaves(comm: Any) -> None:
@@ -219,7 +155,7 @@ def test_what_would_hang_is_named(program: Callable[..., None], error: type[Exce
 
 
 def test_a_rank_without_a_scheduling_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "patience", 0.2)
+    monkeypatch.setattr(Scheduler, "patience", 1.0)
     ended = False
 
     def spins(comm: Any) -> None:
@@ -251,16 +187,37 @@ def test_a_real_communicator_is_refused(comm: Any) -> None:
         cluster(2).run(lambda simulated: mpikv.create(comm=comm))
 
 
+@pytest.mark.ranks(2)
+def test_a_program_that_takes_the_world_of_mpi_is_refused(comm: Any) -> None:
+    from mpi4py import MPI
+
+    with pytest.raises(SimulatedError, match="COMM_WORLD: a simulated rank has no MPI: use the communicator"):
+        cluster(2).run(lambda simulated: MPI.COMM_WORLD.Get_rank())
+    assert MPI.COMM_WORLD is comm
+    assert type(MPI) is type(sys)
+
+
+def test_a_program_that_would_start_mpi_is_refused() -> None:
+    code = "from mpikv.testing import cluster\ndef program(comm): from mpi4py import MPI\ncluster(2).run(program)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "ImportError: import mpi4py.MPI: a simulated rank has no MPI: use the communicator" in ran.stderr
+
+
+def test_a_simulated_rank_runs_no_cluster() -> None:
+    with pytest.raises(SimulatedError, match=r"cluster\(2, hosts=1, seed=0\)\.run: .*rank 0/1> is simulated"):
+        cluster(1).run(lambda comm: cluster(2).run(lambda inner: None))
+
+
+def test_pytest_is_not_needed() -> None:
+    code = "import sys; sys.modules['pytest'] = None; from mpikv.testing import cluster; print(cluster(2).run(id) != 0)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "True\n", ran.stderr
+
+
 @pytest.mark.parametrize(("size", "hosts"), [(0, 1), (2, 3), (2, 0)])
 def test_a_host_has_a_rank(size: int, hosts: int) -> None:
     with pytest.raises(ValueError, match="every host has at least one rank"):
         cluster(size, hosts=hosts)
-
-
-def test_faults_are_drawn_by_a_seed() -> None:
-    assert draw_faults(3, 4, 2) == draw_faults(3, 4, 2)
-    drawn = {type(fault) for seed in range(60) for fault in draw_faults(seed, 4, 2)}
-    assert drawn == {Kill, Pause, Delay, Cut}
 
 
 SCRIPT = """
@@ -272,6 +229,9 @@ with mpikv.create() as kv:
 
 def fails(comm, seed):
     assert seed < 7 or comm.rank < comm.size - 1, "planted"
+
+def leaves(comm):
+    raise SystemExit("left by plan" if comm.rank else 0)
 """
 
 
@@ -280,8 +240,12 @@ def test_explore_runs_scripts_and_finds_the_first_seed(tmp_path: Any, capfd: pyt
     script.write_text(SCRIPT)
     assert main([str(script), "--ranks", "3", "--seeds", "0:3"]) == 0
     assert "3 seeds passed" in capfd.readouterr().out
-    assert main([f"{script}:fails", "--ranks", "2:5", "--hosts", "1:2", "--seeds", "0:20"]) == 1
-    assert "seed 7 fails on" in capfd.readouterr().err
+    for jobs in "1", "2":
+        ended = main([f"{script}:fails", "--ranks", "2:5", "--hosts", "1:2", "--seeds", "0:40", "--jobs", jobs])
+        told = capfd.readouterr().err
+        assert (ended, "seed 7 fails on" in told, "AssertionError: planted" in told) == (1, True, True)
+    assert main([f"{script}:leaves", "--ranks", "2"]) == 1
+    assert "SystemExit: left by plan" in capfd.readouterr().err
     found = explore(load(f"{script}:fails"), range(20), ranks=(2, 5), hosts=(1, 2))
     assert found is not None
     assert found[0].seed == 7

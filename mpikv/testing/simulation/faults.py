@@ -99,7 +99,7 @@ def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[
     """Return one fault that a seed draws for a cluster, at a scheduling point up to ``most``.
 
     >>> draw_faults(1, size=4)
-    (Pause(rank=0, at=64, seconds=0.83),)
+    (Kill(rank=0, at=64),)
     """
     draw = random.Random(f"{seed} faults")
     rank, at = draw.randrange(size), draw.randint(1, most)

@@ -57,8 +57,10 @@ class Condition(Lock):
         deadline = math.inf if timeout is None else task.now() + timeout
         while not (result := predicate()) and task.now() < deadline:
             self.release()
-            task.nap(0, deadline, lambda: bool(predicate()))
-            self.acquire()
+            try:
+                task.nap(0, deadline, lambda: bool(predicate()))
+            finally:
+                self.acquire()
         return result
 
     def notify_all(self) -> None:
@@ -92,4 +94,4 @@ class Event:
 
 def _changed() -> None:
     here: Any = runtime.present()
-    here.scheduler.changed()
+    here.changed()

@@ -49,7 +49,8 @@ class Request:
         self._test, self._done = test, False
 
     def Test(self) -> bool:
-        self._done = self._done or self._test()
+        if not self._done:
+            self._done = self._test()
         return self._done
 
     def __bool__(self) -> bool:
@@ -206,7 +207,8 @@ class Communicator:
             operation.failure = f"ranks call different operations: {said}"
         if len(operation.names) == self.size and not operation.failure:
             operation.results = combine(operation.given)
-        self._scheduler.changed()
+        if operation.results is not None or operation.failure:
+            self._scheduler.changed({self.library.hosts[member] for member in shared.members})
 
         return _Joined(operation, self.rank)
 
@@ -223,13 +225,11 @@ class Communicator:
         return self._join("Ibarrier", None, lambda given: given)
 
     def allgather(self, value: Any) -> list[Any]:
-        packed = pickle.dumps(value)
-        gathered = self.together("allgather", packed, lambda given: [tuple(given)] * len(given))
-        return [pickle.loads(each) for each in gathered]
+        gathered = self.together("allgather", _packed(value), lambda given: [tuple(given)] * len(given))
+        return list(map(_unpacked, gathered))
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        packed = pickle.dumps(value)
-        return pickle.loads(self.together("bcast", packed, lambda given: [given[root]] * len(given)))
+        return _unpacked(self.together("bcast", _packed(value), lambda given: [given[root]] * len(given)))
 
     def Dup(self) -> Any:
         return self.Split(0, self.rank)
@@ -272,47 +272,41 @@ class Communicator:
 
     def Iallreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> Request:
         given = (receive if send is self.library.IN_PLACE else send).copy()
-        return self._filling(f"Iallreduce {operation}", given, receive, lambda all_, rank: _combined(all_, operation))
+        return self._filling(f"Iallreduce {operation}", given, receive, _combining(operation))
 
     def Ireduce(self, send: Array, receive: Array | None, operation: Any, root: int) -> Request:
-        return self._filling(
-            f"Ireduce {operation} to {root}", send.copy(), receive, lambda all_, rank: _combined(all_, operation)
-        )
+        return self._filling(f"Ireduce {operation} to {root}", send.copy(), receive, _combining(operation))
 
     def Ireduce_scatter(self, send: Array, receive: Array, counts: Sequence[int], operation: Any) -> Request:
-        starts = np.cumsum([0, *counts])
-
-        def part(every: list[Any], rank: int) -> Array:
-            return _combined(every, operation)[starts[rank] : starts[rank + 1]]
-
-        return self._filling(f"Ireduce_scatter {operation} {list(counts)}", send.copy(), receive, part)
+        name, ends = f"Ireduce_scatter {operation} {list(counts)}", np.cumsum([0, *counts]).tolist()
+        return self._filling(name, send.copy(), receive, _combining(operation), ends)
 
     def _filling(
-        self, name: str, given: Any, receive: Array | None, result: Callable[[list[Any], int], Array]
+        self,
+        name: str,
+        given: Any,
+        receive: Array | None,
+        whole: Callable[[list[Any]], Array],
+        ends: Sequence[int] | None = None,
     ) -> Request:
-        """Start an operation that fills this rank's memory."""
+        """Start an operation that fills ranks' memory with the whole of what they have given, or each with its part."""
 
         def combine(every: list[Any]) -> list[Any]:
-            sent = [each for each, _ in every]
+            result = whole([sent for sent, _ in every]).reshape(-1)
             for rank, (_, filled) in enumerate(every):
                 if filled is not None:
-                    value = result(sent, rank)
-                    filled.reshape(-1)[: value.size] = value.reshape(-1)
+                    own = result if ends is None else result[ends[rank] : ends[rank + 1]]
+                    filled.reshape(-1)[: own.size] = own
             return every
 
         return self._join(name, (given, receive), combine)
 
     def Ibcast(self, buffer: Array, root: int) -> Request:
-        return self._filling(
-            f"Ibcast {buffer.size} from {root}",
-            buffer.copy() if self.rank == root else None,
-            None if self.rank == root else buffer,
-            lambda every, rank: every[root],
-        )
+        sent, filled = (buffer.copy(), None) if self.rank == root else (None, buffer)
+        return self._filling(f"Ibcast {buffer.size} from {root}", sent, filled, lambda every: every[root])
 
     def Allgather(self, send: Array, receive: Array) -> None:
-        request = self._filling("Allgather", send.copy(), receive, lambda every, rank: np.concatenate(every))
-        wait(request.Test)
+        wait(self._filling("Allgather", send.copy(), receive, np.concatenate).Test)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:
         memory, (lengths, starts), _ = receive
@@ -324,9 +318,7 @@ class Communicator:
         return self._gatherv("Iallgatherv", own, memory, lengths, starts)
 
     def _gatherv(self, name: str, own: Array, memory: Array, lengths: Any, starts: Any) -> Request:
-        return self._filling(
-            f"{name} {list(map(int, lengths))}", own, memory, lambda every, rank: np.concatenate(every)
-        )
+        return self._filling(f"{name} {list(map(int, lengths))}", own, memory, np.concatenate)
 
     def Ialltoallv(self, send: Any, receive: Any) -> Request:
         (out, (counts, starts), _), (memory, (lengths, places), _) = send, receive
@@ -357,7 +349,7 @@ class Communicator:
         def arrive() -> None:
             shared.inboxes[rank].append(message)
             message.arrived = True
-            scheduler.changed()
+            scheduler.changed({source, target})
 
         if math.isfinite(moment):
             scheduler.at(moment, arrive)
@@ -406,7 +398,7 @@ class Communicator:
             if self._scheduler.choosing:
                 raise RuntimeError("a message is received by its own rank alone")
             self._shared.inboxes[self.rank].remove(message)
-            self._scheduler.changed()
+            self._scheduler.changed([self.library.hosts[self._world_rank]])
         return message
 
 
@@ -434,6 +426,18 @@ def wait(ready: Callable[[], bool]) -> None:
         here.nap(0, ready=ready)
 
 
+# What ranks may have in common, as nobody can change it.
+_PLAIN = (bool, float, int, str, type(None))
+
+
+def _packed(value: Any) -> Any:
+    return value if type(value) in _PLAIN else pickle.dumps(value)
+
+
+def _unpacked(packed: Any) -> Any:
+    return pickle.loads(packed) if type(packed) is bytes else packed
+
+
 def _bytes(buffer: Any) -> memoryview:
     if isinstance(buffer, (list, tuple)):
         memory, nbytes, _ = buffer
@@ -442,13 +446,17 @@ def _bytes(buffer: Any) -> memoryview:
     return view if view.nbytes == 0 else view.cast("B")
 
 
-def _combined(every: Sequence[Array], operation: Any) -> Array:
+def _combining(operation: Any) -> Callable[[Sequence[Array]], Array]:
     function = {"SUM": np.add, "MAX": np.maximum, "LOR": np.logical_or}[repr(operation)]
-    total = every[0].copy()
-    with np.errstate(all="ignore"):
-        for term in every[1:]:
-            total = function(total, term)
-    return total.astype(every[0].dtype, copy=False)
+
+    def combined(every: Sequence[Array]) -> Array:
+        total = every[0].copy()
+        with np.errstate(all="ignore"):
+            for term in every[1:]:
+                total = function(total, term)
+        return total.astype(every[0].dtype, copy=False)
+
+    return combined
 
 
 def make_world(scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> list[Communicator]:

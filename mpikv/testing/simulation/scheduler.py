@@ -14,7 +14,7 @@ import math
 import random
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from .errors import Deadlock, Hung
 from .task import Task
@@ -32,12 +32,12 @@ class Scheduler:
     patience = 20.0
     """Seconds of the real clock in which a task may compute without a scheduling point."""
 
-    def __init__(self, seed: int, at_point: Callable[[Task], None]) -> None:
+    def __init__(self, seed: int, hosts: int, at_point: Callable[[Task], None]) -> None:
         """``at_point`` is called at each scheduling point, by the task that has come to it."""
         self.random = random.Random(seed)
         self.now = 0.0
-        self.changes = 0
-        """How often anything has changed for which a task may wait."""
+        self.changes = [0] * hosts
+        """How often anything has changed for which a task may wait, on each host: of others it sees messages alone."""
         self.choosing = False
         """Whether conditions of waiting tasks are looked at, which must not wait themselves."""
         self.stories: dict[str, str] = {}
@@ -64,14 +64,20 @@ class Scheduler:
         """
         if self._tasks:
             self._choose().take_turn()
-            self._watch()
-            self._put_back()
+            try:
+                self._watch()
+            except BaseException:  # Ctrl-C
+                self._given_up = True
+                raise
+            finally:
+                self._put_back()
         if self._failure is not None:
             raise self._failure
 
-    def changed(self) -> None:
-        """Say that something has changed for which a task may wait."""
-        self.changes += 1
+    def changed(self, hosts: Iterable[int]) -> None:
+        """Say that something has changed on some hosts for which a task may wait."""
+        for host in hosts:
+            self.changes[host] += 1
 
     def at(self, moment: float, act: Callable[[], None]) -> None:
         """Have something done at a moment."""
@@ -81,7 +87,6 @@ class Scheduler:
     def add(self, task: Task) -> None:
         """Let a task have turns."""
         self._tasks.append(task)
-        self.changed()
 
     def choose_after(self, task: Task) -> Task:
         """Return the task whose turn it is after one that is at a scheduling point."""
@@ -112,9 +117,12 @@ class Scheduler:
         self.stories[task.name] = task.story()
         if task in self._tasks:
             self._tasks.remove(task)
-        self.changed()
+        self.changed([task.site])
         if not self._tasks:
             self._unpark()
+        elif task.leads and not any(other.leads for other in self._tasks):
+            for other in self._tasks:
+                other.ending = True  # as the daemon threads of a process that ends
         if self._tasks:
             self._choose().take_turn()
         else:
@@ -158,18 +166,18 @@ class Scheduler:
     def _draw(self) -> Task | None:
         """Return one of the tasks that can go on, each as likely as the others; None if there is none."""
         tasks, draw = self._tasks, self.random.random
-        # Those that cannot are moved to the front as they are drawn.
-        for front in range(len(tasks)):
-            place = front + int(draw() * (len(tasks) - front))
+        # Those that cannot are moved to the end as they are drawn.
+        for left in range(len(tasks), 0, -1):
+            place = int(draw() * left)
             task = tasks[place]
-            if task.can_go_on(self.changes, self.now):
+            if task.can_go_on():
                 return task
-            tasks[place], tasks[front] = tasks[front], task
+            tasks[place], tasks[left - 1] = tasks[left - 1], task
         return None
 
     def _forward(self) -> None:
         """Move the clock to where something happens next."""
-        moment = min((task.due for task in self._tasks), default=math.inf)
+        moment = min([task.due for task in self._tasks], default=math.inf)
         if self._events and self._events[0][0] <= moment:
             self.now, _, act = heapq.heappop(self._events)
             act()

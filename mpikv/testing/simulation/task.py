@@ -51,7 +51,8 @@ class Task:
         """``leads`` tells that it is the rank's program, and not a thread that it has started."""
         self.scheduler, self.of, self.name, self.leads = scheduler, of, name, leads
         self.rank, self.world, self.owned = of.rank, of.world, of.owned
-        self.host = f"host {of.world.library.hosts[of.rank]}"
+        self.site = of.world.library.hosts[of.rank]
+        self.host = f"host {self.site}"
         self.alive = True
         self.ending = False
         self._points: deque[tuple[float, CodeType, int]] = deque(maxlen=_SHOWN)
@@ -113,18 +114,18 @@ class Task:
         return self.scheduler.now
 
     def give_way(self) -> None:
-        self.scheduler.changed()
+        self.changed()
         self._pass(-1, None, self.scheduler.now)
 
     def sleep(self, seconds: float) -> None:
-        self.scheduler.changed()
+        self.changed()
         self._pass(sys.maxsize, None, self.scheduler.now + seconds)
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
-        # One that polls, without a condition, has changed nothing since it was woken: two would wake each other for ever.
+        # One that polls, without a condition, has changed nothing since: two of them would wake each other for ever.
         if ready is not None:
-            self.scheduler.changed()
-        self._pass(self.scheduler.changes, ready, until)
+            self.changed()
+        self._pass(self.scheduler.changes[self.site], ready, until)
 
     def thread(self, run: Callable[[], None], name: str) -> Any:
         return Task(self.scheduler, self.of, run, f"{self.name} {name}")
@@ -164,17 +165,26 @@ class Task:
         """Let it run, from another task."""
         self._turn.release()
 
-    def can_go_on(self, changes: int, now: float) -> bool:
+    def changed(self) -> None:
+        """Say that something has changed on this host for which a task may wait."""
+        self.scheduler.changes[self.site] += 1
+
+    def can_go_on(self) -> bool:
         """Return whether it has something to do at a turn."""
-        if self.due <= now or self.ending:
+        scheduler = self.scheduler
+        if self.due <= scheduler.now or self.ending:
             return True
+        changes = scheduler.changes[self.site]
         if self._seen >= changes:
             return False
         # Asked in the thread of another task, so that those who wait in vain need no turn.
-        if self._ready is not None and not _may_be_true(self._ready):
-            self._seen = changes
-            return False
-        return True
+        try:
+            if self._ready is None or self._ready():
+                return True
+        except Exception:
+            return True  # the task itself is to meet the error
+        self._seen = changes
+        return False
 
     def delay(self, until: float) -> None:
         """Let it do nothing before that moment."""
@@ -184,7 +194,7 @@ class Task:
 
     def _note_point(self) -> None:
         frame = sys._getframe(2)
-        while frame.f_back is not None and _is_inner(frame.f_code, frame.f_globals):
+        while frame.f_back is not None and (_known.get(frame.f_code) or _is_inner(frame.f_code, frame.f_globals)):
             frame = frame.f_back
         points, code, line = self._points, frame.f_code, frame.f_lineno
         # A wait comes here again and again.
@@ -224,13 +234,6 @@ class _Peer:
 def _process_of(rank: int) -> int:
     # No process has such a number, so that no signal can reach one.
     return -rank - 1
-
-
-def _may_be_true(ready: Callable[[], bool]) -> bool:
-    try:
-        return ready()
-    except Exception:
-        return True  # the task itself is to meet the error
 
 
 _known: dict[CodeType, bool] = {}

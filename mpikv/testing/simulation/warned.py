@@ -10,22 +10,22 @@ from typing import Any
 
 __all__ = ["Warned"]
 
-# What catch_warnings keeps and puts back.
-_NAMES = ("filters", "showwarning", "_showwarnmsg_impl")
-
 
 class Warned:
-    """The state that a process has; at first, that of the thread which makes this."""
+    """What :class:`warnings.catch_warnings` keeps and puts back, of one process; at first, of the caller's."""
 
     def __init__(self) -> None:
-        self._values: list[Any] = [list(warnings.filters), *(getattr(warnings, name) for name in _NAMES[1:])]
+        self._filters: list[Any] = list(warnings.filters)
+        self._show, self._display = warnings.showwarning, _module._showwarnmsg_impl
 
     def pass_to(self, other: Warned) -> None:
         """Keep what is in place now, and put another process's state there."""
-        self._values = [getattr(warnings, name) for name in _NAMES]
-        for name, value in zip(_NAMES, other._values, strict=True):
-            setattr(warnings, name, value)
-        if self._values[0] != other._values[0]:
-            # Which has been shown once is remembered until filters change: to enter this block is to change them.
+        self._filters, self._show, self._display = _module.filters, _module.showwarning, _module._showwarnmsg_impl
+        _module.filters, _module.showwarning, _module._showwarnmsg_impl = other._filters, other._show, other._display
+        if self._filters != other._filters:
+            # What was shown once is remembered until filters change, and to enter this block is to change them.
             with warnings.catch_warnings():
                 pass
+
+
+_module: Any = warnings

@@ -1,0 +1,78 @@
+"""Runs tests on simulated ranks. In a ``conftest.py``: ``pytest_plugins = ["mpikv.testing.pytest_plugin"]``.
+
+``@pytest.mark.cluster(4, hosts=2, seeds=range(10))`` on a test runs it on four ranks, once for each seed; its argument
+``comm`` is each rank's communicator, and other fixtures are the same objects on all ranks. A fixture ``cluster`` makes
+clusters for a test to run programs on. ``--cluster-seed N`` runs all of them under one seed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from . import simulation
+
+_MARKER = (
+    "cluster(size, *, hosts=1, seeds=(0,), faults=()): the test runs on so many simulated ranks, once for each seed; "
+    "its argument comm is a rank's communicator"
+)
+_SEED = "_cluster_seed"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cluster-seed", type=int, metavar="N", help="run simulated ranks under this seed alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each seed."""
+    marker = metafunc.definition.get_closest_marker("cluster")
+    if marker is not None:
+        given = metafunc.config.getoption("cluster_seed")
+        _, seeds = _asked(*marker.args, **marker.kwargs)
+        metafunc.fixturenames.append(_SEED)
+        metafunc.parametrize(_SEED, seeds if given is None else [given], ids=lambda seed: f"seed={seed}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a marked test on every simulated rank."""
+    marker = pyfuncitem.get_closest_marker("cluster")
+    if marker is None:
+        return None
+    make, _ = _asked(*marker.args, **marker.kwargs)
+    function, names = pyfuncitem.obj, set(inspect.signature(pyfuncitem.obj).parameters)
+    given = {name: value for name, value in pyfuncitem.funcargs.items() if name in names and name != "comm"}
+
+    def program(comm: simulation.Communicator) -> None:
+        function(**given, **({"comm": comm} if "comm" in names else {}))
+
+    seed: Any = pyfuncitem.callspec.params[_SEED]
+    make(seed).run(program)
+    return True
+
+
+def _asked(
+    size: int, *, hosts: int = 1, seeds: Iterable[int] = (0,), faults: Sequence[simulation.Fault] = ()
+) -> tuple[Callable[[int], simulation.Cluster], list[int]]:
+    """Return what a marker asks for: what makes the cluster of a seed, and the seeds."""
+    return lambda seed: simulation.cluster(size, hosts=hosts, seed=seed, faults=faults), list(seeds)
+
+
+@pytest.fixture
+def comm() -> None:
+    """Stand for each rank's communicator, which a marked test is called with."""
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Callable[..., simulation.Cluster]:
+    """Return :func:`mpikv.testing.cluster` with the seed of the option ``--cluster-seed``."""
+    return partial(simulation.cluster, seed=request.config.getoption("cluster_seed") or 0)

@@ -1,0 +1,166 @@
+"""What goes wrong by plan in simulated ranks, and what the library says of it on the others."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.testing import (
+    Cut,
+    Deadlock,
+    Delay,
+    Differ,
+    FullDisk,
+    Kill,
+    Leave,
+    Pause,
+    Planted,
+    Raise,
+    cluster,
+    draw_faults,
+)
+
+
+def trains(comm: Any) -> str:
+    """Push and pull; return what the store says of the others."""
+    kv = mpikv.create(comm=comm, timeout=10.0)
+    kv.init("w", np.zeros(1))
+    try:
+        for _ in range(100):
+            kv.push("w", np.ones(1))
+            kv.pull("w")
+    except mpikv.MPIKVError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_killed_rank_runs_no_more(seed: int) -> None:
+    reached = []
+
+    def program(comm: Any) -> str:
+        kv = mpikv.create(comm=comm, timeout=10.0)
+        kv.init("w", np.zeros(1))
+        try:
+            for step in range(1000):
+                kv.push("w", np.ones(1))
+                if comm.rank == 1:
+                    reached.append(step)
+        except mpikv.Stalled as error:
+            return str(error)
+        return ""
+
+    texts = cluster(3, seed=seed, faults=[Kill(rank=1, at=300)]).run(program)
+    assert texts[1] is None
+    assert 0 < len(reached) < 1000
+    assert any("[1]" in texts[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("fault", [Pause(1, 60, 7.0), Delay(0, 1, 0.2), Cut((0,), 0.0, 3.0), Cut((1,), 0.001, 3.0)])
+def test_what_is_late_arrives(fault: Any) -> None:
+    def program(comm: Any) -> float:
+        with mpikv.create(comm=comm) as kv:
+            kv.init("w", np.zeros(4))
+            for _ in range(10):
+                kv.push("w", np.ones(4))
+            return float(kv.pull("w").sum())
+
+    assert cluster(4, hosts=2, faults=[fault]).run(program) == [16.0] * 4
+
+
+def test_a_cut_that_does_not_end_is_a_deadlock_or_a_stall() -> None:
+    def program(comm: Any) -> None:
+        comm.Isend(b"x", 1 - comm.rank)
+        buffer = bytearray(1)
+        comm.Recv(buffer, 1 - comm.rank, 0)
+
+    with pytest.raises(Deadlock, match="rank 0, rank 1"):
+        cluster(2, hosts=2, faults=[Cut((0,))]).run(program)
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+@pytest.mark.parametrize("fault", [Raise(1, 60), Leave(1, 60)])
+def test_a_rank_that_raises_or_leaves_is_named_by_the_others(fault: Any, hosts: int) -> None:
+    texts = cluster(3, hosts=hosts, seed=1, faults=[fault]).run(trains)
+    assert texts[1] is None
+    for text in texts[0], texts[2]:
+        assert text.startswith("Stalled: pu")
+        assert ("rank 1 began call" if hosts == 1 else "its rank 1 is late or gone") in text
+        assert "its process is gone" in text or hosts == 3
+
+
+def test_a_planted_error_is_raised_where_the_program_waits() -> None:
+    def program(comm: Any) -> str:
+        started = time.monotonic()
+        try:
+            time.sleep(0)
+            for _ in range(9):
+                time.sleep(1)
+        except Planted as error:
+            return f"{time.monotonic() - started:.0f} s: {error}"
+        return "done"
+
+    planted = "3 s: planted at scheduling point 5 of rank 1"
+    assert cluster(3, faults=[Raise(1, 5)]).run(program) == ["done", planted, "done"]
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_a_rank_that_calls_something_else_is_told_on_all(name: str) -> None:
+    def program(comm: Any) -> tuple[str, float]:
+        with mpikv.create(name, comm=comm, timeout=10.0) as kv:
+            kv.init("w", np.ones(1))
+            with pytest.raises(mpikv.RankMismatch) as failure:
+                kv.delete("w")
+            return str(failure.value), float(kv.pull("w")[0])
+
+    for text, value in cluster(3, hosts=2, faults=[Differ(rank=1, call=2)]).run(program):
+        assert "rank 0 calls delete('w'); rank 1 calls barrier()" in text
+        assert value == 1
+
+
+@pytest.mark.parametrize("at", range(40, 60, 3))
+def test_a_full_disk_leaves_the_old_checkpoint(at: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "w.safetensors")
+
+    def program(comm: Any) -> tuple[str, bool]:
+        with mpikv.create(comm=comm, timeout=10.0) as kv:
+            kv.init("w", np.zeros(100))
+            saved, text = -1.0, ""
+            while not text:
+                try:
+                    kv.save(path)
+                    saved = float(kv.pull("w")[0])
+                    kv.push("w", np.full(100, saved + 1))
+                except (OSError, mpikv.PeerFailed) as error:
+                    text = f"{type(error).__name__}: {error}"
+            kv.load(path)
+            return text, bool((kv.pull("w") == saved).all())
+
+    texts, wholes = zip(*cluster(3, seed=at, faults=[FullDisk(rank=2, at=at)]).run(program), strict=True)
+    assert all(wholes)
+    assert any(text.startswith("OSError: [Errno 28] No space left on device") for text in texts)
+    assert all("No space left on device" in text for text in texts)
+    assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_the_disk_of_another_host_has_room(tmp_path: Path) -> None:
+    def program(comm: Any) -> str:
+        (tmp_path / f"{comm.rank}").touch()
+        try:
+            (tmp_path / f"{comm.rank}").rename(tmp_path / f"{comm.rank}.new")
+        except OSError as error:
+            return error.strerror or ""
+        return ""
+
+    assert cluster(4, hosts=2, faults=[FullDisk(3, 1)]).run(program) == ["", "", *["No space left on device"] * 2]
+
+
+def test_faults_are_drawn_by_a_seed() -> None:
+    assert draw_faults(3, 4, 2) == draw_faults(3, 4, 2)
+    drawn = {type(fault) for seed in range(100) for fault in draw_faults(seed, 4, 2)}
+    assert drawn == {Kill, Pause, Raise, Leave, Differ, FullDisk, Delay, Cut}

@@ -1,0 +1,74 @@
+"""Marked tests run on simulated ranks, once for each seed, and say by which seed they fail."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+@pytest.fixture
+def found():
+    return []
+
+@pytest.mark.cluster(3, hosts=2, seeds=range(4))
+def test_passes(comm, found):
+    assert comm.allgather(comm.rank) == [0, 1, 2]
+    found.append(comm.rank)
+    comm.Barrier()
+    assert sorted(found) == [0, 1, 2]
+
+@pytest.mark.cluster(2, seeds=[5, 6])
+def test_fails(comm):
+    comm.Barrier()
+    if comm.rank == 1:
+        pytest.fail("as planned")
+    comm.Barrier()
+
+@pytest.mark.cluster(2)
+@pytest.mark.parametrize("number", [1, 2])
+def test_without_a_communicator(number):
+    assert number < 2
+
+def test_makes_clusters(cluster):
+    assert cluster(2).run(lambda comm: comm.rank) == [0, 1]
+    assert cluster(2).seed in (0, 6)
+"""
+
+
+def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
+    pytester.makepyfile(TESTS)
+    pytester.makeconftest('pytest_plugins = ["mpikv.testing.pytest_plugin"]')
+    return pytester.runpytest_subprocess("--strict-markers", *options)
+
+
+def test_a_marked_test_runs_on_all_ranks_for_each_seed(pytester: pytest.Pytester) -> None:
+    ran = run(pytester, "-v")
+    ran.assert_outcomes(passed=4 + 1 + 1, failed=2 + 1)
+    ran.stdout.fnmatch_lines(["*test_passes?seed=3? PASSED*", "*test_fails?seed=5? FAILED*"])
+
+
+def test_a_failure_says_how_to_have_it_again_and_what_ranks_did(pytester: pytest.Pytester) -> None:
+    ran = run(pytester, "-k", "test_fails", "--cluster-seed=6")
+    ran.assert_outcomes(failed=1, deselected=4)
+    ran.stdout.fnmatch_lines(
+        [
+            "*Failed: as planned",
+            "*in cluster(2, hosts=1, seed=6)",
+            "*rank 1 raised this",
+            "*rank 0:",
+            "* s  test_a_failure_says_*:19 in test_fails",
+        ]
+    )
+
+
+def test_one_seed_is_for_all(pytester: pytest.Pytester) -> None:
+    run(pytester, "--cluster-seed=6", "-k", "passes or makes").assert_outcomes(passed=2, deselected=3)
+
+
+def test_the_marker_is_explained(pytester: pytest.Pytester) -> None:
+    run(pytester, "--markers").stdout.fnmatch_lines(
+        ["@pytest.mark.cluster(size, *, hosts=1, seeds=(0,), faults=()): *"]
+    )

@@ -1,0 +1,161 @@
+"""What a simulated rank has of its own: time, warnings, files; and that real threads keep theirs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.testing import cluster
+
+REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite
+
+
+def test_a_minute_takes_no_time() -> None:
+    def program(comm: Any) -> float:
+        with mpikv.create(comm=comm, timeout=100.0) as kv:
+            if kv.rank == 1:
+                time.sleep(60.0)
+            kv.barrier()
+            return time.monotonic()
+
+    started = time.monotonic()
+    assert all(60 <= moment < 61 for moment in cluster(3).run(program))
+    assert time.monotonic() - started < 10
+
+
+def test_a_late_rank_is_waited_for_until_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    def program(comm: Any) -> str:
+        kv = mpikv.create(comm=comm, timeout=30.0)
+        if kv.rank == 1:
+            time.sleep(40.0)
+        with pytest.raises(mpikv.Stalled) as failure:
+            kv.barrier()
+        return str(failure.value)
+
+    started = time.monotonic()
+    texts = cluster(2).run(program)
+    assert time.monotonic() - started < 10
+    assert texts[0].startswith("barrier: waited 30.0 s for ranks [1]")
+    assert "rank 0 has waited 5.0 s" in caplog.text
+
+
+def test_all_clocks_go_together() -> None:
+    def program(comm: Any) -> list[float]:
+        clocks = [time.time, time.monotonic, time.perf_counter]
+        clocks += [
+            lambda: time.time_ns() / 1e9,
+            lambda: time.monotonic_ns() / 1e9,
+            lambda: time.perf_counter_ns() / 1e9,
+        ]
+        before = [clock() for clock in clocks]
+        time.sleep(1000 * (comm.rank + 1))
+        return [clock() - start for clock, start in zip(clocks, before, strict=True)]
+
+    for rank, passed in enumerate(cluster(2).run(program)):
+        assert passed == pytest.approx([1000 * (rank + 1)] * 6)
+    with pytest.raises(ValueError, match="must be non-negative"):
+        cluster(1).run(lambda comm: time.sleep(-1))
+
+
+def test_real_threads_keep_the_real_functions() -> None:
+    slept: list[float] = []
+
+    def sleeps() -> None:
+        started = time.monotonic()
+        time.sleep(0.05)
+        slept.append(time.monotonic() - started)
+
+    def program(comm: Any) -> None:
+        thread = threading.Thread(target=sleeps)
+        thread.start()
+        thread.join()
+
+    cluster(1).run(program)
+    assert 0.05 <= slept[0] < 10
+    assert (time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite) == REAL
+
+
+def test_ranks_do_not_see_each_others_warnings() -> None:
+    def program(comm: Any) -> tuple[list[str], bool]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("error" if comm.rank == 1 else "always")
+            for number in range(5):
+                time.sleep(comm.rank * 0.1)
+                try:
+                    warnings.warn(f"{number} of {comm.rank}", stacklevel=1)
+                except UserWarning:
+                    assert comm.rank == 1
+                comm.Barrier()
+            time.sleep(comm.rank)
+        warnings.simplefilter("ignore")  # of this rank, to its end
+        return [str(each.message) for each in caught], comm.rank == 1
+
+    filters, shown = list(warnings.filters), warnings.showwarning
+    for seed in range(5):
+        for rank, (caught, strict) in enumerate(cluster(3, seed=seed).run(program)):
+            assert caught == ([] if strict else [f"{number} of {rank}" for number in range(5)])
+        assert (warnings.filters, warnings.showwarning) == (filters, shown)
+
+
+def test_the_test_sees_warnings_that_ranks_let_pass() -> None:
+    with pytest.warns(UserWarning, match="of rank 2"):
+        cluster(3).run(lambda comm: comm.rank == 2 and warnings.warn("of rank 2", stacklevel=1))
+
+
+def test_what_ranks_write_to_disk_comes_in_an_order_that_a_seed_draws(tmp_path: Path) -> None:
+    def program(comm: Any) -> None:
+        own = tmp_path / f"{comm.rank}"
+        own.write_text(str(comm.rank))
+        own.replace(tmp_path / "last")
+
+    def last(seed: int) -> str:
+        cluster(3, seed=seed).run(program)
+        return (tmp_path / "last").read_text()
+
+    assert {last(seed) for seed in range(20)} == {"0", "1", "2"}
+    assert [last(seed) for seed in range(5)] == [last(seed) for seed in range(5)]
+
+
+def test_no_garbage_is_collected_in_the_thread_of_another_rank() -> None:
+    ended_by: list[int] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            ended_by.append(threading.get_ident())
+
+    def program(comm: Any) -> int:
+        Cycle()
+        comm.Barrier()
+        kept = [[number] for number in range(100_000)]  # else enough to have garbage collected
+        assert ended_by == []
+        assert len(kept) == 100_000
+        return threading.get_ident()
+
+    threads = cluster(3).run(program)
+    assert gc.isenabled()
+    gc.collect()
+    assert len(ended_by) == 3
+    assert not set(ended_by) & set(threads)
+
+
+def test_stores_that_are_left_open_end_with_the_run() -> None:
+    def program(comm: Any) -> None:
+        kv = mpikv.create(comm=comm)
+        kv.init("w", np.zeros(3))
+        kv.push("w", np.ones(3), wait=False).wait()
+
+    cluster(3, hosts=2).run(program)
+    gc.collect()
+    assert cluster(2).run(lambda comm: comm.allgather(comm.rank)) == [[0, 1]] * 2
