@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import Stalled, TransportError
+from ..runtime import present
 from ..waiting import Waits
 from ..world import Group
 
@@ -51,13 +52,14 @@ class Requests:
         self._until(ready_or_probed, missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        polls = itertools.count(1)
+        # A simulated rank polls only where something may have changed.
+        polls, every = itertools.count(1), min(_LOOK_EVERY, present().polls + 1)
 
         def ready_or_deserted() -> bool:
             if ready():
                 return True
             # Some operations need the others to go on, so that one that they have left may never complete.
-            if next(polls) % _LOOK_EVERY == 0:
+            if next(polls) % every == 0:
                 self._look(missing)
             return False
 

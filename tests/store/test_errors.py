@@ -693,6 +693,7 @@ def test_a_late_rank(transport, comm, verb):
     calls = {"push": lambda: kv.push("weight", np.ones(2)), "barrier": kv.barrier}
     if kv.rank == last:
         comm.Barrier()
+        time.sleep(0.01)  # while the word of those that have given up is on its way
         with pytest.raises(Stalled, match="given up"):
             calls[verb]()
     else:
@@ -1090,6 +1091,7 @@ def test_messages_of_the_program_stay_its_own(comm, tag):
         message.Wait()
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(2, 3)
 def test_what_is_no_communicator_of_one_group(comm):
     from mpi4py import MPI

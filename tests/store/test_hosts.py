@@ -116,6 +116,7 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, ranks_per_host):
         assert (kv.transport, kv.placement) == ("mpi", "replicated")
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
     world._warn_once.cache_clear()
@@ -129,6 +130,7 @@ def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
     assert all(text.startswith(whose) and "MPIKV_TRANSPORT=shm" in text for text in said)
 
 
+@pytest.mark.processes
 @SEVERAL
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 def test_shared_memory_is_insisted_on(comm, placement):
@@ -144,6 +146,7 @@ def test_shared_memory_is_insisted_on(comm, placement):
     assert set(Path("/dev/shm").glob("mpikv-*")) <= before
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_shared_memory_that_cannot_be_had(comm, monkeypatch):
     """Every rank hears of it, and what to do."""
@@ -222,6 +225,7 @@ def adopt(kv, updater):
 # --- Memory
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     monkeypatch.setenv(VARIABLE, str(ranks_per_host))

@@ -53,6 +53,9 @@ class Request:
             self._done = self._test()
         return self._done
 
+    def Wait(self) -> None:
+        wait(self.Test)
+
     def __bool__(self) -> bool:
         return not self._done
 
@@ -443,7 +446,8 @@ def _bytes(buffer: Any) -> memoryview:
         memory, nbytes, _ = buffer
         return memoryview(memory).cast("B")[:nbytes]
     view = memoryview(buffer)
-    return view if view.nbytes == 0 else view.cast("B")
+    # A view with a zero in its shape cannot be cast.
+    return memoryview(bytearray()) if view.nbytes == 0 else view.cast("B")
 
 
 def _combining(operation: Any) -> Callable[[Sequence[Array]], Array]:
