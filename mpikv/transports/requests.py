@@ -94,8 +94,9 @@ class Requests:
 
     def _give_up(self) -> None:
         # A rank that comes later may find its operation complete; this tells it that it is alone.
-        others = (rank for rank in range(self._comm.size) if rank != self._comm.rank)
-        _unfinished.extend(self._comm.Isend(b"", rank, _GONE) for rank in others)
+        for rank in range(self._comm.size):
+            if rank != self._comm.rank:
+                self._group.send_word(b"", rank, _GONE)
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""

@@ -10,12 +10,13 @@ import pytest
 from support.dealt import Dealt
 
 from mpikv.config import Config
-from mpikv.errors import Unsupported
+from mpikv.errors import Stalled, Unsupported
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
 from mpikv.transports.hosts import HostsTransport
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.mpi import MpiTransport
+from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
 from mpikv.typing import Transport
 from mpikv.waiting import Waiting
@@ -137,3 +138,17 @@ def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
     assert not copied
     transport.close()
     group.close()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_rank_that_gave_up_is_not_heard_by_the_next_group(comm: Any) -> None:
+    """MPI gives a new communicator the number of one that was freed, and with it the messages that nobody received."""
+    group = Group(comm)
+    if comm.rank == 0:
+        with pytest.raises(Stalled):
+            Requests(group, Waiting(0.05)).until(lambda: False, tuple)
+    comm.Barrier()
+    group.close()
+    following = Group(comm)
+    Requests(following, Waiting(5)).check()
+    following.close()
