@@ -157,11 +157,11 @@ class Program:
         self.number_of_calls, self.fresh, self.slowest = 0, 0, 0.0
         self.kv: Any = None
 
-    def run(self) -> Counter[str]:
-        """Make the calls from the first to the last."""
+    def run(self, calls: int = 0) -> Counter[str]:
+        """Make so many calls in a new store, by default a number that is drawn."""
         self.kv = self.open()
         self.init()
-        for _ in range(self.plan.randrange(20, 120)):
+        for _ in range(calls or self.plan.randrange(20, 120)):
             action = self.plan.choices(list(ACTIONS), list(ACTIONS.values()))[0]
             self.number_of_calls += 1
             getattr(self, action)()

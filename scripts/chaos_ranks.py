@@ -29,7 +29,7 @@ from mpikv.errors import MPIKVError
 from mpikv.runtime import present
 from mpikv.testing.faulty import Planned, store_over
 
-STEPS = 600
+STEPS = 300
 PLANTED_AT = 5
 CALIBRATIONS = 5
 """Saves without a fault; their median tells how long one takes."""
@@ -157,7 +157,7 @@ class Trial:
         program = Program(self.comm, self.task.seed, **{"placement": "auto", **self.options})
         program.start({"a": np.zeros(1000)})
         self.introduce()
-        for step in range(STEPS):
+        for step in range(2 * STEPS):
             if step == PLANTED_AT and end.moment == "updater":
                 program.use_function(returns=False)
                 program.functions[0].before = lambda key: self.plant(end)
@@ -170,24 +170,25 @@ class Trial:
                 present().sleep(0.01)
 
     def run_over(self, end: End) -> None:
-        """Run random programs, in one of whose exchanges it happens."""
+        """Run a random program, in one of whose exchanges it happens."""
         trial = self
 
         class Planting(Planned):
             def strike(self, call: str) -> None:
                 trial.plant(end)
 
-        for number in range(STEPS):
-            name = f"{self.task.seed} {number}"
-            if self.task.simulated:
-                self.plant(end)
-                make = mpikv.create
-            else:
-                seed = random.Random(name).getrandbits(32)
-                wrap = lambda transport, seed=seed: Planting(transport, seed, rank=self.task.culprit, most=600)  # noqa: E731
-                make = lambda wrap=wrap, **options: store_over(wrap, **options)  # noqa: E731
-            options = {name: self.options[name] for name in ("transport", "timeout")}
-            Program(self.comm, name, make, mistakes=False, **options).run()
+            def before(self, call: str) -> None:
+                if trial.task.simulated:
+                    trial.plant(end)
+                super().before(call)
+
+        def make(**options: Any) -> mpikv.KVStore:
+            draw = random.Random(self.task.seed)
+            planned = draw.randint(1, 600)
+            return store_over(lambda t: Planting(t, rank=self.task.culprit, call=planned), **options)
+
+        options = {name: self.options[name] for name in ("transport", "timeout")}
+        Program(self.comm, self.task.seed, make, mistakes=False, **options).run(calls=STEPS)
 
     def save(self, end: End) -> None:
         """Save one new state after the other to the same path; the fault comes at a random moment of a save."""
