@@ -78,6 +78,10 @@ Call = Callable[[Scene], Any]
 Errors = type[Exception] | tuple[type[Exception], ...] | None
 
 
+def _kinds(errors: Errors) -> tuple[type[Exception] | None, ...]:
+    return errors if isinstance(errors, tuple) else (errors,)
+
+
 @dataclass(frozen=True)
 class Need:
     """What a program must be like for a mistake."""
@@ -126,7 +130,8 @@ class Mistake:
 
     def fits(self, program: Any) -> bool:
         """Return whether it can be made in a random program, as this is now."""
-        return self.needs.fits(program) and (program.size > 1 or RankMismatch not in (self.mine, self.others))
+        disagrees = RankMismatch in _kinds(self.mine) + _kinds(self.others)
+        return self.needs.fits(program) and (program.size > 1 or not disagrees)
 
 
 def judge(mistake: Mistake, scene: Scene, error: Exception | None) -> list[str]:
@@ -134,8 +139,7 @@ def judge(mistake: Mistake, scene: Scene, error: Exception | None) -> list[str]:
     expected = mistake.mine if scene.odd else mistake.others
     if error is None or expected is None:
         return [] if error is expected else [f"raised {error!r}, not {expected}"]
-    allowed = expected if isinstance(expected, tuple) else (expected,)
-    problems = [] if type(error) in allowed else [f"raised {error!r}, not {allowed}"]
+    problems = [] if type(error) in _kinds(expected) else [f"raised {error!r}, not {expected}"]
     named = {name: re.escape(repr(getattr(scene, name))) for name in ("key", "other", "new")}
     if not re.search(mistake.words.format(**named), str(error)):
         problems.append(f"{str(error)!r} does not say {mistake.words!r} of {named}")
@@ -542,6 +546,7 @@ class End:
     in_peace: bool = False
     """Whether the other ranks do as if the error were no reason to fail; by default they leave it uncaught."""
     simulated: Simulation | None = None
+    """The same on simulated ranks, at any scheduling point."""
 
 
 LEAVE = "the culprit returns from the loop"
@@ -598,7 +603,7 @@ ENDS = (
     End("SIGSEGV", _signal(signal.SIGSEGV), "death", "SIGSEGV"),
     End("SIGKILL before create", _KILL, "death", "SIGKILL", "create"),
     End("SIGKILL in the updater", _KILL, "death", "SIGKILL", "updater"),
-    End("SIGKILL in an exchange", _KILL, "death", "SIGKILL", "exchange", simulated=Kill),
+    End("SIGKILL in an exchange", _KILL, "death", "SIGKILL", "exchange"),
     End("SIGKILL in a save", _KILL, "death", "SIGKILL", "save", simulated=Kill),
     End("SIGKILL while others wait aside", _KILL, "death", "SIGKILL", aside=True, simulated=Kill),
     End("out of memory", _exhaust_memory, "death", "MemoryError"),
@@ -614,7 +619,7 @@ ENDS = (
     End("too late", _come_late, "stall", "_come_late", comes=True),
     End("endless loop in the updater", _loop, "stall", "_loop", "updater"),
     End("SIGSTOP in the updater", _STOP, "stall", "stopped", "updater"),
-    End("SIGSTOP in an exchange", _STOP, "stall", "stopped", "exchange", simulated=_stay_away),
+    End("SIGSTOP in an exchange", _STOP, "stall", "stopped", "exchange"),
     End("endless loop in an updater aside", _loop, "stall", "_loop", "updater", aside=True),
     End("endless loop while others wait aside", _loop, "stall", "_loop", aside=True),
     End("endless loop before create", _loop, "stall", "create", "create"),
