@@ -168,6 +168,16 @@ def _rise(error: BaseException) -> NoReturn:
     raise error
 
 
+def _refused(name: str, usual: Call, odd: Call, words: str, **rest: Any) -> Mistake:
+    """Return a mistake that the culprit's own rank finds in what it is given."""
+    return Mistake(name, usual, odd, words, ValueMismatch, PeerFailed, **rest)
+
+
+def _everywhere(name: str, call: Call, words: str, error: type[Exception], needs: Need = ALWAYS) -> Mistake:
+    """Return a mistake that every rank makes."""
+    return Mistake(name, call, call, words, error, error, needs)
+
+
 def _push(s: Scene) -> None:
     s.kv.push(s.key, s.good())
 
@@ -278,21 +288,16 @@ MISTAKES = (
     ),
     Mistake("verbs swapped", _push, lambda s: s.kv.pull(s.key), either(_PUSH, r"pull\({key}\)")),
     Mistake(
-        "broadcast against push",
-        _push,
-        lambda s: s.kv.broadcast(s.key, s.good()),
-        either(_PUSH, r"broadcast\({key}\)"),
+        "broadcast against push", _push, lambda s: s.kv.broadcast(s.key, s.good()), either(_PUSH, r"broadcast\({key}\)")
     ),
     Mistake("barrier against push", _push, lambda s: s.kv.barrier(), either(_PUSH, r"barrier\(\)")),
     Mistake("another list length", _push_both, _push, either(_PUSH_BOTH, _PUSH)),
     Mistake("another priority", lambda s: s.kv.pull(s.key), lambda s: s.kv.pull(s.key, priority=1), r"pull\({key}"),
-    Mistake(
+    _refused(
         "fewer values than keys",
         _push_both,
         lambda s: s.kv.push([s.key, s.other], [s.good()]),
         r"push.*2 keys and 1 values",
-        ValueMismatch,
-        PeerFailed,
     ),
     Mistake(
         "text for an array",
@@ -302,29 +307,18 @@ MISTAKES = (
         TypeError,
         PeerFailed,
     ),
-    Mistake(
-        "one element more in push",
-        _push,
-        lambda s: s.kv.push(s.key, s.more()),
-        "push.*" + _SHAPE,
-        ValueMismatch,
-        PeerFailed,
-    ),
-    Mistake(
+    _refused("one element more in push", _push, lambda s: s.kv.push(s.key, s.more()), "push.*" + _SHAPE),
+    _refused(
         "one element more in pushpull",
         lambda s: s.kv.pushpull(s.key, s.good()),
         lambda s: s.kv.pushpull(s.key, s.more()),
         "pushpull.*" + _SHAPE,
-        ValueMismatch,
-        PeerFailed,
     ),
-    Mistake(
+    _refused(
         "one element more in the out of pull",
         lambda s: s.kv.pull(s.key),
         lambda s: s.kv.pull(s.key, s.more()),
         r"pull.*{key}.*shape \(",
-        ValueMismatch,
-        PeerFailed,
     ),
     Mistake(
         "one element more in init",
@@ -332,13 +326,11 @@ MISTAKES = (
         lambda s: s.kv.init(s.new, np.ones(5)),
         r"init\({new}\).*{new} float64\[[45]\], {new} float64\[[45]\]",
     ),
-    Mistake(
+    _refused(
         "same bytes, another dtype, in push",
         _push,
         lambda s: s.kv.push(s.key, s.alike()),
         "push.*key {key} has dtype .*astype",
-        ValueMismatch,
-        PeerFailed,
     ),
     Mistake(
         "same bytes, another dtype, in init",
@@ -355,22 +347,13 @@ MISTAKES = (
         KeyNotInitialized,
         PeerFailed,
     ),
-    Mistake(
+    _everywhere(
         "key unknown on all ranks",
-        lambda s: s.kv.pull(s.new),
         lambda s: s.kv.pull(s.new),
         "pull.*key {new} was never initialized",
         KeyNotInitialized,
-        KeyNotInitialized,
     ),
-    Mistake(
-        "init of a known key",
-        lambda s: s.kv.init(s.key, s.good()),
-        lambda s: s.kv.init(s.key, s.good()),
-        "init.*{key}",
-        KeyAlreadyInitialized,
-        KeyAlreadyInitialized,
-    ),
+    _everywhere("init of a known key", lambda s: s.kv.init(s.key, s.good()), "init.*{key}", KeyAlreadyInitialized),
     Mistake(
         "a buffer against an array",
         lambda s: s.kv.push(s.buffered),
@@ -378,15 +361,7 @@ MISTAKES = (
         "push",
         needs=BUFFER,
     ),
-    Mistake(
-        "no buffer",
-        lambda s: s.kv.push(s.unbuffered),
-        lambda s: s.kv.push(s.unbuffered),
-        "push.*buffer",
-        ValueMismatch,
-        ValueMismatch,
-        needs=NO_BUFFER,
-    ),
+    _everywhere("no buffer", lambda s: s.kv.push(s.unbuffered), "push.*buffer", ValueMismatch, NO_BUFFER),
     Mistake(
         "another root in create",
         lambda s: s.program.open(root=0),
@@ -414,18 +389,10 @@ MISTAKES = (
         r"set_optimizer.*momentum=0.(5|25).*momentum=0.(5|25)",
         needs=FLOATS,
     ),
-    Mistake(
-        "an optimizer of integers",
-        lambda s: s.kv.set_optimizer("sgd"),
-        lambda s: s.kv.set_optimizer("sgd"),
-        "set_optimizer",
-        Unsupported,
-        Unsupported,
-        needs=INTEGERS,
+    _everywhere(
+        "an optimizer of integers", lambda s: s.kv.set_optimizer("sgd"), "set_optimizer", Unsupported, needs=INTEGERS
     ),
-    Mistake(
-        "an updater without a root", _set_function, _set_function, "set_updater", Unsupported, Unsupported, NO_ROOT
-    ),
+    _everywhere("an updater without a root", _set_function, "set_updater", Unsupported, NO_ROOT),
     Mistake(
         "another learning rate on one rank",
         _push,
@@ -451,41 +418,28 @@ MISTAKES = (
         _push,
         either(r"next\(wait=False\)", _PUSH),
     ),
-    Mistake(
+    _refused(
         "one element more in push, with wait=False",
         lambda s: s.kv.push(s.key, s.good(), wait=False).wait(),
         lambda s: s.kv.push(s.key, s.more(), wait=False).wait(),
         "push.*" + _SHAPE,
-        ValueMismatch,
-        PeerFailed,
     ),
-    Mistake(
+    _refused(
         "an error for which nobody waits",
         lambda s: [s.kv.push(s.key, s.good(), wait=False), s.kv.push(s.other, s.good(s.other))],
         lambda s: [s.kv.push(s.key, s.more(), wait=False), s.kv.push(s.other, s.good(s.other))],
         "push.*" + _SHAPE,
-        ValueMismatch,
-        PeerFailed,
     ),
-    Mistake(
+    _refused(
         "an error for which all but one wait",
         _wait_and_meet,
         lambda s: [s.kv.push(s.key, s.more(), wait=False), s.kv.barrier()],
         "push.*" + _SHAPE,
-        ValueMismatch,
-        PeerFailed,
     ),
     Mistake(
         "a call that cannot be joined", _leave, _join(lambda s: s.kv.set(s.key, s.good())), r"set\({key}\).*join\(\)"
     ),
-    Mistake(
-        "one element more in join()",
-        _leave,
-        _join(lambda s: s.kv.push(s.key, s.more())),
-        _SHAPE,
-        ValueMismatch,
-        PeerFailed,
-    ),
+    _refused("one element more in join()", _leave, _join(lambda s: s.kv.push(s.key, s.more())), _SHAPE),
     Mistake(
         # The ranks that have left find it, and do not know whose call it is.
         "another learning rate in join()",
@@ -499,12 +453,7 @@ MISTAKES = (
         anonymous=True,
     ),
     Mistake(
-        "use after close",
-        _use_closed,
-        _use_closed,
-        r"push.*the store was closed; create a new store",
-        Closed,
-        None,
+        "use after close", _use_closed, _use_closed, r"push.*the store was closed; create a new store", Closed, None
     ),
     Mistake(
         "use in a forked child",

@@ -145,9 +145,9 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], r
     assert place or "beside a draft" in done.stdout
 
 
-@pytest.mark.parametrize("place", [(), ("--simulated",)])
-def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...]) -> None:
-    done = chaos(*SAVES, *place, "--seed", "1", "--repeat", "6", scripts=planted(tmp_path, IN_PLACE))
+@pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "30")])
+def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...], repeat: str) -> None:
+    done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "again:  scripts/chaos table" in done.stdout
 
