@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def test_the_disk_of_another_host_has_room(tmp_path: Path) -> None:
     def program(comm: Any) -> str:
         (tmp_path / f"{comm.rank}").touch()
         try:
-            (tmp_path / f"{comm.rank}").rename(tmp_path / f"{comm.rank}.new")
+            os.rename(tmp_path / f"{comm.rank}", tmp_path / f"{comm.rank}.new")
         except OSError as error:
             return error.strerror or ""
         return ""

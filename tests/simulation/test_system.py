@@ -119,7 +119,7 @@ def test_what_ranks_write_to_disk_comes_in_an_order_that_a_seed_draws(tmp_path: 
             own = tmp_path / f"{comm.rank}"
             own.write_text(str(comm.rank))
             events.append(comm.rank)
-            own.replace(tmp_path / "last")
+            os.replace(own, tmp_path / "last")
             events.append(comm.rank)
 
         cluster(2, seed=seed).run(program)
