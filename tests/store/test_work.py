@@ -37,7 +37,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi"])
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "mpikv"]
+    return {thread for thread in threading.enumerate() if thread.name == "mpikv"}
 
 
 @ALL
@@ -399,6 +399,7 @@ def test_a_late_rank_is_named_after_calls_aside(comm, transport):
 
 @ALL
 def test_closing_waits_closes_and_then_raises():
+    before = threads()
     kv = mpikv.create(timeout=20)
     kv.init("w", np.zeros(2))
     work = kv.push("w", np.ones(3), wait=False)
@@ -408,23 +409,25 @@ def test_closing_waits_closes_and_then_raises():
     with pytest.raises(Closed):
         kv.pull("w")
     kv.close()
-    wait_for_threads()
+    wait_for_threads(before)
 
 
+@pytest.mark.processes
 @ALL
 def test_stores_that_always_wait_have_no_thread():
+    before = threads()
     with mpikv.create(timeout=20) as kv:
         kv.init("w", np.zeros(2))
         kv.pushpull("w", np.ones(2))
-        assert threads() == []
+        assert threads() == before
         kv.push("w", np.ones(2), wait=False).wait()
-        assert len(threads()) == 1
-    wait_for_threads()
+        assert len(threads() - before) == 1
+    wait_for_threads(before)
 
 
-def wait_for_threads():
+def wait_for_threads(before):
     deadline = time.monotonic() + 10
-    while threads():
+    while threads() - before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
