@@ -74,6 +74,7 @@ def test_the_same_as_waiting_for_each_call(transport, seed):
             np.testing.assert_array_equal(kv.pull(key), last)
 
 
+@pytest.mark.processes
 @ALL
 @TRANSPORTS
 @pytest.mark.feature("priority")
@@ -273,6 +274,7 @@ def test_what_an_updater_raises_in_the_thread_reaches_every_rank():
         np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
 
 
+@pytest.mark.processes
 @ALL
 def test_a_short_wait_ends_and_the_call_goes_on():
     released = threading.Event()
@@ -353,6 +355,7 @@ def test_a_rank_that_does_not_come_ends_the_store(comm, transport):
             kv.push("w", np.ones(2), wait=False)
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(3)
 @pytest.mark.deadline(30)
 @TRANSPORTS
@@ -378,6 +381,7 @@ def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
     kv.abandon("it has stalled")
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(3)
 @pytest.mark.deadline(30)
 @TRANSPORTS
