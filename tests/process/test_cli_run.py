@@ -543,6 +543,26 @@ except mpikv.Stalled: print("stalled")
     assert "memory" not in done.stderr
 
 
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_what_nobody_has_seen_is_told_before_the_job_ends(
+    tmp_path: Path, library: Library, end: str, status: int
+) -> None:
+    text = f"""
+import sys, time
+import numpy as np, mpikv
+kv = mpikv.create(timeout=20)
+kv.init("w", np.zeros(1))
+kv.push("w", np.ones(2), wait=False)
+if kv.rank == 1:
+    {end}
+time.sleep(15)
+"""
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert done.returncode == status
+    assert done.stderr.count("at the end of the program: ValueMismatch") == 1, done.stderr
+    assert done.stderr.count("in push('w'), for which nobody has waited") == 1
+
+
 def test_a_rank_that_leaves_silently_is_no_success(tmp_path: Path, library: Library) -> None:
     text = f"{RANK}\nfrom mpi4py import MPI\nif rank == 1: os._exit(0)\nMPI.COMM_WORLD.Barrier()"
     done = mpikv("run", "-n", "2", script(tmp_path, text))
