@@ -41,7 +41,7 @@ from .transports.device import open_device_transport
 from .typing import GpuKernels, Transport
 from .world import Group, connect, disown, end_job, fail_at_end, free_leftovers, last_seen, leave_mpi
 
-__all__ = ["check_name", "create"]
+__all__ = ["check_name", "create", "tell_unseen"]
 
 _HOST = ("local", "local_update_cpu", "local_allreduce_cpu", "dist", "dist_sync")
 _DIST = ("dist", "dist_sync")
@@ -357,12 +357,25 @@ def _close_all() -> None:
     leave_mpi()
 
 
+def tell_unseen() -> None:
+    """Print what calls with ``wait=False`` have raised and nobody has seen. Local. For a rank that is to end the job,
+    and comes to no end of the program.
+    """
+    for store in (*open_stores(), *lost_stores()):
+        if (unseen := store.unseen()) is not None:
+            _tell(unseen)
+
+
 def _complain(error: BaseException) -> None:
     """Print what nobody can catch any more, and have the process end with an exit status that tells of it."""
+    _tell(error)
+    fail_at_end()
+
+
+def _tell(error: BaseException) -> None:
     text = "; ".join([repr(error), *notes(error)])
     sys.stderr.write(f"mpikv: at the end of the program: {text}\n")
     sys.stderr.flush()
-    fail_at_end()
 
 
 def _end_in_child() -> None:

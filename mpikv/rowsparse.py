@@ -60,8 +60,7 @@ class RowSparse:
         if not self.shape or min(self.shape) < 0:
             raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
-        if (dimensions := len(indices.shape) if is_array(indices) else np.ndim(indices)) != 1:
-            raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
+        _check_dimensions(indices)
         rows, gpu = found(values)
         self._tables: Tables = HOST if gpu is None else gpu
         if rows.shape != (ids.size, *self.shape[1:]):
@@ -116,7 +115,7 @@ class RowSparse:
 
         Raises:
             IndexError: a number is negative, or not below ``shape[0]``.
-            ValueMismatch: the numbers are no integers.
+            ValueMismatch: the numbers are no integers, or have more than one dimension.
             TypeError: it is no number, as a slice or a tuple; use :meth:`to_dense`.
 
         >>> rows = RowSparse([1, 7], np.array([[1.0], [7.0]]), (9, 1))
@@ -128,6 +127,8 @@ class RowSparse:
         if not one and not isinstance(number, list) and not is_array(number):
             raise TypeError(f"rows are looked up by their numbers, not by {a_kind(number)}; see to_dense()")
         ids = row_ids([number] if isinstance(number, Integral) else number, self.shape[0])
+        if not one:
+            _check_dimensions(number)
         at = np.minimum(np.searchsorted(self.indices, ids), max(len(self) - 1, 0))
         there = np.flatnonzero(self.indices[at] == ids) if len(self) else at[:0]
         rows = self._tables.empty((ids.size, *self.shape[1:]), self.dtype)
@@ -240,6 +241,11 @@ def row_ids(given: Any, count: int) -> Array:
         wrong = ids[(ids < 0) | (ids >= count)]
         raise IndexError(f"row {int(wrong[0])} is not in an array of {count} rows, which are numbered from 0")
     return ids
+
+
+def _check_dimensions(numbers: Any) -> None:
+    if (dimensions := len(numbers.shape) if is_array(numbers) else np.ndim(numbers)) != 1:
+        raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
 
 
 def _summed(tables: Tables, ids: Array, rows: Array) -> tuple[Array, Array]:

@@ -373,7 +373,8 @@ class KVStore(KVStoreBase):
             key: an int or a str, a list of them, or a dict of arrays to fill.
             out: an array of the stored shape, or a list of such arrays, each of which is filled; for a list of keys,
                 a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
-                up to date. None: new arrays of numpy's are returned.
+                up to date. The arrays must not overlap: that is not looked for, as it would take longer than a small
+                pull. None: new arrays of numpy's are returned.
             priority: as in :meth:`push`.
             ignore_sparse: what happens to a :class:`RowSparse` among the outs. True leaves it as it is, and logs so;
                 False gives it all rows of the value that are not zero, for which the whole value travels;

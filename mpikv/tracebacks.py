@@ -8,6 +8,7 @@ error that nobody meant to raise is a bug here and keeps all frames.
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import time
 import traceback
@@ -28,7 +29,9 @@ Result = TypeVar("Result")
 _PACKAGE = __name__.partition(".")[0]
 # Programs, and tests, which use the rest as a caller does.
 _CALLERS = (f"{_PACKAGE}.cli", f"{_PACKAGE}.testing")
-_LIBRARIES = {*sys.stdlib_module_names, "cupy", "ml_dtypes", "mpi4py", "numba", "numpy"}
+_LIBRARIES = ("cupy", "ml_dtypes", "mpi4py", "numba", "numpy")
+# Of Python's own modules, of which some are frozen. By their names a caller's could be taken for them.
+_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 _RAISE = dis.opmap["RAISE_VARARGS"]
 # Seconds in which the rank that prints an error in full can end the job; seconds more for each rank that comes before
 # this one, and at most.
@@ -143,8 +146,7 @@ def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
     """Yield the entries of callers, and of functions of theirs that this package calls."""
     inside = False
     for entry in _entries(trace):
-        library = entry.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES
-        inside = _is_ours(entry.tb_frame) or (inside and library)
+        inside = _is_ours(entry.tb_frame) or (inside and _is_library(entry.tb_frame))
         if not inside:
             yield entry
 
@@ -152,3 +154,8 @@ def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
     return f"{name}.".startswith(f"{_PACKAGE}.") and not name.startswith(_CALLERS)
+
+
+def _is_library(frame: FrameType) -> bool:
+    top = frame.f_globals.get("__name__", "").partition(".")[0]
+    return top in _LIBRARIES or (top in sys.stdlib_module_names and frame.f_code.co_filename.startswith(_STANDARD))

@@ -22,6 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from ..config import FILES, aborts, launch_of
+from ..registry import tell_unseen
 from ..tracebacks import place_of, print_last, print_lines
 from ..waiting import until_read
 from .watch import PREFIX, shared_files
@@ -51,6 +52,7 @@ def main() -> None:
         stream.flush()
     # A child that the script forked comes here too, but it is no rank.
     if size > 1 and os.getpid() == process and aborts():
+        tell_unseen()
         _abort(status)
     sys.exit(status)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from support.launching import launch
 
-from mpikv.cli import launchers
+from mpikv.cli import launchers, run
 from mpikv.cli.job import run_job
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
 from mpikv.cli.watch import remove_leftovers
@@ -299,6 +299,27 @@ def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library)
     assert "mpikv run: SLURM_TASKS_PER_NODE='2x3' is not of Slurm's form" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("job", "here"),
+    [
+        ({}, True),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "a", "SLURM_TASKS_PER_NODE": "2"}, True),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "a", "SLURM_TASKS_PER_NODE": "1(x2)"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2"}, False),
+    ],
+)
+def test_ranks_are_looked_for_where_they_are(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch, job: dict[str, str], here: bool
+) -> None:
+    """One of another node would be taken for a rank that has left without a word."""
+    told = []
+    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host: (told.append(one_host), (0, ""))[1])
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
+    assert told == [here]
+
+
 def test_what_a_program_wants_of_mpi_is_heeded(tmp_path: Path, library: Library) -> None:
     text = """
 import mpi4py
@@ -348,6 +369,16 @@ def test_files_of_jobs_that_were_killed_are_removed(tmp_path: Path) -> None:
     finally:
         for file in files.values():
             file.unlink(missing_ok=True)
+
+
+def test_a_launch_removes_such_files_and_says_so(
+    tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mpikv.cli.run.remove_leftovers", lambda: ["/dev/shm/mpich_a", "/dev/shm/mpich_b"])
+    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host: (0, ""))
+    assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
+    said = "mpikv run: removed 2 files of this user's jobs that were killed before, as /dev/shm/mpich_a\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_a_file_that_hides_mpi4py_is_named(tmp_path: Path, library: Library) -> None:
@@ -541,6 +572,26 @@ except mpikv.Stalled: print("stalled")
     assert (done.returncode, done.stdout) == (1, "stalled\n")
     assert "mpikv run: rank 1 ended the job: ranks [0] do not come to their end" in done.stderr
     assert "memory" not in done.stderr
+
+
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(3)", 3), ("1 / 0", 1)])
+def test_what_nobody_has_seen_is_told_before_the_job_ends(
+    tmp_path: Path, library: Library, end: str, status: int
+) -> None:
+    text = f"""
+import sys, time
+import numpy as np, mpikv
+kv = mpikv.create(timeout=20)
+kv.init("w", np.zeros(1))
+kv.push("w", np.ones(2), wait=False)
+if kv.rank == 1:
+    {end}
+time.sleep(15)
+"""
+    done = mpikv("run", "-n", "2", script(tmp_path, text))
+    assert done.returncode == status
+    assert done.stderr.count("at the end of the program: ValueMismatch") == 1, done.stderr
+    assert done.stderr.count("in push('w'), for which nobody has waited") == 1
 
 
 def test_a_rank_that_leaves_silently_is_no_success(tmp_path: Path, library: Library) -> None:

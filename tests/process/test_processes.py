@@ -70,6 +70,24 @@ for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG):
 assert kv.pull("w")[0] == 2
 """
 
+TAKEN = """
+import faulthandler, os, signal, sys, time
+if sys.argv[1] == "Python":
+    signal.signal(signal.SIGURG, lambda *_: print("called", flush=True))
+else:
+    faulthandler.register(signal.SIGURG, file=open(sys.argv[1], "w"))
+import numpy as np, mpikv
+
+kv = mpikv.create(timeout=20, warn_after=0.05)
+kv.init("w", np.zeros(2))
+if kv.rank == 1:
+    time.sleep(0.5)
+kv.push("w", np.ones(2))
+if kv.rank == 1:
+    os.kill(os.getpid(), signal.SIGURG)
+    assert sys.argv[1] == "Python" or open(sys.argv[1]).read().count("most recent call first") == 1
+"""
+
 
 def ran(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -114,3 +132,14 @@ def test_asking_a_late_rank_calls_no_handler_of_the_program(tmp_path: Path) -> N
     late = [line for line in done.stderr.splitlines() if "rank 0 has waited" in line]
     assert len(late) == 9
     assert ["is now at" in line for line in late] == [True] * 6 + [False] * 3
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("taken_by", ["Python", "C"])
+def test_a_signal_that_the_program_has_taken_is_left_to_it(tmp_path: Path, taken_by: str) -> None:
+    """Also where code has, of which Python's own ``getsignal`` knows nothing."""
+    (tmp_path / "taken.py").write_text(TAKEN)
+    where = "Python" if taken_by == "Python" else str(tmp_path / "answers")
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "taken.py"), where)
+    assert (done.returncode, done.stdout) == (0, "called\n" * (taken_by == "Python")), done.stderr
+    assert done.stderr.count("rank 0 has waited") == done.stderr.count("does not answer") == 1

@@ -309,6 +309,18 @@ def test_swaps_of_several_messages(comm, transport):
         assert [set(array) for array in kv.pull(["x", "y"])] == [{1.0 * kv.size}, {2.0 * kv.size}]
 
 
+@pytest.mark.parametrize("count", [10_000, 400_000])
+@pytest.mark.parametrize("alias", ALIASES[:NUMPYS])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+def test_a_value_that_is_pushed_to_itself(comm, transport, alias, count):
+    """In one message, which is not copied before it is sent: the sum is made in the memory in which it lies."""
+    with mpikv.create(comm=comm, transport=transport if comm else "local", bucket_bytes=1 << 22) as kv:
+        kv.init("x", np.arange(count, dtype=float))
+        for turn in range(1, 4):
+            kv.push("x", alias(kv.view("x")))
+            np.testing.assert_array_equal(kv.pull("x"), np.arange(count) * float(kv.size) ** turn)
+
+
 def test_tensors_over_views(comm):
     if torch is None:
         pytest.skip("torch is not installed")

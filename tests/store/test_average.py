@@ -146,6 +146,20 @@ def test_one_object_in_stores_of_other_sizes(comm):
         assert (kv.pull("w") == -1).all()
 
 
+def test_an_object_divides_by_the_ranks_of_the_store_that_had_it_last(comm):
+    optimizer = optimizers.SGD(learning_rate=1.0)
+    with made(comm) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer(optimizer)
+        if (alone := kv.group([0])) is not None:
+            alone.init("w", np.zeros(2))
+            alone.set_optimizer(optimizer)
+            optimizer.average = True
+            alone.push("w", np.ones(2))
+            assert (alone.pull("w") == -1).all()
+            alone.close()
+
+
 def test_ranks_that_have_left_count(comm):
     with made(comm) as kv:
         kv.init("w", np.zeros(2))

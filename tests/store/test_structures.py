@@ -43,6 +43,11 @@ KINDS = [
 ]
 
 
+def by_dlpack(make):
+    """Return a function that makes an array through DLPack, which numpy has not for all dtypes."""
+    return lambda array, device: make(np.from_dlpack(array), device)
+
+
 class Standin:
     """An array of a library whose arrays are never written to, as JAX's."""
 
@@ -54,7 +59,7 @@ class Standin:
         self.shape, self.dtype = array.shape, array.dtype
 
     def __array_namespace__(self):
-        return SimpleNamespace(from_dlpack=made, asarray=made)
+        return SimpleNamespace(from_dlpack=by_dlpack(made), asarray=made)
 
     def __dlpack_device__(self):
         return 1, 0
@@ -76,7 +81,7 @@ class Frozen(Standin):
         self._array.flags.writeable = False
 
     def __array_namespace__(self):
-        return SimpleNamespace(from_dlpack=frozen, asarray=frozen)
+        return SimpleNamespace(from_dlpack=by_dlpack(frozen), asarray=frozen)
 
 
 class Foreign:

@@ -29,7 +29,8 @@ from mpikv import (
     ValueMismatch,
 )
 from mpikv.cli.launchers import clean
-from mpikv.runtime import owned
+from mpikv.runtime import owned, present
+from mpikv.testing import cluster
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 4)
@@ -704,3 +705,34 @@ def test_another_thread_s_call_does_not_begin_in_the_middle_of_a_pending_one(mon
         work.wait()
         assert refused == ["push: the store is in push; an updater, or another thread, cannot call it"]
         assert kv.pull(["a", "b"])[1].tolist() == [1.0, 1.0]
+
+
+def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeypatch):
+    """Between the two another thread would issue one, which would run first, or in the middle of it."""
+
+    def program(comm):
+        order, issued = [], present().event()
+        with mpikv.create(comm=comm) as kv:
+            kv.init(["before", "call", "other"], [np.zeros(1)] * 3)
+            kv.set_updater(lambda key, total, stored: order.append(key) or stored + total)
+            work = kv.push("before", np.ones(1), wait=False)
+            claim = kv._claim
+
+            def late(verb):
+                time.sleep(1)  # in which all other threads of this rank run as far as they can
+                claim(verb)
+
+            def issue():
+                work.wait()
+                kv.push("other", np.ones(1), wait=False)
+                issued.set()
+
+            monkeypatch.setattr(kv, "_claim", late)
+            present().thread(issue, "other").start()
+            kv.push("call", np.ones(1))
+            monkeypatch.undo()
+            issued.wait()
+            kv.barrier()
+        return order
+
+    assert cluster(1).run(program) == [["before", "call", "other"]]

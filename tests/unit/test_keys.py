@@ -99,6 +99,13 @@ def test_bad_values(key, value, kind, pattern):
         parse(key, value)
 
 
+def test_an_array_that_is_traced():
+    """One of JAX inside of a function that it compiles: it has no elements yet."""
+    traced = type("DynamicJaxprTracer", (), {"__module__": "jax._src.interpreters.partial_eval"})
+    with pytest.raises(TypeError, match=r"it is traced; call the store outside of functions that jax\.jit compiles"):
+        parse("w", traced())
+
+
 def test_messages_name_the_argument():
     with pytest.raises(ValueMismatch, match="2 keys and 1 outs; give one out"):
         parse(["a", "b"], [A], "out")

@@ -61,6 +61,9 @@ def test_what_is_no_number_of_a_row():
             rows[wrong]
     with pytest.raises(ValueMismatch, match="integers"):
         rows[True]
+    for wrong in ([[1], [3]], [[1, 3]], np.array([[1], [3]]), np.empty((0, 2), int)):
+        with pytest.raises(ValueMismatch, match="one-dimensional, and these have 2 dimensions"):
+            rows[wrong]
     for attempt in (iter, reversed, lambda rows: 3 in rows, list):
         with pytest.raises(TypeError):
             attempt(rows)

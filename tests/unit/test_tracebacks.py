@@ -124,6 +124,18 @@ def test_a_schedule_that_raises_stays(kv):
     assert ours(raised.value) == ["push"]
 
 
+def test_a_module_of_the_callers_stays_whatever_its_name(kv, tmp_path):
+    """One that is called like a module of Python's own."""
+    source = tmp_path / "select.py"
+    source.write_text("def update(key, received, stored):\n    return {}[key]\n")
+    module = {"__name__": "select"}
+    exec(compile(source.read_text(), source, "exec"), module)
+    kv.set_updater(module["update"])
+    with pytest.raises(KeyError) as raised:
+        kv.push("w", np.ones(3))
+    assert [frame.filename for frame in frames_of(raised.value)][2:] == [str(source)]
+
+
 def test_an_updater_that_calls_the_store_stays(kv):
     def calling(key, received, stored):
         kv.pull("w")
