@@ -1,0 +1,108 @@
+"""Runs the tests of a tier on mutants, and writes down what notices each."""
+
+from __future__ import annotations
+
+import json
+import queue
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .drawing import Mutant
+from .measured import FAST, Measured, batches
+from .trees import Tree, python_of
+
+START = 90.0
+"""Seconds that a session gets beside ten times what its tests take without a mutant."""
+
+MINUTES = 60.0
+"""What the tests that need processes take together, in seconds, at most."""
+PROCESSES = {
+    "transports": (
+        "tests/process/test_single_copy.py",
+        "tests/process/test_memory.py",
+        "tests/process/test_two_hosts.py",
+    ),
+    "agreement": ("tests/process/test_processes.py", "tests/process/test_faults.py"),
+    "engine": ("tests/process/test_single_copy.py", "tests/process/test_memory.py"),
+    "keys": ("tests/process/test_processes.py", "tests/process/test_memory.py"),
+    "rows": ("tests/process/test_memory.py",),
+    "checkpoint": ("tests/process/test_checkpoint_jobs.py",),
+    "compression": ("tests/process/test_memory.py", "tests/process/test_single_copy.py"),
+    "asynchronous": ("tests/process/test_faults.py",),
+}
+"""The tests of processes that use an area."""
+
+Notice = Callable[[Tree, Mutant], dict[str, Any]]
+
+
+def by_fast(measured: Measured) -> Notice:
+    """Return what runs the tests of the fast tier that execute a mutant's lines, until one fails."""
+
+    def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
+        tests, run, failed = measured.tests(mutant), 0, ""
+        for batch in batches(tests):
+            failed = session(tree, "mpich", FAST, [test.name for test in batch], sum(test.seconds for test in batch))
+            run += len(batch)
+            if failed:
+                break
+        return {"noticed": failed, "run": run, "of": len(tests)}
+
+    return notice
+
+
+def by_all(measured: Measured) -> Notice:
+    """Return what runs the same functions on real ranks, and the tests that need processes, until one fails."""
+
+    def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
+        tests = measured.tests(mutant)
+        functions = sorted({test.function for test in tests})
+        seconds = sum(test.seconds for test in tests)
+        files = sorted({function.partition("::")[0] for function in functions if "/store/" in function})
+        failed = ""
+        for library, ranks in (("mpich", "--ranks=1,2,4"), ("openmpi", "--ranks=3")):
+            failed = failed or session(tree, library, ["-m", "processes", ranks], files, MINUTES)
+            failed = failed or session(tree, library, [ranks], PROCESSES.get(mutant.area, ()), MINUTES)
+            failed = failed or session(tree, library, [ranks], functions, seconds)
+        return {"noticed": failed, "run": len(functions), "of": len(functions)}
+
+    return notice
+
+
+def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[str], seconds: float) -> str:
+    """Return the test that failed first, or nothing."""
+    if not tests:
+        return ""
+    chosen = tree.folder.with_name("chosen")
+    chosen.write_text("\n".join(tests))
+    return tree.run(python_of(library), ["-x", "--tb=no", *options, f"@{chosen}"], START + 10 * seconds, {}).failed
+
+
+def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, jobs: int) -> None:
+    """Append a line to the results for each mutant that has none for the tier."""
+    done = {record["mutant"] for record in read(results) if record["tier"] == tier}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees: queue.Queue[Tree] = queue.Queue()
+        for number in range(jobs):
+            trees.put(Tree(Path(folder) / str(number)))
+
+        def examine(mutant: Mutant) -> None:
+            tree, start = trees.get(), time.monotonic()
+            tree.plant(mutant)
+            record = {"mutant": mutant.key, "tier": tier, **notice(tree, mutant), "seconds": time.monotonic() - start}
+            tree.restore(mutant)
+            trees.put(tree)
+            with results.open("a") as file:
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            print(f"{mutant.number} {mutant.key}\n    {record['noticed'] or 'SURVIVED'}", flush=True)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(examine, (mutant for mutant in mutants if mutant.key not in done)))
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    """Return what was written down so far."""
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
