@@ -110,6 +110,8 @@ class Measured:
         """Return the tests that execute a mutant's lines and pass without it, one case of each function first."""
         lines = self._lines.get(mutant.path, {})
         numbers = {number for line in range(mutant.line, mutant.last + 1) for number in lines.get(str(line), ())}
+        # What numba compiles is not measured.
+        numbers = numbers or {number for each in lines.values() for number in each}
         names = [self._names[number] for number in numbers]
         functions: dict[str, list[Test]] = defaultdict(list)
         for name in names:
@@ -123,11 +125,12 @@ class Measured:
         return [test for _, test in sorted(turns, key=lambda turn: (turn[0], turn[1].seconds, turn[1].name))]
 
 
-def batches(tests: Sequence[Test]) -> list[list[Test]]:
-    """Cut tests into sessions: most mutants are noticed by the first one, of few seconds."""
+def batches(tests: Sequence[Test], most: float) -> list[list[Test]]:
+    """Cut tests of so many seconds into sessions: most mutants are noticed by the first one."""
     cut: list[list[Test]] = [[] for _ in range(len(SECONDS) + 1)]
     total = 0.0
     for test in tests:
-        cut[bisect(SECONDS, total)].append(test)
+        if total < most:
+            cut[bisect(SECONDS, total)].append(test)
         total += test.seconds
     return [batch for batch in cut if batch]

@@ -39,12 +39,15 @@ PROCESSES = {
 Notice = Callable[[Tree, Mutant], dict[str, Any]]
 
 
-def by_fast(measured: Measured) -> Notice:
-    """Return what runs the tests of the fast tier that execute a mutant's lines, until one fails."""
+def by_fast(measured: Measured, most: float) -> Notice:
+    """Return what runs the tests of the fast tier that execute a mutant's lines, until one fails.
+
+    At most tests of so many seconds are run.
+    """
 
     def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
         tests, run, failed = measured.tests(mutant), 0, ""
-        for batch in batches(tests):
+        for batch in batches(tests, most):
             failed = session(tree, "mpich", FAST, [test.name for test in batch], sum(test.seconds for test in batch))
             run += len(batch)
             if failed:
