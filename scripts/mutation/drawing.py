@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +62,14 @@ class Mutant:
     end: int
     before: str
     after: str
+    turn: int
+    """How often the same change was possible before in the file's functions of this name."""
 
     @property
     def key(self) -> str:
         """Return what tells the mutant from others, also where lines above it come and go."""
-        return f"{self.path} {self.function}: {self.before} → {self.after}"
+        turn = f" ({self.turn + 1})" if self.turn else ""
+        return f"{self.path} {self.function}: {self.before} → {self.after}{turn}"
 
     def applied(self, source: bytes) -> bytes:
         """Return the source of the file with the change in it."""
@@ -89,12 +93,12 @@ def draw(package: Path, seed: int, count: int) -> list[Mutant]:
     return mutants
 
 
-def changes(source: bytes) -> Iterator[tuple[int, int, str, int, int, str, str]]:
-    """Return lines, function, start, end, text before and text after of each possible change of a source."""
+def changes(source: bytes) -> Iterator[tuple[int, int, str, int, int, str, str, int]]:
+    """Return what a mutant has beside its number, area and path for each possible change of a source."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    finder = Finder()
+    finder, turns = Finder(), Counter[tuple[str, str, str]]()
     finder.visit(ast.parse(source))
     for first, function, node, condition in finder.found:
         start = starts[node.lineno - 1] + node.col_offset
@@ -103,7 +107,9 @@ def changes(source: bytes) -> Iterator[tuple[int, int, str, int, int, str, str]]
             after = ast.unparse(mutated)
             # Parentheses, as the change may bind less closely than what it replaces.
             text = f"({after})" if isinstance(node, ast.expr) and not isinstance(node, ast.Slice) else after
-            yield first, node.end_lineno, function, start, end, ast.unparse(node), text
+            name = function, ast.unparse(node), text
+            yield first, node.end_lineno, function, start, end, *name[1:], turns[name]
+            turns[name] += 1
 
 
 class Finder(ast.NodeVisitor):

@@ -38,6 +38,10 @@ class Test:
         return self.name.partition("[")[0]
 
     @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+    @property
     def ranks(self) -> int:
         found = re.search(r"ranks=(\d+)", self.name)
         return int(found[1]) if found else 1
@@ -134,3 +138,11 @@ def batches(tests: Sequence[Test], most: float) -> list[list[Test]]:
             cut[bisect(SECONDS, total)].append(test)
         total += test.seconds
     return [batch for batch in cut if batch]
+
+
+def by_function(tests: Sequence[Test]) -> list[Test]:
+    """Return one test for all cases of each function."""
+    seconds: dict[str, float] = defaultdict(float)
+    for test in tests:
+        seconds[test.function] += test.seconds
+    return [Test(name, took) for name, took in sorted(seconds.items())]
