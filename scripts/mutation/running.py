@@ -48,10 +48,8 @@ def by_fast(measured: Measured, most: float) -> Notice:
     def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
         tests, run, failed = measured.tests(mutant), 0, ""
         for batch in batches(tests, most):
-            failed = session(tree, "mpich", FAST, batch)
+            failed = confirmed(tree, batch)
             run += len(batch)
-            # On a busy machine a test may be late without a reason.
-            failed = failed and session(tree, "mpich", FAST, [test for test in batch if test.name == failed] or batch)
             if failed:
                 break
         return {"noticed": failed, "run": run, "of": len(tests)}
@@ -73,6 +71,16 @@ def by_all(measured: Measured) -> Notice:
         return {"noticed": failed, "run": len(functions), "of": len(functions)}
 
     return notice
+
+
+def confirmed(tree: Tree, tests: Sequence[Test]) -> str:
+    """Return a test of the fast tier that fails twice, or nothing: on a busy machine tests are late without a reason."""
+    while failed := session(tree, "mpich", FAST, tests):
+        alone = [test for test in tests if test.name == failed] or tests
+        if session(tree, "mpich", FAST, alone):
+            break
+        tests = [test for test in tests if test not in alone]
+    return failed
 
 
 def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[Test]) -> str:

@@ -50,10 +50,12 @@ class Tree:
             process = subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(limit)
-        overdue = process.poll() is None
-        self.end(process)
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(limit)
+                overdue = process.poll() is None
+            finally:
+                self.end(process)
         text = log.read_text(errors="replace")
         return Outcome(f"not done in {limit:.0f} s" if overdue else failed(process.returncode, text), text)
 
