@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sqlite3
 from bisect import bisect
 from collections import defaultdict
@@ -47,10 +48,11 @@ class Test:
         return int(found[1]) if found else 1
 
 
-def measure(folder: Path) -> None:
-    """Run the fast tier under coverage, and keep in a folder what its tests execute, and how they end."""
+def measure(folder: Path, tests: Sequence[str]) -> None:
+    """Run tests of the fast tier under coverage, and add to a folder what they execute, and how they end."""
     data = folder / "coverage"
-    data.mkdir(parents=True)
+    data.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "measured", ignore_errors=True)
     tree = Tree(folder / "measured")
     settings = folder / "coveragerc"
     settings.write_text(
@@ -62,12 +64,14 @@ def measure(folder: Path) -> None:
         "PYTEST_ADDOPTS": "-p lines_of_tests",
         "MUTANTS_OUTCOMES": str(folder / "outcomes"),
     }
-    outcome = tree.run(python_of("mpich"), [*FAST, "--tb=line", f"--deselect={LARGE}", *FOLDERS], HOURS, more)
+    outcome = tree.run(
+        python_of("mpich"), [*FAST, "--tb=line", f"--deselect={LARGE}", *(tests or FOLDERS)], HOURS, more
+    )
     print(outcome.text.strip().splitlines()[-1])
-    gather(folder, tree.folder / "mpikv")
+    gather(folder)
 
 
-def gather(folder: Path, package: Path) -> None:
+def gather(folder: Path) -> None:
     """Write the tests of each line to one file."""
     tests: dict[str, int] = {}
     lines: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -75,7 +79,7 @@ def gather(folder: Path, package: Path) -> None:
         for name, test, bits in read(path):
             number = tests.setdefault(test, len(tests))
             for line in numbits_to_nums(bits):
-                lines[str(Path(name).relative_to(package))][line].add(number)
+                lines[name.rpartition("/mpikv/")[2]][line].add(number)
     content = {
         "tests": list(tests),
         "lines": {name: {line: sorted(found) for line, found in each.items()} for name, each in lines.items()},

@@ -74,7 +74,7 @@ def by_all(measured: Measured) -> Notice:
 
 
 def confirmed(tree: Tree, tests: Sequence[Test]) -> str:
-    """Return a test of the fast tier that fails twice, or nothing: on a busy machine tests are late without a reason."""
+    """Return a test of the fast tier that fails twice, or nothing: on a busy machine one may be late once."""
     while failed := session(tree, "mpich", FAST, tests):
         alone = [test for test in tests if test.name == failed] or tests
         if session(tree, "mpich", FAST, alone):
@@ -94,8 +94,8 @@ def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[Te
 
 
 def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, jobs: int) -> None:
-    """Append a line to the results for each mutant that has none for the tier."""
-    done = {record["mutant"] for record in read(results) if record["tier"] == tier}
+    """Append a line to the results for each mutant that no tier has noticed so far; later lines hold."""
+    done = {record["mutant"] for record in read(results) if record["noticed"]}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: queue.Queue[Tree] = queue.Queue()
         for number in range(jobs):
