@@ -138,7 +138,7 @@ def ranks_per_host(ranks: int) -> int:
 def two_hosts(request: pytest.FixtureRequest, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores of a test with the parameter ``hosts`` find two hosts."""
     spec = getattr(request.node, "callspec", None)
-    if spec and any(names_hosts(parameter) for parameter in spec.params.values()):
+    if spec and "ranks" in spec.params and any(names_hosts(parameter) for parameter in spec.params.values()):
         monkeypatch.setenv("MPIKV_RANKS_PER_HOST", str(ranks_per_host))
 
 

@@ -1,8 +1,7 @@
-"""Checkpoints from job to job: killed while they save, and continued on fewer ranks."""
+"""Checkpoints from job to job, continued on fewer ranks."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,23 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.launching import launch, why_no_mpi
-
-KILLS = Path(__file__).parents[2] / "scripts" / "kills"
-
-# Writes straight to the place of the checkpoint, as a save without a draft would.
-IN_PLACE = """
-from mpikv.checkpoint.files import Draft
-
-create = Draft.create
-
-def in_place(self, nonce):
-    Path(self.path).unlink(missing_ok=True)
-    create(self, nonce)
-
-Draft.create = in_place
-Draft._named = lambda self, nonce: self.path
-
-"""
 
 # The work of 4 ranks, on any number of them: the first half and a checkpoint, or the second half from there.
 TRAIN = """
@@ -64,32 +46,6 @@ for deterministic in (False, True):
 def with_mpi() -> None:
     if reason := why_no_mpi():
         pytest.skip(reason)
-
-
-def kills(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), "--json", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-
-
-@pytest.mark.deadline(300)
-@pytest.mark.feature("recovery")
-def test_some_kills(tmp_path: Path) -> None:
-    done = kills(KILLS, "--count", "20", "--seed", "1", "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout)
-    assert record["kills"] == record["old"] + record["new"] == 20
-    assert record["problems"] == []
-    assert record["drafts_left"] > 0
-
-
-@pytest.mark.deadline(300)
-def test_a_save_that_is_not_atomic_is_found(tmp_path: Path) -> None:
-    text, main = KILLS.read_text(), 'if __name__ == "__main__":'
-    assert main in text
-    (tmp_path / "kills").write_text(text.replace(main, IN_PLACE + main))
-    done = kills(tmp_path / "kills", "--count", "5", "--seed", "1", "--folder", str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "again: scripts/kills --seed 1 --only" in done.stderr
 
 
 @pytest.mark.deadline(90)

@@ -318,6 +318,7 @@ def wait_for(paths: Iterable[Path], seconds: float = 20) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.processes
 @SEVERAL
 @pytest.mark.parametrize("elements", [64, 1 << 18])
 def test_a_rank_comes_late_to_a_sum(comm, ranks_per_host, elements):

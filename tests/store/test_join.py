@@ -435,6 +435,7 @@ def test_an_updater_raises_at_a_root_that_has_left(kv, verb):
     np.testing.assert_array_equal(kv.pull("v"), np.full(2, 6.0 + kv.size))
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_an_error_of_the_script_while_others_have_left(comm, transport):
     """They wait for the rank in vain, and are told where it is. Uncaught, the error would have ended the job."""
@@ -526,6 +527,7 @@ def test_a_closed_store(comm, transport):
             in_block(kv, kv.close)
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_a_store_that_ended_in_the_block(comm, transport):
     kv = mpikv.create(comm=comm, transport=transport, timeout=0.3, warn_after=100)

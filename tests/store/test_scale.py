@@ -162,6 +162,7 @@ def test_several_stores_at_once(transport):
         kv.close()
 
 
+@pytest.mark.processes
 @ALL
 @pytest.mark.parametrize("verb", ["delete", "overwrite"])
 def test_keys_that_come_and_go_need_no_more_memory(transport, verb):
@@ -178,6 +179,7 @@ def test_keys_that_come_and_go_need_no_more_memory(transport, verb):
         assert lasting_growth(use, 10) < 8 << 20
 
 
+@pytest.mark.processes
 @ALL
 def test_optimizers_that_come_and_go_need_no_more_memory(transport):
     values = np.ones(1 << 20, np.float32)
@@ -193,6 +195,7 @@ def test_optimizers_that_come_and_go_need_no_more_memory(transport):
         assert lasting_growth(use, 8) < 16 << 20
 
 
+@pytest.mark.processes
 @ALL
 @pytest.mark.deadline(60)
 def test_stores_that_come_and_go_leave_nothing_behind(transport, comm):

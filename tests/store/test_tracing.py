@@ -60,6 +60,7 @@ def spans(events):
     return found
 
 
+@pytest.mark.processes
 @pytest.mark.feature("profiler-trace")
 def test_calls_of_all_ranks_are_there_and_nest(comm, folder, capsys):
     with mpikv.create(comm=comm, timeout=10) as kv:
@@ -150,6 +151,7 @@ def test_one_rank_may_trace_alone(comm, folder, monkeypatch):
     assert {event["pid"] for event in traced(comm, folder)} == {0}
 
 
+@pytest.mark.processes
 def test_a_directory_that_cannot_be_made_on_one_rank(comm, folder, monkeypatch):
     if comm is None or comm.rank == 0:
         (folder / "file").touch()
@@ -202,6 +204,7 @@ def test_a_process_that_made_no_store(folder, capsys):
     assert "2 events of 1 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_a_line_that_was_written_in_part_ends_the_trace(comm, folder, monkeypatch, caplog):
     """What comes after it, when the disk has space again, would be on the same line."""
     with mpikv.create(comm=comm, timeout=10) as kv:

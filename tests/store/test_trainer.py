@@ -936,6 +936,7 @@ class Failing(mpikv.optimizers.SGD):
         super().rule(step, block)
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("halves", [False, True])
 def test_an_update_that_fails_on_one_rank_is_told_in_the_next_call(comm, monkeypatch, halves):

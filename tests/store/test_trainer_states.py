@@ -371,6 +371,7 @@ def test_a_file_that_rank_0_cannot_write(comm, folder):
         trainer.save_states(folder / "states")
 
 
+@pytest.mark.processes
 def test_a_full_disk_leaves_the_file_that_was_there(comm, folder, monkeypatch):
     kv, trainer = trainer_on(comm, False, weights())
     with kv:
@@ -417,6 +418,7 @@ def test_a_damaged_file_changes_nothing(comm, folder, on_store):
         assert bits(trainer) == through
 
 
+@pytest.mark.processes
 def test_a_file_that_one_rank_cannot_read(comm, folder, monkeypatch):
     kv, trainer = trainer_on(comm, False, weights())
     with kv:

@@ -78,6 +78,7 @@ def test_the_python_tutorial_without_updater(
         assert filled(4 * givers.count, kv.pull(name(3), out=a))
 
 
+@pytest.mark.processes
 @TRANSPORTS
 @PLACEMENTS_OF_FUNCTIONS
 @KEYS

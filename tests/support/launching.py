@@ -52,9 +52,10 @@ STACKS = signal.SIGUSR1
 # What MPICH and Open MPI call their shared memory. A killed job leaves it behind.
 SHARED_MEMORY = ("mpich_*", "sm_segment.*", "vader_segment.*", "ucx_shm_*")
 
-# Notes how each rank ended, in order: launchers end the other ranks too, and MPICH names any of them as the cause.
+# Notes how each rank ended, in order: launchers end the other ranks too, and MPICH names any of them as the cause. Each
+# has a folder for temporary files of its own: pytest removes old ones of a common folder while others do the same.
 WATCH = """RANK=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-${PMIX_RANK:-?}}}
-"$@"; code=$?; echo "$RANK $code" >>"$0/ended"; exit $code"""
+"$@" "--basetemp=$0/tmp.$RANK"; code=$?; echo "$RANK $code" >>"$0/ended"; exit $code"""
 
 
 def ranks_of(item: pytest.Item) -> int:

@@ -51,7 +51,7 @@ def main(size: int, arguments: list[str]) -> int:
     folder = next(each for each in arguments if each.startswith("--rank-records=")).partition("=")[2]
     show_stacks(Path(folder) / "stacks")
     off = [word for name in _OFF for word in ("-p", f"no:{name}")]
-    return max(cluster(size).run(lambda comm: pytest.main([*arguments, *off])))
+    return max(cluster(size).run(lambda comm: pytest.main([*arguments, *off, f"--basetemp={folder}/tmp.{comm.rank}"])))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import errno
 import gc
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from ... import runtime
@@ -23,6 +24,7 @@ from .errors import SimulatedError
 
 __all__ = ["simulated_system"]
 
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _NO_MPI = "a simulated rank has no MPI: use the communicator that the program is given, whose library is comm.library"
 
 
@@ -55,14 +57,16 @@ def _clock_ns(start: int = 0) -> Callable[[Any], int]:
     return lambda here: start + int(here.now() * 1e9)
 
 
+def _is_of_another_library(frame: FrameType) -> bool:
+    """Return whether it may hold a lock of its own, for which the next rank would wait: none would go on."""
+    return frame.f_code.co_filename.startswith(_LIBRARIES) and not frame.f_globals["__name__"].startswith("mpikv.")
+
+
 def _on_disk(real: Callable[..., Any], grows: bool = True) -> Callable[..., Any]:
-    """Return a function of files that is a scheduling point of this package, and needs room on the disk where it
-    ``grows``.
-    """
+    """Return a function of files that is a scheduling point, and needs room on the disk where it ``grows``."""
 
     def simulated(here: Any, *arguments: Any, **options: Any) -> Any:
-        # Another library may have a lock meanwhile that the next rank would wait for, and nobody would go on.
-        if not sys._getframe(2).f_globals["__name__"].startswith("mpikv."):
+        if _is_of_another_library(sys._getframe(2)):
             return real(*arguments, **options)
         here.give_way()
         if grows and here.host in here.scheduler.full:

@@ -1,0 +1,279 @@
+"""The chaos driver, for seconds: what it plants ends as promised, and it would find a loss, a wrong value or a leak."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launching import why_no_mpi
+
+from mpikv.cli.job import run_job
+from mpikv.cli.launchers import clean
+from mpikv.transports.shm import ShmTransport
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from chaos_faults import ALL, CONTROLS, FAULTS, End, names, simulated  # noqa: E402
+from chaos_growth import Resources  # noqa: E402
+
+pytestmark = pytest.mark.deadline(300)
+SIMULATED = [name for name, fault in FAULTS.items() if simulated(fault)]
+SAVES = ["table", "--only", "SIGKILL in a save", "--ranks", "2", "--transports", "shm"]
+
+LOSSY = """
+import numpy as np
+from mpikv.transports.local import LocalTransport
+
+sums = []
+
+def lossy(self, send, recv, counts=None):
+    sums.append(recv)
+    recv[...] = send if len(sums) % 50 else np.zeros_like(send)
+    return (recv,)
+
+LocalTransport.reduce_scatter = LocalTransport.allreduce = lossy
+"""
+
+LEAKY = """
+import os
+
+kept = []
+run = Program.run
+
+def leaky(self, calls=0):
+    kept.append(os.open(os.devnull, os.O_RDONLY))
+    return run(self, calls)
+
+Program.run = leaky
+"""
+
+# Writes straight to the place of the checkpoint, as a save without a draft would.
+IN_PLACE = """
+from mpikv.checkpoint.files import Draft
+
+create = Draft.create
+
+def in_place(self, nonce):
+    Path(self.path).unlink(missing_ok=True)
+    create(self, nonce)
+
+Draft.create = in_place
+Draft._named = lambda self, nonce: self.path
+"""
+
+
+def chaos(*arguments: str, scripts: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
+    """Run the driver, without MPI on simulated ranks alone."""
+    if "--simulated" not in arguments and (reason := why_no_mpi()):
+        pytest.skip(reason)
+    command = [sys.executable, str(scripts / "chaos"), *arguments]
+    return subprocess.run(command, env=clean(os.environ), capture_output=True, text=True, timeout=280, check=False)
+
+
+def planted(folder: Path, text: str) -> Path:
+    """Return a copy of the driver with something planted into what its ranks do."""
+    for script in SCRIPTS.glob("chaos*"):
+        if script.is_file():
+            shutil.copy(script, folder)
+    with (folder / "chaos_ranks.py").open("a") as ranks:
+        ranks.write(text)
+    return folder
+
+
+# --- The table
+
+
+def rows_of(*arguments: str) -> Mapping[str, Mapping[str, Any]]:
+    answer = chaos("table", "--json", *arguments)
+    assert answer.returncode == 1, answer.stderr  # the controls fail
+    return {row["fault"]: row for row in json.loads(answer.stdout)["rows"]}
+
+
+@pytest.fixture(scope="module")
+def real() -> Mapping[str, Mapping[str, Any]]:
+    return rows_of("--ranks", "3", "--alternate", "--jobs", "2", "--only", *ALL)
+
+
+@pytest.fixture(scope="module")
+def virtual() -> Mapping[str, Mapping[str, Any]]:
+    mistakes = [name for name, control in CONTROLS.items() if not isinstance(control, End)]
+    return rows_of("--simulated", "--ranks", "3", "--only", *SIMULATED, *mistakes)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_ends_as_promised(real: Mapping[str, Mapping[str, Any]], fault: str) -> None:
+    assert real[fault]["problems"] == []
+
+
+@pytest.mark.parametrize("fault", SIMULATED)
+def test_a_fault_of_a_simulated_rank_ends_as_promised(virtual: Mapping[str, Mapping[str, Any]], fault: str) -> None:
+    assert virtual[fault]["problems"] == []
+
+
+@pytest.mark.parametrize("kind", ["real", "virtual"])
+def test_a_trial_can_fail(request: pytest.FixtureRequest, kind: str) -> None:
+    rows = request.getfixturevalue(kind)
+    problems = {fault: "; ".join(rows[fault]["problems"]) for fault in CONTROLS if fault in rows}
+    assert "raised None, not" in problems["control: no error"]
+    assert "all values after control: another value" in problems["control: another value"]
+    assert "does not name the culprit" in problems["control: another rank named"]
+    assert kind == "virtual" or "the job reports success; rank" in problems["control: nothing happens"]
+
+
+# --- Kills in saves
+
+
+@pytest.mark.feature("recovery")
+@pytest.mark.parametrize(("place", "repeat"), [((), "12"), (("--simulated",), "30")])
+def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], repeat: str) -> None:
+    done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{repeat} of {repeat} as promised" in done.stdout
+    assert "old state" in done.stdout
+    assert "new state" in done.stdout
+    assert place or "beside a draft" in done.stdout
+
+
+@pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "30")])
+def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...], repeat: str) -> None:
+    done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "again:  scripts/chaos table" in done.stdout
+
+
+# --- Random programs
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_some_programs(size: str) -> None:
+    done = chaos("soak", "--minutes", "0.03", "--seed", "7", "--ranks", size)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("nothing lost, nothing wrong, nothing grew\n")
+    assert "fault text for an array" in done.stdout
+
+
+def test_some_programs_on_simulated_ranks() -> None:
+    done = chaos("soak", "--simulated", "--minutes", "0.1", "--seed", "7", "--ranks", "2", "3", "5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fault " in done.stdout
+
+
+def test_a_wrong_sum_is_found(tmp_path: Path) -> None:
+    """A transport that loses one rank's contribution once in a while must not go unnoticed."""
+    done = chaos("soak", "--minutes", "0.1", "--seed", "7", "--ranks", "1", scripts=planted(tmp_path, LOSSY))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Wrong: " in done.stdout
+    assert "again:  scripts/chaos soak --seed 7 --number" in done.stdout
+
+
+def test_a_leak_is_found(tmp_path: Path) -> None:
+    done = chaos("soak", "--minutes", "0.1", "--seed", "7", "--ranks", "1", scripts=planted(tmp_path, LEAKY))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "open files rose from" in done.stdout
+
+
+def test_a_missing_wait_of_simulated_ranks_is_found_and_found_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = runpy.run_path(str(SCRIPTS / "chaos"))["main"]
+    monkeypatch.setattr(ShmTransport, "_wait", lambda self, peer, arrivals: None)
+    monkeypatch.setattr(sys, "argv", ["chaos", "soak", "--simulated", "--seed", "1", "--ranks", "2", "3"])
+    assert main() == 1
+    first = capsys.readouterr().out
+    again = first[first.index("scripts/chaos soak") :].splitlines()[0].split()
+    monkeypatch.setattr(sys, "argv", again)
+    assert main() == 1
+    wrong = first[first.index("WRONG") : first.index("  again:")]
+    assert wrong in capsys.readouterr().out
+
+
+def resources(**samples: list[int]) -> Resources:
+    """Return what so many random programs would have left."""
+    found = Resources(None)
+    found.samples = [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
+    return found
+
+
+def test_what_is_kept_each_time_is_growth() -> None:
+    assert resources(**{"open files": [*range(28)]}).growth() == ["open files rose from 13 to 21"]
+    assert resources(**{"open files": [9] * 20 + [10] * 8}).growth() == ["open files rose from 9 to 10"]
+
+
+def test_a_busy_program_is_no_growth() -> None:
+    assert resources(**{"open files": [9] * 10 + [12] + [9, 10] * 9}).growth() == []
+
+
+def test_memory_has_room_for_what_an_allocator_keeps() -> None:
+    assert resources(**{"resident KiB": [30_000] * 100 + [34_000] * 100}).growth() == []
+    assert resources(**{"resident KiB": [30_000] * 100 + [35_000] * 100}).growth() != []
+
+
+# --- What the launcher does about dead ranks and their files
+
+
+def killed_rank(folder: Path, text: str) -> tuple[int, str]:
+    """Run a script on a rank that is its own launcher."""
+    script = folder / "script.py"
+    script.write_text(f"import mmap, os, signal, sys, time\n{text}\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    return run_job([sys.executable, "-m", "mpikv.cli.rank", str(script)], os.environ, 1, one_host=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system cannot tell who died")
+def test_files_of_a_killed_job_are_removed_and_no_others(tmp_path: Path) -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    names = ("mpich_a", "osc_sm.b", "users", "mpich_another")
+    mine, unmapped, users, others = (Path(f"/dev/shm/{name}_{os.getpid()}") for name in names)
+    text = f"""
+for name in ({str(users)!r}, {str(unmapped)!r}, {str(mine)!r}):
+    with open(name, "w+b") as file:
+        file.truncate(4096)
+        if "osc_sm" not in name:
+            globals()[name] = mmap.mmap(file.fileno(), 4096)
+time.sleep(0.5)
+"""
+
+    def make() -> mmap.mmap:
+        """Be another job, which starts after this one and lives on."""
+        while not mine.exists():
+            time.sleep(0.01)
+        with open(others, "w+b") as file:
+            file.truncate(4096)
+            return mmap.mmap(file.fileno(), 4096)
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(make)
+            status, reason = killed_rank(tmp_path, text)
+            left = [path.exists() for path in (mine, unmapped, users, others)]
+            made.result(10).close()
+    finally:
+        for path in (mine, unmapped, users, others):
+            path.unlink(missing_ok=True)
+    assert (status, reason.partition(";")[0]) == (137, "rank 0 was killed by SIGKILL")
+    assert left == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("rank 1 raised", True),
+        ("ranks 0, 1 call", True),
+        ("waited for ranks [1], which", True),
+        ("rank 10 raised [rank 1/3]", False),
+        ("ranks 0, 2 call", False),
+    ],
+)
+def test_who_is_named(text: str, right: bool) -> None:
+    assert names(1, text) is right
