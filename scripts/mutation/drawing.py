@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
-import random
+import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 AREAS = {
@@ -23,7 +24,7 @@ AREAS = {
 }
 """What is mutated, in the folder mpikv."""
 
-ON_GPUS = ("transports/nccl.py", "transports/device.py", "codecs/hosted.py")
+ON_GPUS = ("transports/nccl.py", "transports/device.py", "transports/watchdog.py", "codecs/hosted.py", "located.py")
 """Of these, what runs on GPUs only, or on stand-ins for them."""
 
 COMPARISONS = {
@@ -40,6 +41,7 @@ COMPARISONS = {
 }
 ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv}
 COUNTERPARTS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+COMMUTATIVE = ("min", "max", "add", "maximum", "minimum", "isdisjoint")
 UNTOUCHED = (ast.Assert, ast.JoinedStr, ast.Raise)
 """What serves the type checker or makes the text of a message, as these calls do:"""
 TEXTS = ("cast", "repr", "str", "join", "noted")
@@ -88,9 +90,15 @@ def draw(package: Path, seed: int, count: int) -> list[Mutant]:
             for change in changes(path.read_bytes())
         ]
         share = (count * (index + 1)) // len(AREAS) - (count * index) // len(AREAS)
-        chosen = sorted(random.Random(f"{seed} {area}").sample(possible, share))
+        chosen = sorted(sorted(possible, key=partial(chance, seed))[:share])
         mutants += [Mutant(len(mutants) + place + 1, area, *rest) for place, rest in enumerate(chosen)]
     return mutants
+
+
+def chance(seed: int, change: tuple[object, ...]) -> bytes:
+    """Return a number for a change that depends on what it is, so that a new line of code draws no others."""
+    path, _, _, function, _, _, before, after, turn = change
+    return hashlib.sha256(f"{seed} {path} {function} {before} {after} {turn}".encode()).digest()
 
 
 def changes(source: bytes) -> Iterator[tuple[int, int, str, int, int, str, str, int]]:
@@ -227,5 +235,9 @@ def bounds(node: ast.Slice) -> Iterator[ast.AST]:
 def calls(node: ast.Call) -> Iterator[ast.AST]:
     if called(node) in COUNTERPARTS and isinstance(node.func, ast.Name):
         yield changed(node, func=ast.Name(COUNTERPARTS[node.func.id]))
-    if len(node.args) > 1 and all(isinstance(each, (ast.Name, ast.Attribute, ast.Subscript)) for each in node.args[:2]):
+    if (
+        called(node) not in COMMUTATIVE
+        and len(node.args) > 1
+        and all(isinstance(each, (ast.Name, ast.Attribute, ast.Subscript)) for each in node.args[:2])
+    ):
         yield changed(node, args=[node.args[1], node.args[0], *node.args[2:]])
