@@ -24,7 +24,14 @@ AREAS = {
 }
 """What is mutated, in the folder mpikv."""
 
-ON_GPUS = ("transports/nccl.py", "transports/device.py", "transports/watchdog.py", "codecs/hosted.py", "located.py")
+ON_GPUS = (
+    "transports/nccl.py",
+    "transports/device.py",
+    "transports/preflight.py",
+    "transports/watchdog.py",
+    "codecs/hosted.py",
+    "located.py",
+)
 """Of these, what runs on GPUs only, or on stand-ins for them."""
 
 COMPARISONS = {

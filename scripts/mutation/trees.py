@@ -87,6 +87,8 @@ def failed(status: int, text: str) -> str:
     """Return the test that failed first, or how the session ended without one."""
     if status == 0:
         return ""
+    if "ERROR: not found" in text or "ERROR: file or directory not found" in text:
+        raise RuntimeError(f"a test that was measured is there no more, or a mutant hides it; measure again\n{text}")
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     return found[1] if found else f"the session: exit status {status}"
 
