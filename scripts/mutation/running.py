@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 
 from .drawing import Mutant
 from .measured import FAST, Measured, Test, batches, by_function
-from .trees import Tree, python_of
+from .trees import Outcome, Tree, python_of
 
 START = 90.0
 """Seconds that a session gets beside ten times what its tests take without a mutant."""
 
+LATE = re.compile("did not finish in|did not start")
+"""What is said of a test that takes too long, or a job."""
 MINUTES = 60.0
 """What the tests of a file that need processes take, in seconds, at most."""
 PROCESSES = {
@@ -66,36 +69,41 @@ def by_all(measured: Measured) -> Notice:
         processes = [Test(name, MINUTES) for name in PROCESSES.get(mutant.area, ())]
         failed = ""
         for library, ranks in (("mpich", "--ranks=1,2,4"), ("openmpi", "--ranks=3")):
-            failed = failed or session(tree, library, ["-m", "processes", ranks], files)
-            failed = failed or session(tree, library, [ranks], [*processes, *functions])
+            failed = failed or session(tree, library, ["-m", "processes", ranks], files).failed
+            failed = failed or session(tree, library, [ranks], [*processes, *functions]).failed
         return {"noticed": failed, "run": len(functions), "of": len(functions)}
 
     return notice
 
 
 def confirmed(tree: Tree, tests: Sequence[Test]) -> str:
-    """Return a test of the fast tier that fails twice, or nothing: on a busy machine one may be late once."""
-    while failed := session(tree, "mpich", FAST, tests):
-        alone = [test for test in tests if test.name == failed] or tests
-        if session(tree, "mpich", FAST, alone):
+    """Return a test of the fast tier that fails, or nothing. On a busy machine one may be late once, but not twice."""
+    while (outcome := session(tree, "mpich", FAST, tests)).failed:
+        alone = [test for test in tests if test.name == outcome.failed] or tests
+        if not LATE.search(outcome.text) or session(tree, "mpich", FAST, alone).failed:
             break
         tests = [test for test in tests if test not in alone]
-    return failed
+    return outcome.failed
 
 
-def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[Test]) -> str:
-    """Return the test that failed first, or nothing."""
+def session(tree: Tree, library: str, options: Sequence[str], tests: Sequence[Test]) -> Outcome:
+    """Return how a session with these tests ends."""
     if not tests:
-        return ""
+        return Outcome("", "")
     chosen = tree.folder.with_name("chosen")
     chosen.write_text("\n".join(test.name for test in tests))
     limit = START + 10 * sum(test.seconds for test in tests)
-    return tree.run(python_of(library), ["-x", "--tb=no", *options, f"@{chosen}"], limit, {}).failed
+    return tree.run(python_of(library), ["-x", "--tb=no", *options, f"@{chosen}"], limit, {})
 
 
 def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, jobs: int) -> None:
-    """Append a line to the results for each mutant that no tier has noticed so far; later lines hold."""
-    done = {record["mutant"] for record in read(results) if record["noticed"]}
+    """Append a line to the results for each mutant that no tier has noticed, those first that were not run; later lines
+    hold.
+    """
+    records = read(results)
+    noticed = {record["mutant"] for record in records if record["noticed"]}
+    tried = {record["mutant"] for record in records if record["tier"] == tier}
+    left = sorted((mutant for mutant in mutants if mutant.key not in noticed), key=lambda mutant: mutant.key in tried)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees: queue.Queue[Tree] = queue.Queue()
         for number in range(jobs):
@@ -112,7 +120,7 @@ def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, job
             print(f"{mutant.number} {mutant.key}\n    {record['noticed'] or 'SURVIVED'}", flush=True)
 
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(examine, (mutant for mutant in mutants if mutant.key not in done)))
+            list(pool.map(examine, left))
 
 
 def read(results: Path) -> list[dict[str, Any]]:
