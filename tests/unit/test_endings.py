@@ -1,0 +1,36 @@
+"""How a program ends that has not closed its store."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import gc
+import numpy as np
+import mpikv
+
+def bad(key, received, stored):
+    raise ValueError("bad")
+
+kv = mpikv.create()
+kv.init("w", np.zeros(2))
+kv.set_updater(bad)
+work = kv.push("w", np.ones(2), wait=False)
+"""
+LOST = """
+while not work.done:
+    pass
+del kv, work
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("program", [PROGRAM, PROGRAM + LOST], ids=["open", "lost"])
+def test_what_nobody_has_seen_is_told_and_the_exit_status_too(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "mpikv: at the end of the program: ValueError('bad'); updating key 'w'" in done.stderr
+    assert "for which nobody has waited" in done.stderr
