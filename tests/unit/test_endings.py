@@ -20,6 +20,8 @@ kv.set_updater(bad)
 work = kv.push("w", np.ones(2), wait=False)
 """
 ABANDONED = """
+while not work.done:
+    pass
 kv.abandon("another rank may wait for this one")
 """
 
