@@ -27,6 +27,10 @@ SECONDS = (3.0, 60.0)
 """How long the tests of a mutant's first session take, and those of its first two."""
 
 
+COMPILED = ("codecs/compiled.py",)
+"""What numba compiles, of which the tests of a line cannot be told."""
+
+
 @dataclass(frozen=True)
 class Test:
     """A test that passes without a mutant, and how long it takes."""
@@ -123,8 +127,8 @@ class Measured:
         """Return the tests that execute a mutant's lines and pass without it, one case of each function first."""
         lines = self._lines.get(mutant.path, {})
         numbers = {number for line in range(mutant.line, mutant.last + 1) for number in lines.get(str(line), ())}
-        # What numba compiles is not measured.
-        numbers = numbers or {number for each in lines.values() for number in each}
+        if mutant.path in COMPILED:
+            numbers = {number for each in lines.values() for number in each}
         names = [self._names[number] for number in numbers]
         functions: dict[str, list[Test]] = defaultdict(list)
         for name in names:
