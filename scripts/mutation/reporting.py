@@ -29,20 +29,17 @@ def write(mutants: Sequence[Mutant], records: Iterable[Mapping[str, Any]], page:
     reasons = json.loads(REASONS.read_text())
     text = HEAD + f"{len(run)} of {len(mutants)} drawn were run.\n\n" + table(run, found)
     left = [mutant for mutant in run if not by_tier(mutant, "fast", found)]
-    text += "\n## What the fast tier does not notice\n\n| number | place | before | after | all tests | reason |\n"
-    text += "|---|---|---|---|---|---|\n"
+    text += "\n## What the fast tier does not notice\n\nOf the tests that execute the lines, so many were run.\n\n"
+    text += "| number | place | before | after | tests | all | reason |\n|---:|---|---|---|---:|---|---|\n"
     for mutant in left:
-        noticed = found.get((mutant.key, "all"))
-        outcome = (noticed["noticed"] or "survives") if noticed else "not run"
-        cells = [
-            f"{mutant.number}",
-            f"{mutant.path}:{mutant.line} {mutant.function}",
-            mutant.before,
-            mutant.after,
-            outcome,
-        ]
-        cells = [cells[0], *(f"`{short(cell)}`" for cell in cells[1:])]
-        text += f"| {' | '.join(cells)} | {reasons.get(mutant.key, '')} |\n"
+        fast, noticed = found[mutant.key, "fast"], found.get((mutant.key, "all"))
+        place = f"{mutant.path}:{mutant.line} {mutant.function}"
+        changed = " | ".join(f"`{short(cell)}`" for cell in (place, mutant.before, mutant.after))
+        outcome = (
+            "not run" if noticed is None else f"`{short(noticed['noticed'])}`" if noticed["noticed"] else "survives"
+        )
+        reason = reasons.get(mutant.key, "not looked at yet")
+        text += f"| {mutant.number} | {changed} | {fast['run']} of {fast['of']} | {outcome} | {reason} |\n"
     page.write_text(text)
 
 
