@@ -56,6 +56,8 @@ class Tree:
                 overdue = process.poll() is None
             finally:
                 self.end(process)
+        if not overdue and process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            raise RuntimeError("a session was ended by somebody else, which says nothing of the mutant; run it again")
         text = log.read_text(errors="replace")
         return Outcome(f"not done in {limit:.0f} s" if overdue else failed(process.returncode, text), text)
 
