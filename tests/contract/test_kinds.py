@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import RowSparse, Trainer
+from mpikv import Parameter, RowSparse, Trainer
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -102,9 +102,9 @@ def test_a_checkpoint(comm: Any, folder: Path) -> None:
 
 
 def test_a_trainer(comm: Any) -> None:
-    weights = {"w": np.zeros(4)}
+    weight = Parameter(np.zeros(4))
     with mpikv.create(comm=comm) as kv:
-        trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=kv)
-        trainer.params["w"].grad[...] = kv.rank
+        trainer = Trainer({"w": weight}, "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        weight.grad = np.full(4, float(kv.rank))
         trainer.step(batch_size=1)
-        assert (weights["w"] == -sum(range(kv.size))).all()
+        assert (weight.data == -sum(range(kv.size))).all()

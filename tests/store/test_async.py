@@ -714,6 +714,7 @@ def test_an_updater_that_calls_the_store():
         assert kv.pull("w").tolist() == [0, 0]
 
 
+@pytest.mark.processes
 @SEVERAL
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_late_rank_is_named(comm, staleness):

@@ -339,6 +339,7 @@ def test_too_little_memory_for_some_of_the_buffers(comm, over):
             assert (view == 3 * kv.size).all()
 
 
+@pytest.mark.processes
 @MEMORY
 def test_arrays_that_outlive_the_store(comm, transport):
     """Whoever still looks at a value, or fills a buffer, must not be killed. Their memory is freed later."""

@@ -184,7 +184,7 @@ def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, ranks_per_host):
 @pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
 @pytest.mark.parametrize("updater", ["none", "sgd", "lamb", "callable"])
-@pytest.mark.parametrize("layout", ["in order", "in turn"])
+@pytest.mark.parametrize("layout", ["in order", pytest.param("in turn", marks=pytest.mark.processes)])
 def test_values(comm, monkeypatch, ranks_per_host, placement, updater, layout):
     """Equal to those of a store on one host, which add in another order: the numbers leave no rest."""
     if updater == "callable" and placement in ("sharded", "replicated"):

@@ -24,7 +24,8 @@ from mpikv import (
 from mpikv.exchange import Exchange
 from mpikv.testing import Recording
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+# They hold messages of real threads back.
+pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.processes]
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
 # Elements of float64 in a message of 4096 bytes.
@@ -111,7 +112,6 @@ def let_go(held, meet):
 # --- The order
 
 
-@pytest.mark.processes
 @TRANSPORTS
 @pytest.mark.feature("p3-order")
 def test_an_urgent_push_passes_the_messages_that_wait(make, meet, transport):
@@ -128,7 +128,6 @@ def test_an_urgent_push_passes_the_messages_that_wait(make, meet, transport):
         np.testing.assert_array_equal(kv.pull("late"), np.full(LATE, 2.0 * kv.size))
 
 
-@pytest.mark.processes
 @pytest.mark.feature("p3-order")
 def test_calls_of_equal_or_less_urgency_wait(make, meet):
     kv, held = make()
@@ -143,7 +142,6 @@ def test_calls_of_equal_or_less_urgency_wait(make, meet):
         assert held.sums == [MESSAGE] * 4 + [LATE, LATE]
 
 
-@pytest.mark.processes
 @TRANSPORTS
 @pytest.mark.feature("p3-order")
 def test_no_call_passes_one_of_its_own_keys(make, meet, transport):
@@ -167,7 +165,6 @@ def test_no_call_passes_one_of_its_own_keys(make, meet, transport):
         np.testing.assert_array_equal(kv.pull("late"), np.full(LATE, 3.0 * kv.size))
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("most", "expected"), [(1, "aaaacbb"), (2, "aabbcaa"), (16, "aabcbaa")])
 @pytest.mark.feature("p3-order")
 def test_a_call_that_has_passed_is_passed_in_turn(make, meet, monkeypatch, most, expected):
@@ -251,7 +248,6 @@ UPDATERS = {
 }
 
 
-@pytest.mark.processes
 @pytest.mark.feature("p3-values")
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("updater", UPDATERS)

@@ -82,6 +82,7 @@ def test_ten_thousand_keys(transport):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(2)
 @pytest.mark.deadline(120)
 def test_more_elements_than_fit_into_32_bits(ranks):

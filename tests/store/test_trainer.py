@@ -235,6 +235,7 @@ def test_where_updates_are_made(comm, monkeypatch, wanted, variable, expected):
         assert (kv.optimizer is trainer.optimizer) is expected
 
 
+@pytest.mark.processes
 @pytest.mark.feature("variables-update-on-kvstore")
 def test_a_bad_variable_on_one_rank(comm, monkeypatch):
     kv, trainer, _ = start(comm)

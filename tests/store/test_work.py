@@ -37,7 +37,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi"])
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "mpikv"]
+    return {thread for thread in threading.enumerate() if thread.name == "mpikv"}
 
 
 @ALL
@@ -74,6 +74,7 @@ def test_the_same_as_waiting_for_each_call(transport, seed):
             np.testing.assert_array_equal(kv.pull(key), last)
 
 
+@pytest.mark.processes
 @ALL
 @TRANSPORTS
 @pytest.mark.feature("priority")
@@ -273,6 +274,7 @@ def test_what_an_updater_raises_in_the_thread_reaches_every_rank():
         np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))
 
 
+@pytest.mark.processes
 @ALL
 def test_a_short_wait_ends_and_the_call_goes_on():
     released = threading.Event()
@@ -353,6 +355,7 @@ def test_a_rank_that_does_not_come_ends_the_store(comm, transport):
             kv.push("w", np.ones(2), wait=False)
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(3)
 @pytest.mark.deadline(30)
 @TRANSPORTS
@@ -378,6 +381,7 @@ def test_ranks_that_wait_in_their_thread_are_not_named_as_late(comm, transport):
     kv.abandon("it has stalled")
 
 
+@pytest.mark.processes
 @pytest.mark.ranks(3)
 @pytest.mark.deadline(30)
 @TRANSPORTS
@@ -399,6 +403,7 @@ def test_a_late_rank_is_named_after_calls_aside(comm, transport):
 
 @ALL
 def test_closing_waits_closes_and_then_raises():
+    before = threads()
     kv = mpikv.create(timeout=20)
     kv.init("w", np.zeros(2))
     work = kv.push("w", np.ones(3), wait=False)
@@ -408,23 +413,25 @@ def test_closing_waits_closes_and_then_raises():
     with pytest.raises(Closed):
         kv.pull("w")
     kv.close()
-    wait_for_threads()
+    wait_for_threads(before)
 
 
+@pytest.mark.processes
 @ALL
 def test_stores_that_always_wait_have_no_thread():
+    before = threads()
     with mpikv.create(timeout=20) as kv:
         kv.init("w", np.zeros(2))
         kv.pushpull("w", np.ones(2))
-        assert threads() == []
+        assert threads() == before
         kv.push("w", np.ones(2), wait=False).wait()
-        assert len(threads()) == 1
-    wait_for_threads()
+        assert len(threads() - before) == 1
+    wait_for_threads(before)
 
 
-def wait_for_threads():
+def wait_for_threads(before):
     deadline = time.monotonic() + 10
-    while threads():
+    while threads() - before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -221,6 +221,7 @@ def test_a_full_disk(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.deadline(60)
 def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
     script = tmp_path / "train.py"

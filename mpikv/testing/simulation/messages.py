@@ -74,7 +74,10 @@ class Window:
     """Memory that the ranks of a communicator share."""
 
     def __init__(self, memory: Array) -> None:
-        self._memory = memory
+        self._memory: Array | None = memory
+
+    def __bool__(self) -> bool:
+        return self._memory is not None
 
     def Shared_query(self, rank: int) -> tuple[Array, int]:
         return self._memory, 1
@@ -89,13 +92,13 @@ class Window:
         pass
 
     def Free(self) -> None:
-        pass
+        self._memory = None
 
     @staticmethod
     def Allocate_shared(nbytes: int, unit: int, comm: Communicator) -> Window:
         def make(given: list[Any]) -> list[Any]:
             memory = np.zeros(sum(given), np.uint8)
-            return [Window(memory)] * len(given)
+            return [Window(memory) for _ in given]
 
         window: Window = comm.together("Win.Allocate_shared", nbytes, make)
         return window
