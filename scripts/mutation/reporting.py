@@ -29,6 +29,8 @@ def write(mutants: Sequence[Mutant], records: Iterable[Mapping[str, Any]], page:
     reasons = json.loads(REASONS.read_text())
     text = HEAD + f"{len(run)} of {len(mutants)} drawn were run.\n\n" + table(run, found)
     left = [mutant for mutant in run if not by_tier(mutant, "fast", found)]
+    tried = sum((mutant.key, "all") in found for mutant in left)
+    text += f"\nThe rest of all tests was run on {tried} of the {len(left)} that the fast tier does not notice.\n"
     text += "\n## What the fast tier does not notice\n\nOf the tests that execute the lines, so many were run.\n\n"
     text += "| number | place | before | after | tests | all | reason |\n|---:|---|---|---|---:|---|---|\n"
     for mutant in left:
