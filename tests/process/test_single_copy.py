@@ -186,23 +186,6 @@ def test_calls_that_nobody_waits_for(kv):
         np.testing.assert_array_equal(kv.pull(key), total(kv, key))
 
 
-def test_what_a_rank_may_not_read_is_not_lent(comm, monkeypatch):
-    """All ranks know."""
-    read = Attached.read
-
-    def refuse(attached, place, address, into):
-        if comm.rank == comm.size - 1:
-            raise TransportError("forbidden")
-        read(attached, place, address, into)
-
-    monkeypatch.setattr(Attached, "read", refuse)
-    with mpikv.create("dist_sync", comm=comm) as kv:
-        assert not kv._exchange.transport.lends
-        kv.init("w", np.zeros(SIZE))
-        kv.push("w", given(kv.rank))
-        np.testing.assert_array_equal(kv.pull("w"), total(kv))
-
-
 def test_another_process_of_the_same_number(comm, monkeypatch):
     """What can be read must be what was to be found."""
     group = Group(comm)

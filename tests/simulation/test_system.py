@@ -48,6 +48,34 @@ def test_a_late_rank_is_waited_for_until_the_deadline(caplog: pytest.LogCaptureF
     assert "rank 0 has waited 5.0 s" in caplog.text
 
 
+def test_a_late_rank_of_another_host_is_named_by_its_neighbours(caplog: pytest.LogCaptureFixture) -> None:
+    def program(comm: Any) -> None:
+        with mpikv.create(comm=comm, timeout=100.0) as kv:
+            if kv.rank == 3:
+                time.sleep(30.0)
+            kv.barrier()
+
+    cluster(4, hosts=2).run(program)
+    said = [text for text in caplog.messages if text.startswith("rank 0 has waited 5.")]
+    assert len(said) == 1
+    assert "barrier(): rank 3 has made no call yet" in said[0]
+    assert "nobody on host" not in caplog.text
+
+
+def test_a_late_rank_is_told_with_the_last_call_that_it_made_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def program(comm: Any) -> None:
+        with mpikv.create("dist_async", comm=comm, timeout=100.0) as kv:
+            kv.init("w", np.zeros(3))
+            kv.set_optimizer("sgd", learning_rate=1.0)
+            if kv.rank == 1:
+                kv.push("w", np.ones(3))
+                time.sleep(30.0)
+            kv.barrier()
+
+    cluster(2).run(program)
+    assert "barrier(): rank 1 began call #4 push last" in caplog.text
+
+
 def test_all_clocks_go_together() -> None:
     def program(comm: Any) -> list[float]:
         clocks = [time.time, time.monotonic, time.perf_counter]

@@ -293,6 +293,19 @@ def test_changes_that_a_cast_cannot_say(comm, transport, name, placement, assign
             assert everyone == [everyone[0]] * kv.size
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_change_that_one_of_several_owners_cannot_say(comm, transport, place):
+    """The elements of a message are divided among the ranks, and one of them is too large for it."""
+    options = {"comm": comm, "transport": transport, "placement": "sharded", "bucket_bytes": 1 << 14}
+    with mpikv.create(**options, compression=both("fp16")) as kv:
+        kv.init("w", np.zeros(1 << 12, F32))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        mine = np.ones(1 << 12, F32)
+        mine[place] = 60_000
+        kv.push("w", mine)
+        np.testing.assert_array_equal(kv.pull("w"), -kv.size * mine)
+
+
 @pytest.mark.parametrize("name", CASTS)
 def test_a_run_goes_on_as_the_one_that_loads_its_file(comm, transport, name, folder):
     """The gradient depends on what is pulled, so that all that ranks hold counts."""

@@ -311,6 +311,17 @@ def halve(key, given, stored):
     stored += given / 2
 
 
+def test_an_optimizer_that_was_changed_to_keep_more(comm, folder):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.zeros(3))
+        kv.set_optimizer("sgd", learning_rate=0.5)
+        kv.optimizer.momentum = 0.5
+        for save in (kv.save, kv.save_optimizer_states):
+            with pytest.raises(ConfigError, match=r"was changed to keep .* call set_optimizer again"):
+                save(folder / "checkpoint")
+        assert list(folder.iterdir()) == []
+
+
 def test_an_updater_function_has_to_be_given(comm, folder):
     with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
         kv.init("w", np.zeros(3))

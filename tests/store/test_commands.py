@@ -107,3 +107,9 @@ def test_ranks_that_have_ended_are_counted(kv):
     assert kv.num_dead_node() == 0
     kv.close()
     assert kv.num_dead_node() == 0
+
+
+def test_no_rank_has_ended(kv):
+    assert kv.num_dead_node() == 0
+    kv.close()
+    assert kv.num_dead_node() == 0

@@ -542,3 +542,13 @@ def test_a_store_that_ended_in_the_block(comm, transport):
 
     with pytest.raises(Closed, match="the store ended in an earlier call"):
         in_block(kv, work)
+
+
+@SEVERAL
+def test_ranks_without_work_count_the_calls_of_the_others(kv, comm):
+    """By their numbers a rank that waits tells who is late."""
+    kv.init("w", np.zeros(3))
+    with kv.join():
+        for _ in range(kv.rank):
+            kv.push("w", np.ones(3))
+    assert len(set(comm.allgather(kv._agreement.calls))) == 1

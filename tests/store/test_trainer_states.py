@@ -373,6 +373,15 @@ def test_a_file_that_rank_0_cannot_write(comm, folder):
 
 @pytest.mark.processes
 def test_a_full_disk_leaves_the_file_that_was_there(comm, folder, monkeypatch):
+    check_a_full_disk(comm, folder, monkeypatch)
+
+
+@pytest.mark.ranks(1)
+def test_a_full_disk_of_one_process(comm, folder, monkeypatch):
+    check_a_full_disk(comm, folder, monkeypatch)
+
+
+def check_a_full_disk(comm, folder, monkeypatch):
     kv, trainer = trainer_on(comm, False, weights())
     with kv:
         train(trainer, 0, 1)

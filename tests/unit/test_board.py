@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 
 import numpy as np
+import pytest
 
-from mpikv.board import _answer_questions, _ask, _frames
+from mpikv import board
+from mpikv.board import _answer, _answer_questions, _ask, _frames, _is_in_use
 
 FRAMES = """  File "train.py", line 7 in evaluate
   File "train.py", line 22 in <module>
@@ -52,3 +55,20 @@ def test_only_the_thread_that_makes_the_calls_answers() -> None:
     assert _ask(told) == []  # that thread is no more
     told["thread"] = os.getpid()
     assert "test_only_the_thread_that_makes_the_calls_answers" in [function for _, _, function in _ask(told)]
+
+
+def test_a_process_that_answers_nothing_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(board, "_signal", lambda pid, thread: None)
+    with (tmp_path / "answers").open("w+") as answers:
+        assert _answer(0, 0, answers) == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGWINCH, signal.SIGXFSZ, signal.SIGRTMAX])
+def test_a_signal_that_is_ignored_is_in_use(number: int) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert _is_in_use(number)
+        signal.signal(number, signal.SIG_DFL)
+        assert not _is_in_use(number)
+    finally:
+        signal.signal(number, before)

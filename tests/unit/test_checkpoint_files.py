@@ -310,6 +310,7 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (change("keys", 0, "dtype", to="O"), "unknown dtype 'O'"),
         (change("keys", 0, "dtype", to=["float64"]), "a place of another type"),
         (change("keys", 0, "shape", to=[2, -3]), "-3 is no length"),
+        (change("keys", 0, "shape", to=[2, -1]), "-1 is no length"),
         (change("keys", 0, "shape", to=[1 << 70]), "is no length"),
         (change("keys", 0, "shape", to=[1 << 40, 1 << 40]), "that no array has"),
         (change("keys", 0, "shape", to=[1 << 40, 1 << 40, 0]), "that no array has"),

@@ -143,6 +143,16 @@ def test_parts_are_what_a_rank_owns(name, size):
         assert (counts == (size if name == "replicated" else 1)).all(), key
 
 
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("elements", [1, 1000, 4096])
+def test_shards_are_of_one_size(size, elements):
+    """But for the last ones, and begin where no two ranks write to one line of a cache."""
+    counts = Sharded(Seat(0, size)).share(0, elements, (0, elements), 0).counts
+    assert sum(counts) == elements
+    assert max(counts) < elements / size + 64
+    assert all(edge % 64 == 0 for edge in np.cumsum(counts) if edge < elements)
+
+
 @pytest.mark.parametrize("name", ["root", "owners", "replicated"])
 def test_whole_sums(name):
     """A key's owner has its sum in one piece; no other rank has a sum, not even of memory that nobody wrote."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv import RowSparse, ValueMismatch
+from mpikv.rowarguments import asks_rows
 from mpikv.rowsparse import merged_rows
 
 
@@ -169,3 +170,11 @@ def test_what_was_checked_stays_so():
         rows.indices[0] = 99
     rows.values[:] = 2
     np.testing.assert_array_equal(rows.to_dense()[1], [2, 2, 2])
+
+
+def test_what_asks_for_rows():
+    rows, whole = RowSparse([0], np.ones((1, 2)), (3, 2)), np.zeros((3, 2))
+    for out in (rows, [rows], [whole, rows], [[whole], [whole, rows]], {"a": whole, "b": rows}):
+        assert asks_rows(out)
+    for out in (None, whole, [whole], [[whole], [whole, whole]], {"a": whole}, []):
+        assert not asks_rows(out)

@@ -1,4 +1,4 @@
-"""Waiting for readers of a pipe."""
+"""Waiting for ranks, and for readers of a pipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpikv.waiting import until_read
+from mpikv.errors import Stalled
+from mpikv.testing import cluster
+from mpikv.waiting import Waiting, until_read
 
 
 @pytest.fixture
@@ -50,3 +52,15 @@ def test_files_are_not_waited_for() -> None:
         file.write(b"all of it")
         file.flush()
         until_read([file.fileno()], 1e9)
+
+
+def test_a_warning_comes_once_and_before_the_deadline() -> None:
+    warnings = []
+
+    def wait(comm: object) -> None:
+        waiting = Waiting(60.0, 10.0).warning(lambda waited, missing: warnings.append((round(waited), *missing)))
+        with pytest.raises(Stalled, match=r"^waited 60.0 s for ranks \[1\]"):
+            waiting.until(lambda: False, lambda: (1,))
+
+    cluster(1).run(wait)
+    assert warnings == [(10, 1)]

@@ -1,0 +1,1 @@
+"""Plants single faults in mpikv and notes which tier of the tests notices each: see scripts/mutants."""

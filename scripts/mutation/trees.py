@@ -1,0 +1,100 @@
+"""Copies of the tree in which tests run, and sessions of pytest in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .drawing import Mutant
+
+ROOT = Path(__file__).parents[2]
+END = 20.0
+"""Seconds that a session gets to end its jobs when its time is up."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a session of pytest ended: what failed first, nothing when all passed."""
+
+    failed: str
+    text: str
+
+
+class Tree:
+    """A copy of all files that git knows, and a folder for what its tests leave behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tree"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+        for name in names.decode().split("\0")[:-1]:
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+
+    def run(self, python: Path, arguments: Sequence[str], limit: float, more: Mapping[str, str]) -> Outcome:
+        """Run pytest in the copy; a session that takes longer than the limit, in seconds, fails."""
+        paths = [str(self.folder), *filter(None, [more.get("PYTHONPATH")])]
+        environment = os.environ | dict(more) | {"PYTHONPATH": ":".join(paths), "TMPDIR": str(self.temporary)}
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        log = self.temporary.with_name("log")
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(limit)
+                overdue = process.poll() is None
+            finally:
+                self.end(process)
+        if not overdue and process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            raise RuntimeError("a session was ended by somebody else, which says nothing of the mutant; run it again")
+        text = log.read_text(errors="replace")
+        return Outcome(f"not done in {limit:.0f} s" if overdue else failed(process.returncode, text), text)
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """End a session, and what it left running."""
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END)
+        mark = f"TMPDIR={self.temporary}".encode()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            # Processes end meanwhile, and others belong to other users.
+            with suppress(OSError):
+                if mark in environment.read_bytes():
+                    os.kill(int(environment.parent.name), signal.SIGKILL)
+        process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+
+    def plant(self, mutant: Mutant) -> None:
+        path = self.folder / "mpikv" / mutant.path
+        path.write_bytes(mutant.applied((ROOT / "mpikv" / mutant.path).read_bytes()))
+
+    def restore(self, mutant: Mutant) -> None:
+        # With its time, for the compiled module beside it to be taken again.
+        shutil.copy2(ROOT / "mpikv" / mutant.path, self.folder / "mpikv" / mutant.path)
+
+
+def failed(status: int, text: str) -> str:
+    """Return the test that failed first, or how the session ended without one."""
+    if status == 0:
+        return ""
+    if "ERROR: not found" in text or "ERROR: file or directory not found" in text:
+        raise RuntimeError(f"a test that was measured is there no more, or a mutant hides it; measure again\n{text}")
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
+    return found[1] if found else f"the session: exit status {status}"
+
+
+def python_of(library: str) -> Path:
+    """Return the Python of the environment that scripts/test makes for an MPI library."""
+    return ROOT / f".venv-{library}" / "bin" / "python"
