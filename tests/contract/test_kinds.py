@@ -25,6 +25,7 @@ def sums(kv: Any) -> None:
         kv.pull(["v", "w"], out=list(outs))
         assert (outs[0] == -0.5 * turn * kv.size).all()
         assert (outs[1] == -0.25 * turn * kv.size * (kv.size - 1)).all()
+        kv.barrier()  # after which one of the next turn may come
 
 
 def calls_aside(kv: Any) -> None:
