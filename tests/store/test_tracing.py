@@ -14,7 +14,8 @@ from mpikv import ConfigError, KeyNotInitialized, PeerFailed
 from mpikv.__main__ import main
 from mpikv.tracing import SUFFIX, Tracer, find_tracer
 
-pytestmark = pytest.mark.ranks(1, 2, 3)
+# A process has one file for each folder.
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.processes]
 
 LATE = 0.3
 
@@ -60,7 +61,6 @@ def spans(events):
     return found
 
 
-@pytest.mark.processes
 @pytest.mark.feature("profiler-trace")
 def test_calls_of_all_ranks_are_there_and_nest(comm, folder, capsys):
     with mpikv.create(comm=comm, timeout=10) as kv:
@@ -151,7 +151,6 @@ def test_one_rank_may_trace_alone(comm, folder, monkeypatch):
     assert {event["pid"] for event in traced(comm, folder)} == {0}
 
 
-@pytest.mark.processes
 def test_a_directory_that_cannot_be_made_on_one_rank(comm, folder, monkeypatch):
     if comm is None or comm.rank == 0:
         (folder / "file").touch()
@@ -204,7 +203,6 @@ def test_a_process_that_made_no_store(folder, capsys):
     assert "2 events of 1 ranks" in capsys.readouterr().out
 
 
-@pytest.mark.processes
 def test_a_line_that_was_written_in_part_ends_the_trace(comm, folder, monkeypatch, caplog):
     """What comes after it, when the disk has space again, would be on the same line."""
     with mpikv.create(comm=comm, timeout=10) as kv:
