@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import runpy
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ from chaos_growth import Resources  # noqa: E402
 pytestmark = pytest.mark.deadline(300)
 SIMULATED = [name for name, fault in FAULTS.items() if simulated(fault)]
 SAVES = ["table", "--only", "SIGKILL in a save", "--ranks", "2", "--transports", "shm"]
+
+
+@pytest.fixture(autouse=True)
+def kept_level() -> Iterator[None]:
+    """Simulated ranks of this process leave the level of its log as they need it."""
+    log = logging.getLogger("mpikv")
+    before = log.level
+    yield
+    log.setLevel(before)
+
 
 LOSSY = """
 import numpy as np
