@@ -37,6 +37,9 @@ FLOATS = available()
 CAST = [np.dtype(name) for name in DTYPES if name != "bfloat16"]
 CAST += [dtype for dtype in FLOATS if dtype.name == "bfloat16"]
 
+# The first of them compiles the kernels.
+pytestmark = pytest.mark.deadline(60)
+
 
 @pytest.fixture(scope="module")
 def on_host(tmp_path_factory):

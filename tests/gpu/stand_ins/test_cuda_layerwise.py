@@ -22,6 +22,9 @@ from mpikv.typing import Whole
 
 FLOATS = available()
 
+# The first of them compiles the kernels.
+pytestmark = pytest.mark.deadline(60)
+
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):

@@ -25,6 +25,9 @@ SIZES = st.one_of(
     st.sampled_from([7, 8, 9, 127, 128, 129, 135, 136, 1000, CELL - 1, CELL, CELL + 1, 2 * CELL + 128]),
 )
 
+# The first of them compiles the kernels.
+pytestmark = pytest.mark.deadline(60)
+
 
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory):
