@@ -168,6 +168,10 @@ def _rise(error: BaseException) -> NoReturn:
     raise error
 
 
+def _raise_planted(trial: Any) -> NoReturn:
+    raise ValueError("planted")
+
+
 def _refused(name: str, usual: Call, odd: Call, words: str, **rest: Any) -> Mistake:
     """Return a mistake that the culprit's own rank finds in what it is given."""
     return Mistake(name, usual, odd, words, ValueMismatch, PeerFailed, **rest)
@@ -536,11 +540,10 @@ def _stay_away(rank: int, at: int) -> Fault:
 
 _KILL, _STOP = _signal(signal.SIGKILL), _signal(signal.SIGSTOP)
 _CLOSE = either(r"close\(\)", r"push\('a'\)")
-_PLANTED = lambda trial: _rise(ValueError("planted"))  # noqa: E731
 
 ENDS = (
-    End("exception", _PLANTED, "death", r"ValueError: planted"),
-    End("exception before create", _PLANTED, "death", "planted", "create"),
+    End("exception", _raise_planted, "death", r"ValueError: planted"),
+    End("exception before create", _raise_planted, "death", "planted", "create"),
     End("sys.exit(0) early", lambda t: sys.exit(0), "death", _CLOSE),
     End("sys.exit(3) early", lambda t: sys.exit(3), "death", "status 3"),
     End("os._exit(0) early", lambda t: os._exit(0), "death"),
