@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from support.launching import abandoned, launch, processes_in, remove_abandoned, shared_memory
+from support.launching import Job, abandoned, launch, processes_in, remove_abandoned, shared_memory
 
 from mpikv.cli.launchers import clean
 
@@ -294,6 +295,22 @@ def test_a_report_tells_what_happened(session: Session, test: str, words: list[s
 def test_a_job_that_does_not_start_is_started_once(session: Session) -> None:
     assert "no module here" in session.texts["test_never_starts[1-ranks=4]"]
     assert "not run" in session.texts["test_never_starts[2-ranks=4]"]
+
+
+class OverlookingJob(Job):
+    """A job whose launcher, as MPICH's at times, waits on although rank 1 was killed."""
+
+    def command(self, python: list[str]) -> tuple[Sequence[str], dict[str, str]]:
+        start = json.dumps(["start", "a test", 0, None])
+        script = f"""cd '{self.folder}'; echo '{start}' >0.jsonl; echo "1 137" >ended; exec sleep 1000"""
+        return ["sh", "-c", script], clean(os.environ)
+
+
+def test_a_dead_rank_ends_a_job_that_its_launcher_does_not_end(request: pytest.FixtureRequest) -> None:
+    job = OverlookingJob(request.config, 2, [request.node])
+    failed = job.follow(request.node)[0]
+    assert "rank 1: signal 9" in failed.longreprtext
+    assert job.process.poll() is not None
 
 
 def test_a_deadline_holds_without_a_job_too(session: Session) -> None:

@@ -344,17 +344,21 @@ class Job:
         """Wait until the condition holds, the job ended or time is up; return whether the condition holds."""
         limit = time.monotonic() + seconds
         while True:
-            ended = self.process.poll() is not None
+            ended = self.has_ended()
             self.read()
             if condition() or ended or time.monotonic() > limit:
                 return condition()
             time.sleep(0.005)
 
+    def has_ended(self) -> bool:
+        """Return whether the launcher or a rank ended. MPICH's launcher overlooks one dead rank in a hundred."""
+        return self.process.poll() is not None or bool(self.casualty())
+
     def follow(self, item: pytest.Item) -> list[pytest.TestReport]:
         """Wait for the outcome of a test and return its reports. A test that fails ends the job."""
         test, config = item.nodeid, item.config
         if not self.begun and not self.wait(START, lambda: any(rank.started for rank in self.ranks)):
-            state = "ended" if self.process.poll() is not None else f"did not start a test in {START:g} s"
+            state = "ended" if self.has_ended() else f"did not start a test in {START:g} s"
             message = f"the job {state}\n{self.output()}\n{self.stacks(test)}"
             self.end()
             return failure(item, message)
@@ -366,10 +370,10 @@ class Job:
             return self.failure_of_ranks(item)
         if self.all_finished(test):
             return self.success_of_ranks(config, test)
-        if self.process.poll() is None:
-            message = f"did not finish in {deadline_of(item):g} s\n{self.fates(test)}\n{self.stacks(test)}"
+        if self.has_ended():
+            message = f"{self.cause()}\n{self.fates(test)}\n{self.output()}"
         else:
-            message = f"{self.casualty()}\n{self.fates(test)}\n{self.output()}"
+            message = f"did not finish in {deadline_of(item):g} s\n{self.fates(test)}\n{self.stacks(test)}"
         self.end()
         return failure(item, message)
 
@@ -402,14 +406,18 @@ class Job:
         texts = [path.read_text(errors="replace") for path in paths]
         return "\n".join(line for text in texts for line in text.splitlines()[-40:] if line.strip())
 
+    def cause(self) -> str:
+        """Tell what ended the job."""
+        return self.casualty() or f"the launcher ended with exit status {self.process.returncode}"
+
     def casualty(self) -> str:
-        """Tell which rank ended first, and how."""
+        """Tell which rank failed first, and how; nothing when none did."""
         ended = self.folder / "ended"
         for line in ended.read_text().splitlines() if ended.exists() else []:
             rank, code = line.split()
             if code != "0":
                 return f"rank {rank}: {f'signal {int(code) - 128}' if int(code) > 128 else f'exit status {code}'}"
-        return f"the launcher ended with exit status {self.process.returncode}"
+        return ""
 
     def stacks(self, test: str) -> str:
         """Return where each rank is that has not finished."""
@@ -427,16 +435,12 @@ class Job:
 
     def finish(self) -> str:
         """Wait until the job ends by itself, after its last test; return what went wrong, or nothing."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(FINISH)
-        self.read()
-        code = self.process.poll()
-        late = [number for number, rank in enumerate(self.ranks) if not rank.done]
+        ended = self.wait(FINISH, self.has_ended)
         problem = ""
-        if code is None:
+        if not ended:
             problem = f"the job did not end within {FINISH:g} s of its last test"
-        elif code or late:
-            problem = f"all tests ended, but then {self.casualty()}\n{self.output()}"
+        elif self.process.poll() != 0 or not all(rank.done for rank in self.ranks):
+            problem = f"all tests ended, but then {self.cause()}\n{self.output()}"
         self.end()
         return problem
 
@@ -461,7 +465,7 @@ class SimulatedJob(Job):
         script = str(Path(__file__).with_name("simulated.py"))
         return [sys.executable, script, str(self.size), *python[2:]], clean(os.environ)
 
-    def casualty(self) -> str:
+    def cause(self) -> str:
         return f"the simulation ended with exit status {self.process.returncode}"
 
     def stacks(self, test: str) -> str:
