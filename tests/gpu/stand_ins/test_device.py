@@ -155,7 +155,7 @@ def call(kv: KVStore, verb: str, keys: list[str], values: list[Any], outs: list[
     return []
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", ["O", "U1", "longdouble", "M8[s]"])
 def test_host_arrays_of_a_dtype_that_cannot_be_stored(comm, dtype):
     with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
@@ -181,7 +181,7 @@ def test_a_lack_of_memory_is_told_with_the_call(comm):
             kv.init("x", value)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 def test_a_lack_of_memory_for_messages_names_their_size(comm):
     gpu = FakeGpu(comm.rank)
     gpu.spare = 3
@@ -336,7 +336,7 @@ def test_who_expects_a_gpu_is_told_that_there_is_none(comm: Any, why: str, gpus:
     assert said.levelname == ("WARNING" if warns else "INFO")
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_no_gpu_has_kernels_of_numba(comm: Any, gpus: Any, monkeypatch) -> None:
     gpus(comm.rank if comm else 0)
     with pytest.raises(Unsupported, match=r"create: kernels='numba' is for stores on the host"):

@@ -278,7 +278,7 @@ def test_rows_of_a_gpu_without_a_store() -> None:
         RowSparse([0], FakeGpu().upload(np.ones((1, 2))), (6, 2))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_rows_of_a_gpu_and_a_store_on_the_host(
     filled: KVStore, gpu: FakeGpu, comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,7 +464,7 @@ def test_a_kernel_that_cannot_be_compiled_on_one_rank(
     assert "new" not in filled
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_the_launches_of_a_push(comm: Any, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """One packs all that goes out, one adds what came from a rank, one updates, and numbers come thrice at most."""
     with store_on(gpu, comm, bucket_bytes=1 << 14) as kv:

@@ -101,7 +101,7 @@ def call(kv: Any, verb: str, keys: list[str], arrays: list[Any]) -> Any:
     return None
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_forms_and_casts(comm: Any, gpu: Any) -> None:
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", gpu.upload(np.zeros((2, 3))))
@@ -116,7 +116,7 @@ def test_forms_and_casts(comm: Any, gpu: Any) -> None:
             kv.push("w", gpu.upload(np.ones((2, 3), np.int64)))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_other_stores(comm: Any, gpu: Any) -> None:
     with mpikv.create("dist_async", comm=comm, staleness=0) as kv:
         kv.init("w", np.zeros(3))
@@ -137,7 +137,7 @@ def test_other_stores(comm: Any, gpu: Any) -> None:
         np.testing.assert_array_equal(array.get(), np.full(3, kv.size))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_it_is_said_once(comm: Any, gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", np.zeros(3))
@@ -169,7 +169,7 @@ def test_a_call_that_is_not_made_fills_nothing(comm: Any, gpu: Any) -> None:
         assert not kv._transport.memory.orders
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_compiled_call_that_is_not_made_yet_fills_nothing(comm: Any, gpu: Any) -> None:
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", np.zeros(3))
@@ -183,7 +183,7 @@ def test_a_compiled_call_that_is_not_made_yet_fills_nothing(comm: Any, gpu: Any)
         np.testing.assert_array_equal(given.get(), np.full(3, kv.size))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_an_updater_that_raises_fills_nothing(comm: Any, gpu: Any) -> None:
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", np.ones(3))
@@ -194,7 +194,7 @@ def test_an_updater_that_raises_fills_nothing(comm: Any, gpu: Any) -> None:
         np.testing.assert_array_equal(array.get(), np.full(3, 7.0))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_calls_that_nobody_waits_for(comm: Any, gpu: Any) -> None:
     with mpikv.create("dist_sync", comm=comm) as kv:
         if not kv._group.threads:

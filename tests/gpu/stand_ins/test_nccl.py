@@ -141,14 +141,14 @@ def in_call() -> bool:
     return sys._getframe(2).f_code.co_name == "in_order"
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_streams_of_a_program_and_of_a_store_are_in_order(comm):
     group = Group(comm)
     exercise(group, faked(group))
     group.close()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("store", [True, False], ids=["of the store", "of the caller"])
 @pytest.mark.parametrize("what", ["wait", "record"])
 def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
@@ -160,7 +160,7 @@ def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
     group.close()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_the_checker_finds_arrays_that_are_not_kept(comm, monkeypatch):
     group = Group(comm)
     monkeypatch.setattr(DeviceMemory, "_keep", lambda *_: None)
@@ -332,7 +332,7 @@ def test_work_that_goes_on_is_no_failure(group, nccl):
     assert nccl.communicators[0].state == "destroyed"
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_work_without_an_end_mark_is_given_up(group, nccl, monkeypatch):
     """Or the test before this one would prove nothing."""
     transport = joined(group, nccl, timeout=TIMEOUT)
@@ -414,7 +414,7 @@ def test_no_thread_can_be_started_at_the_end_of_a_process(group, nccl, monkeypat
     assert "the store ended" in str(failure_of(transport))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_nobody_looks_where_nothing_is_in_flight(group, nccl):
     transport = joined(group, nccl)
     push(transport)
@@ -436,7 +436,7 @@ def wait_until(ready: Callable[[], bool]) -> None:
     Waiting(10.0).until(ready, tuple)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_communicator_is_never_collected_as_garbage(group, nccl):
     """Which would wait for the other ranks, wherever they are."""
     transport = joined(group, nccl)
@@ -540,7 +540,7 @@ def test_a_rank_that_fails_at_once_says_of_what(group, nccl):
         joined(group, nccl, timeout=TIMEOUT)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_nobody_asks_a_communicator_that_comes_to_its_end(group, nccl, monkeypatch, end):
     inside, seen = set[int](), list[bool]()
@@ -570,7 +570,7 @@ def test_nobody_asks_a_communicator_that_comes_to_its_end(group, nccl, monkeypat
     assert seen == [False]
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_call_in_nccl_does_not_hold_up_who_looks_on(group, nccl):
     transport = joined(group, nccl)
     nccl.asynchronous = 1
@@ -581,7 +581,7 @@ def test_a_call_in_nccl_does_not_hold_up_who_looks_on(group, nccl):
     transport.abandon()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_closed_transport_keeps_no_memory(group, nccl):
     transport = joined(group, nccl)
     outbox = weakref.ref(transport.outboxes[0]._block)
@@ -590,7 +590,7 @@ def test_a_closed_transport_keeps_no_memory(group, nccl):
     assert outbox() is None
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_gpu_that_failed_is_closed(group, nccl, monkeypatch, caplog):
     transport = joined(group, nccl, timeout=TIMEOUT)
 
@@ -616,7 +616,7 @@ def test_a_rank_that_does_not_come_to_the_end_is_not_waited_for(group, nccl, cap
     assert nccl.communicators[0].state == "aborted"
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_an_abandoned_transport_leaves_nothing_in_flight(group, nccl):
     transport = joined(group, nccl)
     nccl.stick_at.add(FIRST)

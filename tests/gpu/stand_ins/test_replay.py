@@ -281,7 +281,7 @@ def test_bad_arguments_are_refused_when_it_is_compiled(comm: Any) -> None:
             step()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_what_a_host_pushes(comm: Any) -> None:
     """Rows, compressed gradients and updaters are those of any push."""
     with mpikv.create("dist_sync", comm=comm) as kv:
@@ -374,7 +374,7 @@ def test_ranks_that_know_something_else(comm: Any) -> None:
     both.close()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_without_comparing_calls(comm: Any) -> None:
     both = Both(comm, 18, SHAPES, check=False)
     both.set_optimizer(UPDATERS["adam of keys"])
@@ -507,7 +507,7 @@ def test_changes_are_heeded(comm: Any, change: str, placement: str) -> None:
     both.close()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
     """At once, not at the next call."""
     both = Both(comm, 19, SHAPES)
@@ -527,7 +527,7 @@ def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
     both.close()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_checkpoint_that_is_loaded(comm: Any, folder: Any) -> None:
     both = Both(comm, 9, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
@@ -632,7 +632,7 @@ def test_graphs_end_before_what_they_use(comm: Any, end: str) -> None:
     assert end == "collected" or graph.closed
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monkeypatch: Any, end: str) -> None:
     both = Both(comm, 14, SHAPES)
@@ -671,7 +671,7 @@ def test_a_replay_that_never_ends_is_given_up(comm: Any) -> None:
     gpu.checker.assert_clean()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("status", [1, 6])
 def test_nccl_fails_while_it_is_recorded(comm: Any, status: int) -> None:
     gpu = FakeGpu(comm.rank)
@@ -717,7 +717,7 @@ def test_memory_of_a_call_lives_until_the_gpu_is_done(comm: Any) -> None:
     gpu.checker.assert_clean()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("left_out", ["write", "keep"])
 def test_the_checks_find_what_is_left_out(comm: Any, monkeypatch: Any, left_out: str) -> None:
     both = Both(comm, 15, SHAPES)
