@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ... import runtime
+from ...arrays import zeros
 from .errors import SimulatedError
 from .faults import Fault, arrival
 from .scheduler import Scheduler
@@ -97,7 +98,7 @@ class Window:
     @staticmethod
     def Allocate_shared(nbytes: int, unit: int, comm: Communicator) -> Window:
         def make(given: list[Any]) -> list[Any]:
-            memory = np.zeros(sum(given), np.uint8)
+            memory = zeros(sum(given))
             return [Window(memory) for _ in given]
 
         window: Window = comm.together("Win.Allocate_shared", nbytes, make)
