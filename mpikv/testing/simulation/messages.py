@@ -137,7 +137,8 @@ class Library:
 class _Operation:
     """A collective operation that some ranks have called."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
         self.given: list[Any] = [None] * size
         self.names: dict[int, str] = {}
         self.results: list[Any] | None = None
@@ -171,8 +172,9 @@ class _Message:
 class _Shared:
     """What the ranks of a communicator have in common."""
 
-    def __init__(self, members: Sequence[int]) -> None:
-        self.members = tuple(members)
+    def __init__(self, members: Sequence[int], hosts: Sequence[int]) -> None:
+        """``hosts`` has the number of the host of each rank of the world."""
+        self.members, self.hosts = tuple(members), {hosts[member] for member in members}
         self.operations: dict[int, _Operation] = {}
         self.inboxes: list[list[_Message]] = [[] for _ in members]
         self.latest: dict[tuple[int, int], float] = {}
@@ -206,17 +208,19 @@ class Communicator:
         """Take part in the next operation; ``combine`` makes the ranks' results of what they have given."""
         number, shared = self._called, self._shared
         self._called += 1
-        operation = shared.operations.setdefault(number, _Operation(self.size))
+        operation = shared.operations.get(number)
+        if operation is None:
+            operation = shared.operations[number] = _Operation(name, self.size)
         operation.given[self.rank] = given
         operation.names[self.rank] = name
-        if len(set(operation.names.values())) > 1 and not operation.failure:
+        if name != operation.name and not operation.failure:
             said = ", ".join(f"rank {rank} {name}" for rank, name in sorted(operation.names.items()))
             operation.failure = f"ranks call different operations: {said}"
         if len(operation.names) == self.size and not operation.failure:
             operation.results = combine(operation.given)
+            del shared.operations[number]
         if operation.results is not None or operation.failure:
-            self._scheduler.changed({self.library.hosts[member] for member in shared.members})
-
+            self._scheduler.changed(shared.hosts)
         return _Joined(operation, self.rank)
 
     def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
@@ -242,7 +246,7 @@ class Communicator:
         return self.Split(0, self.rank)
 
     def Idup(self) -> tuple[Communicator, Request]:
-        request = self._join("Idup", None, lambda given: [_Shared(self._shared.members)] * len(given))
+        request = self._join("Idup", None, lambda given: [_Shared(self._shared.members, self.library.hosts)] * len(given))
         made = Communicator(self._shared, self.rank, self.library)
 
         def test() -> bool:
@@ -260,7 +264,7 @@ class Communicator:
             results: list[Any] = [None] * len(given)
             for color, ranks in parts.items():
                 ranks.sort(key=lambda rank: (given[rank][1], rank))
-                shared = _Shared([self._shared.members[rank] for rank in ranks])
+                shared = _Shared([self._shared.members[rank] for rank in ranks], self.library.hosts)
                 for place, rank in enumerate(ranks):
                     results[rank] = None if color == self.library.UNDEFINED else (shared, place)
             return results
@@ -469,10 +473,10 @@ def _combining(operation: Any) -> Callable[[Sequence[Array]], Array]:
 
 def make_world(scheduler: Scheduler, hosts: Sequence[int], faults: Sequence[Fault]) -> list[Communicator]:
     """Return every rank's communicator of all ranks."""
-    shared, comms = _Shared(range(len(hosts))), []
+    shared, comms = _Shared(range(len(hosts)), hosts), []
     for rank in range(len(hosts)):
         library = Library(scheduler, hosts, faults)
         library.COMM_WORLD = Communicator(shared, rank, library)
-        library.COMM_SELF = Communicator(_Shared([rank]), 0, library)
+        library.COMM_SELF = Communicator(_Shared([rank], hosts), 0, library)
         comms.append(library.COMM_WORLD)
     return comms
