@@ -41,6 +41,7 @@ _ADDRESS = 3
 _COPYING, _LENDING = 0, 1
 # In place of a number of arrivals: the rank has given up waiting.
 _GONE = 1 << 62
+_ALONE = "the other ranks have given up waiting for this one"
 # The same messages come again and again, and making an array over memory takes longer than looking it up.
 _MOST_VIEWS = 4096
 # Polls before a waiting rank yields its core: some tens of microseconds, and none at all when ranks share cores.
@@ -254,7 +255,7 @@ class ShmTransport:
                 if flags[peer] < arrivals:
                     self._wait(peer, arrivals)
                 if flags[peer] >= _GONE:
-                    raise Stalled("the other ranks have given up waiting for this one")
+                    raise Stalled(_ALONE)
         except Stalled:
             flags[self._mine] = _GONE
             raise
@@ -266,12 +267,22 @@ class ShmTransport:
             self._order()
 
     def _wait(self, peer: int, arrivals: int) -> None:
+        """Wait until a rank has arrived; if it is not about to, until all have."""
         flags = self._flags
         for _ in range(self._spins):
             if flags[peer] >= arrivals:
                 return
+        late = [other for other in self._peers if flags[other] < arrivals]
+
+        def all_are_here() -> bool:
+            while late and flags[late[-1]] >= arrivals:
+                if flags[late[-1]] >= _GONE:
+                    raise Stalled(_ALONE)
+                late.pop()
+            return not late
+
         self._waiting.until(
-            lambda: flags[peer] >= arrivals,
+            all_are_here,
             lambda: [self._group.host_ranks[other // _SLOT] for other in self._peers if flags[other] < arrivals],
         )
 
