@@ -107,6 +107,8 @@ class Requests:
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> None:
         """Raise if another rank has given up; this one says for whom it waited itself, if it can tell."""
+        if not self._comm.Iprobe():  # most often there is no message of any kind
+            return
         self._group.witness()
         if self._comm.Iprobe(tag=_GONE):
             if why := self._group.told_end():  # by the rank for which they have
