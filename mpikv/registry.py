@@ -275,7 +275,9 @@ def _mover(
 def _compare(group: Group, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:
     """Raise on every rank unless all want the same store and can have it; return what is each rank's ``own``."""
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
-    said = [json.loads(text) for text in group.gather(text)]
+    texts = group.gather(text)
+    read = {text: json.loads(text) for text in set(texts)}  # most often one, of many ranks
+    said = [read[text] for text in texts]
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"create: {problem}{where}",)
