@@ -371,8 +371,8 @@ class _Cutter:
         self._updater, self._kernels, self._scratch = updater, kernels, scratch
         self._adding = adding and not self.whole
         # Those that update keys together though their steps differ.
-        together = isinstance(kernels, GpuKernels) and not self.whole and not updater.assigns
-        self._gpu_kernels: Any = kernels if together else None
+        together = not (self.whole or updater.assigns or transport.memory.on_host)
+        self._gpu_kernels: Any = kernels if together and isinstance(kernels, GpuKernels) else None
 
     def total_of(self, entry: Entry) -> Array | None:
         """Return where the sum of a value is put together, if it is on this rank and whole."""
