@@ -120,8 +120,8 @@ class _Run:
                 noted(error, f"rank {rank} raised this")
         if ended is not None and ended is not error:
             noted(error, f"then {ended}")
-        for story in self._scheduler.stories.values():
-            noted(error, story)
+        for task in self._scheduler.ended.values():
+            noted(error, task.story())
         return error
 
 

@@ -40,8 +40,8 @@ class Scheduler:
         """How often anything has changed for which a task may wait, on each host: of others it sees messages alone."""
         self.choosing = False
         """Whether conditions of waiting tasks are looked at, which must not wait themselves."""
-        self.stories: dict[str, str] = {}
-        """What tasks that have ended did last, by their names."""
+        self.ended: dict[str, Task] = {}
+        """Tasks that have ended, the last of each name."""
         self.full: set[str] = set()
         """The hosts whose disk is full."""
         self._at_point = at_point
@@ -114,7 +114,7 @@ class Scheduler:
         if self._given_up:
             return
         self._turns += 1
-        self.stories[task.name] = task.story()
+        self.ended[task.name] = task
         if task in self._tasks:
             self._tasks.remove(task)
         self.changed([task.site])
