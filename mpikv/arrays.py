@@ -10,6 +10,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import cache
 from math import prod
 from typing import Any, TypeGuard, TypeVar
 
@@ -35,6 +36,7 @@ __all__ = [
     "is_read_only",
     "lies_on_host",
     "local_sum",
+    "name_of",
     "quiet",
     "run_quietly",
     "source",
@@ -230,6 +232,14 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     return not (given.kind == "i" and wanted.kind == "u")
 
 
+@cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which numpy puts together each time."""
+    name: str = dtype.name
+    return name
+
+
+@cache
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which values of this dtype are summed: float32 for half precision, else their own."""
     return np.dtype(np.float32) if dtype.name in _HALVES else dtype

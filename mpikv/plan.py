@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arena import Block
-from .arrays import accumulator
+from .arrays import accumulator, name_of
 from .keys import Entry
 from .optimizers.optimizer import BLOCK
 from .rowsparse import Presence
@@ -264,7 +264,7 @@ def digest(text: str) -> int:
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
     """Return one short text per key, by which ranks compare their calls."""
-    return [f"{key!r} {dtype.name}{list(shape)}" for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)]
+    return [f"{key!r} {name_of(dtype)}{list(shape)}" for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)]
 
 
 def build(
