@@ -35,6 +35,8 @@ __all__ = [
 Multipliers: TypeAlias = Mapping[Any, float]
 """A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
 
+# Of an object, in its text.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Names of options in PyTorch and in MXNet, and the names here.
 _RENAMED: Mapping[str, Sequence[str]] = {
     "lr": ("learning_rate",),
@@ -105,7 +107,7 @@ def describe(value: Any) -> str:
     """
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {factor!r}' for key, factor in in_order(value))}}}"
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    return _ADDRESS.sub("", repr(value))
 
 
 def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
