@@ -246,7 +246,8 @@ class Communicator:
         return self.Split(0, self.rank)
 
     def Idup(self) -> tuple[Communicator, Request]:
-        request = self._join("Idup", None, lambda given: [_Shared(self._shared.members, self.library.hosts)] * len(given))
+        members, hosts = self._shared.members, self.library.hosts
+        request = self._join("Idup", None, lambda given: [_Shared(members, hosts)] * len(given))
         made = Communicator(self._shared, self.rank, self.library)
 
         def test() -> bool:
