@@ -165,12 +165,12 @@ class Scheduler:
 
     def _draw(self) -> Task | None:
         """Return one of the tasks that can go on, each as likely as the others; None if there is none."""
-        tasks, draw = self._tasks, self.random.random
+        tasks, draw, now, changes = self._tasks, self.random.random, self.now, self.changes
         # Those that cannot are moved to the end as they are drawn.
         for left in range(len(tasks), 0, -1):
             place = int(draw() * left)
             task = tasks[place]
-            if task.can_go_on():
+            if task.due <= now or task.ending or (task.seen < changes[task.site] and task.is_ready()):
                 return task
             tasks[place], tasks[left - 1] = tasks[left - 1], task
         return None

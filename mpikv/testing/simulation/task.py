@@ -62,7 +62,7 @@ class Task:
         self._turn.acquire()
         self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
         # What it waits for: a change after the number that it has seen, by which this is true; or this moment.
-        self._seen, self._ready, self.due = -1, None, 0.0  # type: int, Callable[[], bool] | None, float
+        self.seen, self._ready, self.due = -1, None, 0.0  # type: int, Callable[[], bool] | None, float
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -147,14 +147,14 @@ class Task:
         if scheduler.choosing:
             raise RuntimeError("a condition that is looked at for another task would wait")
         self._check()
-        self._seen, self._ready, self.due = seen, ready, until
+        self.seen, self._ready, self.due = seen, ready, until
         self._note_point()
         chosen = scheduler.choose_after(self)
         if chosen is not self:
             chosen.take_turn()
             self._turn.acquire()
             scheduler.enter(self)
-        self._seen, self._ready = -1, None
+        self.seen, self._ready = -1, None
         self._check()
 
     def _check(self) -> None:
@@ -169,26 +169,21 @@ class Task:
         """Say that something has changed on this host for which a task may wait."""
         self.scheduler.changes[self.site] += 1
 
-    def can_go_on(self) -> bool:
-        """Return whether it has something to do at a turn."""
-        scheduler = self.scheduler
-        if self.due <= scheduler.now or self.ending:
-            return True
-        changes = scheduler.changes[self.site]
-        if self._seen >= changes:
-            return False
+    def is_ready(self) -> bool:
+        """Return whether it has something to do at a turn, now that something has changed."""
+        changes = self.scheduler.changes[self.site]
         # Asked in the thread of another task, so that those who wait in vain need no turn.
         try:
             if self._ready is None or self._ready():
                 return True
         except Exception:
             return True  # the task itself is to meet the error
-        self._seen = changes
+        self.seen = changes
         return False
 
     def delay(self, until: float) -> None:
         """Let it do nothing before that moment."""
-        self._seen, self._ready, self.due = sys.maxsize, None, until
+        self.seen, self._ready, self.due = sys.maxsize, None, until
 
     # --- What it did last
 
