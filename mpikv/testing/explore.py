@@ -133,6 +133,8 @@ def _results(search: _Search, seeds: range, jobs: int, cores: Sequence[int]) -> 
 def _take_core(free: Any) -> None:
     # Of a simulation's threads one runs at a time; to wake one on another core takes longer.
     os.sched_setaffinity(0, {free.get()})
+    # Nor is one to go on as soon as it is woken: it would only wait for Python's lock, which its waker still has.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def load(name: str) -> Program:
