@@ -70,8 +70,8 @@ def by_fast(measured: Measured, most: float) -> Notice:
 
 
 def by_all(measured: Measured) -> Notice:
-    """Return what runs the tests on stand-ins for GPUs, the functions of the fast tier on real ranks, and the tests that
-    need processes, until one fails.
+    """Return what runs tests on stand-ins for GPUs, the same functions on real ranks, and the tests that need processes,
+    until one fails.
     """
 
     def notice(tree: Tree, mutant: Mutant) -> dict[str, Any]:

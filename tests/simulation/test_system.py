@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.board import Board
 from mpikv.testing import cluster
+from mpikv.world import Group
 
 REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite
 
@@ -74,6 +76,28 @@ def test_a_late_rank_is_told_with_the_last_call_that_it_made_alone(caplog: pytes
 
     cluster(2).run(program)
     assert "barrier(): rank 1 began call #4 push last" in caplog.text
+
+
+def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting() -> None:
+    """When the time of several is up at once, each names who is late, and not one that it has just waited with."""
+
+    def program(comm: Any) -> list[tuple[int, ...]]:
+        group = Group(comm)
+        board, named = Board(group), []
+        board.write(1, b"barrier()")
+        for gives_up in (False, True):
+            comm.Barrier()
+            if comm.rank == 1 and gives_up:
+                board.give_up()
+            time.sleep(10.0 if comm.rank else 5.0)
+            if comm.rank == 0:
+                named.append(board.report(())[0])
+        comm.Barrier()
+        board.close()
+        group.close()
+        return named
+
+    assert cluster(3).run(program)[0] == [(1, 2), (2,)]
 
 
 def test_all_clocks_go_together() -> None:

@@ -6,6 +6,7 @@ Numbers are small integers, or halves of them, so that sums and updates are exac
 from __future__ import annotations
 
 import os
+import tracemalloc
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -282,6 +283,20 @@ def test_lists(comm):
         again = kv.row_sparse_pull(["s", "s"], row_ids=[[1], [2]])
         assert [rows.values.tolist() for rows in again] == [[[2, 3]], [[4, 5]]]
         assert len(kv.row_sparse_pull("s", row_ids=[])) == 0
+
+
+@pytest.mark.ranks(1)
+def test_a_few_rows_of_a_large_value_take_little_memory():
+    shape, out = (10_000, 100), np.empty((10_000, 100))
+    with mpikv.create() as kv:
+        kv.init("w", RowSparse([3], np.ones((1, 100)), shape))
+        tracemalloc.start()
+        try:
+            kv.row_sparse_pull("w", out=out, row_ids=[3, 9])
+            assert tracemalloc.get_traced_memory()[1] < out.nbytes / 2
+        finally:
+            tracemalloc.stop()
+    assert (out[3].all(), out.sum()) == (True, 100)
 
 
 @pytest.mark.processes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -58,9 +60,29 @@ def test_only_the_thread_that_makes_the_calls_answers() -> None:
 
 
 def test_a_process_that_answers_nothing_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    naps: list[float] = []
     monkeypatch.setattr(board, "_signal", lambda pid, thread: None)
+    monkeypatch.setattr(time, "sleep", naps.append)
     with (tmp_path / "answers").open("w+") as answers:
         assert _answer(0, 0, answers) == ""
+    assert len(naps) == board._LOOKS
+
+
+@pytest.mark.parametrize("grows_at", [(1,), (1, 2), (1, 3), (2, 3, 5)])
+def test_an_answer_is_whole_when_it_has_come_to_rest(tmp_path, monkeypatch, grows_at: tuple[int, ...]) -> None:
+    """It comes in pieces. Whoever asks waits for no longer than it takes to see that none follows."""
+    naps = itertools.count(1)
+    with (tmp_path / "answers").open("w+") as answers, (tmp_path / "answers").open("a") as writer:
+
+        def nap(seconds: float) -> None:
+            if next(naps) in grows_at:
+                writer.write("piece ")
+                writer.flush()
+
+        monkeypatch.setattr(board, "_signal", lambda pid, thread: None)
+        monkeypatch.setattr(time, "sleep", nap)
+        assert _answer(0, 0, answers) == "piece " * len(grows_at)
+    assert next(naps) - 1 == grows_at[-1] + board._AT_REST
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGWINCH, signal.SIGXFSZ, signal.SIGRTMAX])

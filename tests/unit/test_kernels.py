@@ -49,3 +49,11 @@ def test_names():
     assert find_kernels("numpy").rules == ()
     with pytest.raises(mpikv.ConfigError, match=r"unknown kernels 'numbas' \(known: numba, numpy\); did you mean"):
         mpikv.create(kernels="numbas")
+
+
+def test_stores_on_gpus_refuse_them_by_what_asked_for_them(monkeypatch):
+    with pytest.raises(mpikv.Unsupported, match=r"create: kernels='numba' is for stores on the host.*leave it out"):
+        mpikv.create("nccl", kernels="numba")
+    monkeypatch.setenv("MPIKV_KERNELS", "numba")
+    with pytest.raises(mpikv.Unsupported, match="create: MPIKV_KERNELS=numba is for stores on the host"):
+        mpikv.create("nccl")

@@ -144,6 +144,14 @@ def test_growth_keeps_counts():
     assert known.counts.size == known.stale.size == known.earlier.size >= 65
 
 
+def test_a_table_takes_memory_for_no_more_than_twice_its_keys():
+    known, (place,) = table(), Arena(LocalTransport(4096)).place([(FLOAT, 6)])
+    first = known.counts.size
+    for key in range(10 * first):
+        known.add(key, (2, 3), FLOAT, place)
+        assert len(known) <= known.counts.size <= max(first, 2 * len(known))
+
+
 def test_an_unknown_key_lists_near_ones():
     with pytest.raises(KeyNotInitialized, match=r"key 'layre1' was never .*'layer1'.*init\('layre1', value\)"):
         table("layer1", "layer2", "other")["layre1"]

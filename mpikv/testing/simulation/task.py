@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Process", "Task"]
 
+_FOLDER = str(Path(__file__).parent)
 # The last scheduling points of a task that a failure shows.
 _SHOWN = 8
 # Modules whose frames say nothing of what a task was about.
@@ -223,7 +225,9 @@ class _Peer:
         tasks = self._scheduler.tasks_of(self._rank)
         task = next((task for task in tasks if task.number == thread), tasks[0] if tasks else None)
         stack: Iterator[traceback.FrameSummary] = reversed(task.stack() if task is not None else [])
-        return [(each.filename, str(each.lineno), each.name) for each in stack]
+        # A rank that sleeps is in the code that sleeps, as a real one.
+        called = dropwhile(lambda each: each.filename.startswith(_FOLDER), stack)
+        return [(each.filename, str(each.lineno), each.name) for each in called]
 
 
 def _process_of(rank: int) -> int:
