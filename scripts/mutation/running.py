@@ -70,7 +70,7 @@ def by_fast(measured: Measured, most: float) -> Notice:
 
 
 def by_all(measured: Measured) -> Notice:
-    """Return what runs tests on stand-ins for GPUs, the same functions on real ranks, and the tests that need processes,
+    """Return what runs tests on stand-ins for GPUs, the same functions on real ranks, and tests that need processes,
     until one fails.
     """
 
