@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from store.test_rows import Program
+from support.sparing import forbid_more_memory
 
 import mpikv
 from mpikv import RowSparse
 from mpikv.errors import PeerFailed, Unsupported
-from mpikv.spare import SpareTables
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu, MisuseError
 from mpikv.testing.store import on_host
@@ -45,16 +45,7 @@ def gpu(comm: Any) -> Iterator[FakeGpu]:
 
 @pytest.fixture(autouse=True)
 def no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a call has been given memory on all ranks, it takes no more, whatever the rows are."""
-    empty = SpareTables.empty
-
-    def within(tables: SpareTables, shape: tuple[int, ...], dtype: Any) -> Any:
-        array: Any = empty(tables, shape, dtype)
-        if tables._spare is not None and array.size:
-            assert array._block is tables._spare._block, f"{tables._used} of {tables._spare.size} bytes are used"
-        return array
-
-    monkeypatch.setattr(SpareTables, "empty", within)
+    forbid_more_memory(monkeypatch)
 
 
 @pytest.fixture
