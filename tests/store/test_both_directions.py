@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv.board import Board
 from mpikv.config import Config
-from mpikv.testing.faulty import Wrapper
+from mpikv.testing.faulty import Wrapper, store_over
 from mpikv.transports import open_transport
 from mpikv.world import Group
 
@@ -365,6 +365,29 @@ def test_a_rank_without_work_takes_part(comm, transport):
                 kv.pushpull("w", np.ones(500, F32), np.zeros(500, F32))
         pushes = sum(1 + rank for rank in range(kv.size))
         np.testing.assert_array_equal(kv.pull("w"), np.full(500, -0.5 * pushes, F32))
+
+
+class Counted(Wrapper):
+    """Counts how often ranks agree."""
+
+    agreements = 0
+
+    def before(self, call):
+        self.agreements += call == "agree"
+
+
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+@pytest.mark.parametrize("change", [1.0, 1e38])
+def test_ranks_agree_once(comm, over, placement, change):
+    """What a cast cannot say is told with the values: on the host a pull asks no rank for it beforehand."""
+    with store_over(Counted, comm=comm, placement=placement, **over) as kv:
+        kv.set_gradient_compression(both("fp16"))
+        kv.init("w", np.zeros(500, F32))
+        kv.set_optimizer("sgd", learning_rate=change)
+        kv.push("w", np.ones(500, F32))
+        before = kv._transport.agreements
+        np.testing.assert_allclose(kv.pull("w"), np.full(500, -change * kv.num_workers, F32), rtol=1e-3)
+        assert kv._transport.agreements == before + 1
 
 
 class Weighed(Wrapper):

@@ -1,7 +1,4 @@
-"""Calls of rows on a stand-in for a GPU take the memory that all ranks were given beforehand, and no more.
-
-A rank that found too little later would keep the others waiting.
-"""
+"""What stores take of the memory of a GPU, on stand-ins."""
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ from mpikv.testing.fakegpu import FakeGpu
 
 pytestmark = pytest.mark.ranks(2)
 
+BUCKET = 1 << 20
 SHAPE = (8000, 16)
 """So many and so wide that what each array takes besides is little."""
 
@@ -43,12 +41,22 @@ def some(step: int) -> RowSparse:
     return RowSparse(ids, np.ones((ids.size, SHAPE[1]), np.float32), SHAPE)
 
 
-def test_pushes(kv: KVStore) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_messages_take_what_the_page_on_gpus_says(comm: Any, gpu: FakeGpu, deterministic: bool) -> None:
+    with store_on(gpu, comm, bucket_bytes=BUCKET, deterministic=deterministic):
+        taken = sum(block.memory.size for known in gpu._blocks.values() if (block := known()))
+        assert taken // BUCKET == 7 + (2 * comm.size if deterministic else 0)
+
+
+def test_pushes_of_rows_take_no_more_than_was_agreed_on(kv: KVStore) -> None:
+    """A rank that found too little later would keep the others waiting."""
     for step in (4, 4000, 3, 1):
         kv.push("w", some(step))
 
 
-def test_pulls(kv: KVStore, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pulls_of_rows_take_no_more_than_was_agreed_on(
+    kv: KVStore, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where they are cast to what an out has."""
     deliver = calls.deliver
 
