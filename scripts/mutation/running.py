@@ -43,6 +43,7 @@ STAND_INS = {
     "engine": ("tests/gpu/stand_ins/test_gpu_memory.py", "tests/gpu/stand_ins/test_device.py"),
     "keys": ("tests/gpu/stand_ins/test_device.py",),
     "rows": ("tests/gpu/stand_ins/test_device_rows.py", "tests/gpu/stand_ins/test_gpu_memory.py"),
+    "checkpoint": ("tests/gpu/stand_ins/test_gpu_memory.py",),
     "compression": ("tests/gpu/stand_ins/test_gpu_compression.py",),
     "asynchronous": ("tests/gpu/stand_ins/test_gpu_compression.py",),
 }
