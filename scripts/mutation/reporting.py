@@ -15,9 +15,9 @@ HEAD = """# Mutants
 
 A mutant is mpikv with one fault planted: a comparison turned round, a call left out, a bound moved by one.
 `scripts/mutants` draws them by a seed, the same number in each area, and runs the tests that execute the changed lines:
-of the fast tier first (`scripts/test`) and then, where none of them fails, on real ranks (`scripts/test --all`). What
-runs on GPUs only is not mutated, nor are the texts of messages and types. *All* are those that either tier notices,
-since the second has every test of the first.
+of the fast tier first (`scripts/test`) and then, where none of them fails, on real ranks and on stand-ins for GPUs
+(`scripts/test --all`). Files that run on GPUs only are not mutated, nor are the texts of messages and types. *All* are
+those that either tier notices, since the second has every test of the first.
 
 """
 
