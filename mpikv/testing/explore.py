@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,8 +134,9 @@ def _results(search: _Search, seeds: range, jobs: int, cores: Sequence[int]) -> 
 def _take_core(free: Any) -> None:
     # Of a simulation's threads one runs at a time; to wake one on another core takes longer.
     os.sched_setaffinity(0, {free.get()})
-    # Nor is one to go on as soon as it is woken: it would only wait for Python's lock, which its waker still has.
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # A woken thread must not preempt its waker, which still holds Python's lock. A sandbox may forbid to say so.
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def load(name: str) -> Program:

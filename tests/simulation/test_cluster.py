@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 import mpikv
 from mpikv import runtime
-from mpikv.testing import Deadlock, Hung, SimulatedError, cluster
+from mpikv.testing import Cut, Deadlock, Delay, Hung, Kill, SimulatedError, cluster
 from mpikv.testing.explore import explore, load, main
 from mpikv.testing.simulation.scheduler import Scheduler
 
@@ -252,3 +253,38 @@ def test_explore_runs_scripts_and_finds_the_first_seed(tmp_path: Any, capfd: pyt
     found = explore(load(f"{script}:fails"), range(20), ranks=(2, 5), hosts=(1, 2))
     assert found is not None
     assert found[0].seed == 7
+
+
+def test_ranks_that_reduce_different_counts_are_told() -> None:
+    def program(comm: Any) -> str:
+        with pytest.raises(SimulatedError, match=r"different operations: .*Iallreduce SUM of 1 .*of 2") as caught:
+            comm.Allreduce(np.ones(1 + comm.rank), np.ones(1 + comm.rank))
+        return str(caught.value)
+
+    assert len(set(cluster(2).run(program))) == 1
+
+
+def test_what_cannot_be_combined_is_told_to_every_rank() -> None:
+    def program(comm: Any) -> None:
+        bytes_out, bytes_in = np.zeros(4, np.uint8), np.zeros(4, np.uint8)
+        taken = [1, 2] if comm.rank else [1, 1]
+        request = comm.Ialltoallv((bytes_out, ([1, 1], [0, 1]), None), (bytes_in, (taken, [0, 2]), None))
+        with pytest.raises(SimulatedError, match="rank 1 sends 1 and rank 1 takes 2 bytes"):
+            request.Wait()
+
+    cluster(2).run(program)
+
+
+def test_ranks_that_poll_for_ever_are_named() -> None:
+    def program(comm: Any) -> None:
+        while True:
+            time.sleep(1000.0)
+
+    with pytest.raises(Deadlock, match="look and sleep in turn, for ever: rank 0, rank 1"):
+        cluster(2).run(program)
+
+
+def test_a_fault_that_strikes_nobody_is_refused() -> None:
+    for fault in (Kill(2, 1), Cut((1,)), Delay(0, 1, 0.5)):
+        with pytest.raises(ValueError, match="is of none of 2 ranks on 1 hosts"):
+            cluster(2, faults=[fault])

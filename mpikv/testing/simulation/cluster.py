@@ -10,7 +10,7 @@ from ... import runtime
 from ...errors import noted
 from .calls import other_calls
 from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
-from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed
+from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed, strikes
 from .messages import Communicator, make_world
 from .scheduler import Scheduler
 from .system import simulated_system
@@ -28,6 +28,9 @@ class Cluster:
         if size < 1 or not 1 <= hosts <= size:
             raise ValueError(f"{size} ranks on {hosts} hosts: every host has at least one rank")
         self.size, self.hosts, self.seed, self.faults = size, hosts, seed, tuple(faults)
+        for fault in faults:
+            if not strikes(fault, size, hosts):
+                raise ValueError(f"{fault!r} is of none of {size} ranks on {hosts} hosts")
 
     def __repr__(self) -> str:
         faults = f", faults={list(self.faults)}" if self.faults else ""

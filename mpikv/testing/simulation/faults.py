@@ -68,7 +68,7 @@ class FullDisk:
 
 @dataclass(frozen=True)
 class Delay:
-    """Every message from one host to another takes so many seconds more."""
+    """All that one host sends another takes so many seconds more, in messages and in collective operations."""
 
     source: int
     target: int
@@ -77,8 +77,8 @@ class Delay:
 
 @dataclass(frozen=True)
 class Cut:
-    """No message passes between some hosts and the others, from one second on to another. Those that were to arrive
-    meanwhile arrive afterwards.
+    """Nothing passes between some hosts and the others, from one second on to another. What was to arrive meanwhile
+    arrives afterwards: messages, and what ranks give to a collective operation.
     """
 
     hosts: tuple[int, ...]
@@ -110,12 +110,22 @@ def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[
     return (draw.choice(faults),)
 
 
+def strikes(fault: Fault, size: int, hosts: int) -> bool:
+    """Return whether a cluster has the ranks and hosts that a fault names."""
+    if isinstance(fault, Delay):
+        return max(fault.source, fault.target) < hosts
+    if isinstance(fault, Cut):
+        return max(fault.hosts) < hosts
+    return fault.rank < size
+
+
 def arrival(faults: Sequence[Fault], source: int, target: int, moment: float) -> float:
     """Return when a message arrives that would arrive at a moment if nothing went wrong."""
     for fault in faults:
         if isinstance(fault, Delay) and (fault.source, fault.target) == (source, target):
             moment += fault.seconds
-    for fault in faults:
-        if isinstance(fault, Cut) and fault.separates(source, target) and fault.start <= moment < fault.end:
-            moment = fault.end
+    cuts = [fault for fault in faults if isinstance(fault, Cut) and fault.separates(source, target)]
+    for cut in sorted(cuts, key=lambda cut: cut.start):
+        if cut.start <= moment < cut.end:
+            moment = cut.end
     return moment

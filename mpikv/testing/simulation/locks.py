@@ -37,6 +37,8 @@ class Lock:
 
     def release(self) -> None:
         """Give the lock back."""
+        if not self._held:
+            raise RuntimeError("release of a lock that nobody holds")
         self._held = False
         if self._wanted:
             _changed()

@@ -7,6 +7,7 @@ with other counts, is an error on all of them, where MPI would give a wrong sum,
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -216,12 +217,30 @@ class Communicator:
         if name != operation.name and not operation.failure:
             said = ", ".join(f"rank {rank} {name}" for rank, name in sorted(operation.names.items()))
             operation.failure = f"ranks call different operations: {said}"
-        if len(operation.names) == self.size and not operation.failure:
-            operation.results = combine(operation.given)
-            del shared.operations[number]
-        if operation.results is not None or operation.failure:
+        if operation.failure:
             self._scheduler.changed(shared.hosts)
+        elif len(operation.names) == self.size:
+            del shared.operations[number]
+            self._complete(operation, combine)
         return _Joined(operation, self.rank)
+
+    def _complete(self, operation: _Operation, combine: Callable[[list[Any]], list[Any]]) -> None:
+        """Give all ranks their results, once what they have given has passed between all their hosts."""
+        shared, scheduler, faults = self._shared, self._scheduler, self.library.faults
+        ways = itertools.permutations(shared.hosts, 2) if faults else ()
+        moment = max((arrival(faults, *way, scheduler.now) for way in ways), default=scheduler.now)
+
+        def finish() -> None:
+            try:
+                operation.results = combine(operation.given)
+            except SimulatedError as error:
+                operation.failure = str(error)
+            scheduler.changed(shared.hosts)
+
+        if moment <= scheduler.now:
+            finish()
+        elif math.isfinite(moment):
+            scheduler.at(moment, finish)
 
     def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Take part in an operation, wait until all have, and return this rank's result."""
@@ -284,13 +303,15 @@ class Communicator:
 
     def Iallreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> Request:
         given = (receive if send is self.library.IN_PLACE else send).copy()
-        return self._filling(f"Iallreduce {operation}", given, receive, _combining(operation))
+        name = f"Iallreduce {operation} of {given.size} {given.dtype}"
+        return self._filling(name, given, receive, _combining(operation))
 
     def Ireduce(self, send: Array, receive: Array | None, operation: Any, root: int) -> Request:
-        return self._filling(f"Ireduce {operation} to {root}", send.copy(), receive, _combining(operation))
+        name = f"Ireduce {operation} of {send.size} {send.dtype} to {root}"
+        return self._filling(name, send.copy(), receive, _combining(operation))
 
     def Ireduce_scatter(self, send: Array, receive: Array, counts: Sequence[int], operation: Any) -> Request:
-        name, ends = f"Ireduce_scatter {operation} {list(counts)}", np.cumsum([0, *counts]).tolist()
+        name, ends = f"Ireduce_scatter {operation} of {send.dtype} {list(counts)}", np.cumsum([0, *counts]).tolist()
         return self._filling(name, send.copy(), receive, _combining(operation), ends)
 
     def _filling(
@@ -318,7 +339,7 @@ class Communicator:
         return self._filling(f"Ibcast {buffer.size} from {root}", sent, filled, lambda every: every[root])
 
     def Allgather(self, send: Array, receive: Array) -> None:
-        wait(self._filling("Allgather", send.copy(), receive, np.concatenate).Test)
+        wait(self._filling(f"Allgather of {send.size} {send.dtype}", send.copy(), receive, np.concatenate).Test)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:
         memory, (lengths, starts), _ = receive
@@ -330,6 +351,9 @@ class Communicator:
         return self._gatherv("Iallgatherv", own, memory, lengths, starts)
 
     def _gatherv(self, name: str, own: Array, memory: Array, lengths: Any, starts: Any) -> Request:
+        expected = np.cumsum([0, *lengths]).tolist()
+        if own.size != lengths[self.rank] or list(starts) != expected[:-1]:
+            raise SimulatedError(f"{name}: rank {self.rank} gives {own.size}, of {lengths} at {starts}")
         return self._filling(f"{name} {list(map(int, lengths))}", own, memory, np.concatenate)
 
     def Ialltoallv(self, send: Any, receive: Any) -> Request:

@@ -31,6 +31,8 @@ class Scheduler:
 
     patience = 20.0
     """Seconds of the real clock in which a task may compute without a scheduling point."""
+    longest = 1e6
+    """Seconds of the simulated clock in which a run must end: ranks that poll would poll for ever."""
 
     def __init__(self, seed: int, hosts: int, at_point: Callable[[Task], None]) -> None:
         """``at_point`` is called at each scheduling point, by the task that has come to it."""
@@ -118,15 +120,19 @@ class Scheduler:
         if task in self._tasks:
             self._tasks.remove(task)
         self.changed([task.site])
-        if not self._tasks:
-            self._unpark()
-        elif task.leads and not any(other.leads for other in self._tasks):
-            for other in self._tasks:
-                other.ending = True  # as the daemon threads of a process that ends
+        self._end_rest()
         if self._tasks:
             self._choose().take_turn()
         else:
             self._over.set()
+
+    def _end_rest(self) -> None:
+        """End what no program is left for: the threads of ranks that ended, then the ranks that were killed."""
+        if not self._tasks:
+            self._unpark()
+        elif not any(task.leads for task in self._tasks):
+            for task in self._tasks:
+                task.ending = True  # as the daemon threads of a process that ends
 
     def park(self, rank: int) -> None:
         """Take the turns of a rank away, as if its process were killed: none of its code runs any more, but to unwind
@@ -135,8 +141,7 @@ class Scheduler:
         dead = [task for task in self._tasks if task.rank == rank]
         self._tasks = [task for task in self._tasks if task.rank != rank]
         self._parked += dead
-        if not self._tasks:
-            self._unpark()
+        self._end_rest()
 
     def delay(self, rank: int, seconds: float) -> None:
         """Let a rank do nothing for so long."""
@@ -170,6 +175,7 @@ class Scheduler:
         for left in range(len(tasks), 0, -1):
             place = int(draw() * left)
             task = tasks[place]
+            # Here, as a call for each task that has nothing to do would take longer than all else.
             if task.due <= now or task.ending or (task.seen < changes[task.site] and task.is_ready()):
                 return task
             tasks[place], tasks[left - 1] = tasks[left - 1], task
@@ -181,9 +187,10 @@ class Scheduler:
         if self._events and self._events[0][0] <= moment:
             self.now, _, act = heapq.heappop(self._events)
             act()
-        elif math.isinf(moment):
+        elif moment > self.longest:
             who = ", ".join(sorted(task.name for task in self._tasks))
-            self._failure = Deadlock(f"all tasks wait for each other, without a deadline: {who}")
+            do = "wait for each other, without a deadline" if math.isinf(moment) else "look and sleep in turn, for ever"
+            self._failure = Deadlock(f"all tasks {do}: {who}")
             for task in self._tasks:
                 task.ending = True
         else:

@@ -184,7 +184,9 @@ class Task:
         return False
 
     def delay(self, until: float) -> None:
-        """Let it do nothing before that moment."""
+        """Let it do nothing before that moment; a sleep that is longer goes on."""
+        if self.seen == sys.maxsize:
+            until = max(until, self.due)
         self.seen, self._ready, self.due = sys.maxsize, None, until
 
     # --- What it did last
