@@ -66,7 +66,8 @@ def ranks_of(item: pytest.Item) -> int:
 
 def is_simulated(item: pytest.Item) -> bool:
     """Return whether the ranks of a test are simulated ones in this session."""
-    return bool(item.config.option.simulate and ranks_of(item) > 1 and "store" in item.path.parts)
+    folders = item.path.relative_to(item.config.rootpath).parts
+    return bool(item.config.option.simulate and ranks_of(item) > 1 and "store" in folders)
 
 
 def is_skipped(item: pytest.Item) -> bool:
@@ -351,7 +352,7 @@ class Job:
             time.sleep(0.005)
 
     def has_ended(self) -> bool:
-        """Return whether the launcher or a rank ended. MPICH's launcher overlooks one dead rank in a hundred."""
+        """Return whether the launcher ended or a rank failed: MPICH's launcher overlooks one dead rank in a hundred."""
         return self.process.poll() is not None or bool(self.casualty())
 
     def follow(self, item: pytest.Item) -> list[pytest.TestReport]:
@@ -371,6 +372,7 @@ class Job:
         if self.all_finished(test):
             return self.success_of_ranks(config, test)
         if self.has_ended():
+            self.wait_for_launcher()
             message = f"{self.cause()}\n{self.fates(test)}\n{self.output()}"
         else:
             message = f"did not finish in {deadline_of(item):g} s\n{self.fates(test)}\n{self.stacks(test)}"
@@ -406,6 +408,11 @@ class Job:
         texts = [path.read_text(errors="replace") for path in paths]
         return "\n".join(line for text in texts for line in text.splitlines()[-40:] if line.strip())
 
+    def wait_for_launcher(self) -> None:
+        """Let the launcher of a job that failed pass on what the ranks have printed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE)
+
     def cause(self) -> str:
         """Tell what ended the job."""
         return self.casualty() or f"the launcher ended with exit status {self.process.returncode}"
@@ -413,7 +420,8 @@ class Job:
     def casualty(self) -> str:
         """Tell which rank failed first, and how; nothing when none did."""
         ended = self.folder / "ended"
-        for line in ended.read_text().splitlines() if ended.exists() else []:
+        text = ended.read_text() if ended.exists() else ""
+        for line in text[: text.rfind("\n") + 1].splitlines():  # the last may be half written
             rank, code = line.split()
             if code != "0":
                 return f"rank {rank}: {f'signal {int(code) - 128}' if int(code) > 128 else f'exit status {code}'}"
@@ -436,6 +444,7 @@ class Job:
     def finish(self) -> str:
         """Wait until the job ends by itself, after its last test; return what went wrong, or nothing."""
         ended = self.wait(FINISH, self.has_ended)
+        self.wait_for_launcher()
         problem = ""
         if not ended:
             problem = f"the job did not end within {FINISH:g} s of its last test"
@@ -482,7 +491,7 @@ class Here:
 
     def __init__(self) -> None:
         self.jobs: dict[tuple[int, bool], Job] = {}
-        self.broken: dict[int, str] = {}
+        self.broken: dict[tuple[int, bool], str] = {}
         self.counts: dict[int, list[int]] = {}
         self.shared_before = shared_memory()
 
@@ -524,8 +533,8 @@ class Here:
 
     def follow(self, item: pytest.Item) -> list[pytest.TestReport]:
         size, simulated = kind = ranks_of(item), is_simulated(item)
-        if size in self.broken:
-            return failure(item, self.broken[size])
+        if kind in self.broken:
+            return failure(item, self.broken[kind])
         items = item.session.items
         rest = [
             other
@@ -533,14 +542,14 @@ class Here:
             if (ranks_of(other), is_simulated(other)) == kind and not is_skipped(other)
         ]
         if not simulated and why_no_mpi():
-            self.broken[size] = why_no_mpi()
+            self.broken[kind] = why_no_mpi()
             return failure(item, why_no_mpi())
         if kind not in self.jobs:
             self.jobs[kind] = (SimulatedJob if simulated else Job)(item.config, size, rest)
         job = self.jobs[kind]
         reports = job.follow(item)
         if not job.begun:
-            self.broken[size] = f"not run: a job of {size} ranks does not start"
+            self.broken[kind] = f"not run: a job of {size} ranks does not start"
         if any(report.failed for report in reports):
             del self.jobs[kind]
         elif len(rest) == 1:
