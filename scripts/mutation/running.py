@@ -29,13 +29,12 @@ PROCESSES = {
         "tests/process/test_memory.py",
         "tests/process/test_two_hosts.py",
     ),
-    "agreement": ("tests/process/test_processes.py", "tests/process/test_faults.py"),
+    "agreement": ("tests/process/test_processes.py",),
     "engine": ("tests/process/test_single_copy.py", "tests/process/test_memory.py"),
     "keys": ("tests/process/test_processes.py", "tests/process/test_memory.py"),
     "rows": ("tests/process/test_memory.py",),
     "checkpoint": ("tests/process/test_checkpoint_jobs.py",),
     "compression": ("tests/process/test_memory.py", "tests/process/test_single_copy.py"),
-    "asynchronous": ("tests/process/test_faults.py",),
 }
 """The tests of processes that use an area."""
 STAND_INS = {
@@ -125,9 +124,12 @@ def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, job
         def examine(mutant: Mutant) -> None:
             tree, start = trees.get(), time.monotonic()
             tree.plant(mutant)
-            record = {"mutant": mutant.key, "tier": tier, **notice(tree, mutant), "seconds": time.monotonic() - start}
-            tree.restore(mutant)
-            trees.put(tree)
+            try:
+                found = notice(tree, mutant)
+            finally:
+                tree.restore(mutant)
+                trees.put(tree)
+            record = {"mutant": mutant.key, "tier": tier, **found, "seconds": time.monotonic() - start}
             with results.open("a") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
             print(f"{mutant.number} {mutant.key}\n    {record['noticed'] or 'SURVIVED'}", flush=True)

@@ -78,11 +78,13 @@ class Tree:
 
     def plant(self, mutant: Mutant) -> None:
         path = self.folder / "mpikv" / mutant.path
-        path.write_bytes(mutant.applied((ROOT / "mpikv" / mutant.path).read_bytes()))
+        # From the copy, for others may change the original meanwhile.
+        shutil.copy2(path, self.folder.with_name("original"))
+        path.write_bytes(mutant.applied(path.read_bytes()))
 
     def restore(self, mutant: Mutant) -> None:
         # With its time, for the compiled module beside it to be taken again.
-        shutil.copy2(ROOT / "mpikv" / mutant.path, self.folder / "mpikv" / mutant.path)
+        shutil.copy2(self.folder.with_name("original"), self.folder / "mpikv" / mutant.path)
 
 
 def failed(status: int, text: str) -> str:
