@@ -28,12 +28,13 @@ def gpu(comm: Any) -> FakeGpu:
 
 @pytest.fixture(params=[None, "adam"])
 def kv(comm: Any, gpu: FakeGpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[KVStore]:
-    forbid_more_memory(monkeypatch)
+    checked = forbid_more_memory(monkeypatch)
     with store_on(gpu, comm, placement="sharded") as kv:
         kv.init("w", RowSparse(np.arange(SHAPE[0]), np.ones(SHAPE, np.float32), SHAPE))
         if request.param:
             kv.set_optimizer(request.param)
         yield kv
+        assert checked
 
 
 def some(step: int) -> RowSparse:

@@ -101,7 +101,7 @@ def test_sums_of_varying_lengths(comm, transport):
 
 @pytest.mark.ranks(2)
 def test_the_first_messages_touch_the_memory_of_messages(comm, monkeypatch):
-    """Also where reading what others lend takes no time for now, and much later. What lengths that vary take then is
+    """Even if reading what others lend takes no time at first, and long later. What lengths that vary take then is
     for values, and for messages of other lengths: half of each outbox at most.
     """
     bucket = 256 << 10

@@ -29,14 +29,14 @@ def run(ranks: int, *arguments: str, through: tuple[str, ...] = ()) -> subproces
 
 
 @pytest.mark.deadline(60)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_every_rank_finds_the_values_that_were_computed_again(ranks: int, device: str) -> None:
+def test_every_rank_finds_the_values_that_were_computed_again(size: int, device: str) -> None:
     through = (str(ROOT / "tests/support/faked_gpus.py"),) if device == "gpu" else ()
-    done = run(ranks, "--device", device, through=through)
+    done = run(size, "--device", device, through=through)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"Adam on {device}, ranks {ranks}, keys ")
+    assert lines[0].startswith(f"Adam on {device}, ranks {size}, keys ")
     figures = lines[1].split()
     assert int(figures[3]) == 2 * int(figures[1]) == pytest.approx(4e6, rel=0.2)
     assert lines[-1] == "check passed, both ends of every value"
