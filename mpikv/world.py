@@ -98,7 +98,7 @@ _forked = False
 
 
 class _Translated:
-    """Raises what MPI raises as TransportError. A class, as a generator takes three times as long, in each wait."""
+    """Raises MPI's errors as TransportError. A class: every wait enters one, and a generator takes longer."""
 
     def __init__(self, mpi: Any, doing: str) -> None:
         self._mpi, self._doing = mpi, doing

@@ -35,7 +35,7 @@ __all__ = [
 Multipliers: TypeAlias = Mapping[Any, float]
 """A factor for some keys; the others have 1. (``Any``: the type of a mapping's keys is invariant.)"""
 
-# Of an object, in its text.
+# The address in an object's text.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 # Names of options in PyTorch and in MXNet, and the names here.
 _RENAMED: Mapping[str, Sequence[str]] = {

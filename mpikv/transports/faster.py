@@ -8,8 +8,8 @@ __all__ = ["Faster"]
 _PERIOD = 32
 # The weight of a new figure; and how many times the mean so far it may be: a rank may have lost its core meanwhile.
 _WEIGHT, _MOST = 1 / 8, 2
-# So many turns come first, one of each way, of which no figures are kept: memory gets its pages in them, which takes
-# several times as long as writing to it.
+# The first turns, one of each way, are not measured. They touch fresh memory, whose pages the system makes then: that
+# takes several times as long as writing to it.
 _UNCOUNTED = 2
 
 
@@ -33,7 +33,7 @@ class Faster:
         self._pace = [0.0, 0.0]
 
     def next(self) -> int:
-        """Return the way to take this time: 0 until figures of both are kept."""
+        """Return the way for this turn. Of 32, one tries each; the others take the faster, 0 until both are known."""
         turn, self._chosen = self._chosen % _PERIOD, self._chosen + 1
         return turn if turn < 2 else int(0 < self._pace[1] < self._pace[0])
 

@@ -267,7 +267,7 @@ class ShmTransport:
             self._order()
 
     def _wait(self, peer: int, arrivals: int) -> None:
-        """Wait until a rank has arrived; if it is not about to, until all have."""
+        """Wait until this rank has arrived or, where it does not come at once, until all have."""
         flags = self._flags
         for _ in range(self._spins):
             if flags[peer] >= arrivals:

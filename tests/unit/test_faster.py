@@ -6,7 +6,7 @@ from mpikv.transports.faster import Faster
 
 
 def tried(first: float, second: float) -> Faster:
-    """Return a choice of which both ways have been taken once, for so many seconds, after the turns that count not."""
+    """Return a choice that has measured both ways once, at so many seconds."""
     faster = Faster()
     assert [faster.next() for _ in range(32)] == [0, 1] + [0] * 30
     for way, seconds in enumerate((first, second)):
