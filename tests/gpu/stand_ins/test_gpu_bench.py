@@ -301,7 +301,7 @@ def bench(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.mark.deadline(60)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_sums_and_kernels_are_measured_and_right(bench: Run, tmp_path: Path, size: int) -> None:
     done = bench(size, "--suite", "latency", "--rounds", "1", "--json", "all.json")
     assert done.returncode == 0, done.stderr
