@@ -1,20 +1,18 @@
 """Checkpoints: a store, or the state of its optimizer, in one file that any number of ranks can load.
 
-``checksums`` and ``contents`` are the format, ``settings`` what a file holds of an updater, ``files`` the file system,
-``pieces`` what is written and read at once, ``fits`` what a file is held against, and ``checkpoints`` the collective
-calls of a store that put them together; ``states`` does so for state that every rank has all of.
+``header`` is the format, ``files`` the file system, ``chunks`` what is written, read and summed at once,
+``compatibility`` what a file is held against, ``residuals`` what compression adds, and ``checkpoints`` the calls.
 """
 
 from __future__ import annotations
 
-from .checkpoints import Checkpoints
-from .contents import Header, SavedKey
+from .checkpoints import Checkpoints, KeptState, load_states, save_states
+from .compatibility import is_dumpable
 from .files import Source, inspect
-from .states import KeptState, is_dumpable, load_states, save_states
+from .header import SavedKey
 
 __all__ = [
     "Checkpoints",
-    "Header",
     "KeptState",
     "SavedKey",
     "Source",

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..errors import CheckpointError, Unsupported
 from ..typing import Array
-from .contents import LARGEST_HEADER, Contents, Header, parse
+from .header import LARGEST_HEADER, Header, parse_header
 
 __all__ = ["NONCE", "Draft", "Reader", "Source", "inspect"]
 
@@ -58,7 +58,7 @@ class Draft:
         self._folder = os.open(os.path.dirname(self.path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._remove_leftovers()
         nonce[:] = np.frombuffer(os.urandom(NONCE), np.uint8)
-        self._draft = self._named(nonce)
+        self._draft = self._draft_path(nonce)
         # Until it is whole it is not to be read by more than may read what it replaces.
         mode = 0o666 if self._mode is None else self._mode | 0o600
         self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -72,7 +72,7 @@ class Draft:
         Raises:
             Unsupported: this host does not see it.
         """
-        self._draft = self._named(nonce)
+        self._draft = self._draft_path(nonce)
         try:
             self._file = os.open(self._draft, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -92,14 +92,14 @@ class Draft:
         """Wait until what was written is on the disk."""
         os.fdatasync(self._file)
 
-    def commit(self, contents: Contents, sums: Array) -> None:
+    def commit(self, header: Header, sums: Array) -> None:
         """Write the header and put the file into its place. On the root, when all ranks have written and flushed.
 
         Raises:
             CheckpointError: the draft was removed meanwhile.
             OSError: the file could not be put there; or it was, and the message says so.
         """
-        self.write(contents.header(sums), 0)
+        self.write(header.encode(sums), 0)
         if self._mode is not None and _mode(os.fstat(self._file)) != self._mode:
             os.fchmod(self._file, self._mode)
         os.fsync(self._file)
@@ -127,7 +127,7 @@ class Draft:
                 os.close(file)
         self._file, self._folder, self._made = -1, -1, False
 
-    def _named(self, nonce: Array) -> str:
+    def _draft_path(self, nonce: Array) -> str:
         """Return a path that no other draft has."""
         return f"{self._stem()}.{nonce.tobytes().hex()}{_SUFFIX}"
 
@@ -218,6 +218,10 @@ class Source(NamedTuple):
 
     path: str
     header: Header
+    sums: Array
+    """The CRC-32 of each chunk of the arrays, uint32."""
+    start: int
+    """Where the arrays begin in the file."""
     identity: tuple[int, ...]
     """What tells this file from one that took its place: device, inode, size, and when it was changed."""
 
@@ -232,7 +236,8 @@ def inspect(path: str) -> Source:
     with _opened(path) as file:
         identity = _identity(file)
         try:
-            return Source(path, _header(file), identity)
+            text = _read_header(file)
+            return Source(path, *parse_header(text, identity[2]), 8 + len(text), identity)
         except CheckpointError as error:
             raise CheckpointError(f"{path!r} cannot be loaded: {error}") from None
 
@@ -241,7 +246,7 @@ class Reader:
     """Reads the arrays of a checkpoint."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
         self._closing = contextlib.ExitStack()
         self._file = -1
 
@@ -251,18 +256,18 @@ class Reader:
         Raises:
             CheckpointError: it is another one than was found before.
         """
-        self._file = self._closing.enter_context(_opened(self._source.path))
-        if _identity(self._file) != self._source.identity:
-            raise CheckpointError(f"{self._source.path!r} was changed while it was loaded; load it again")
+        self._file = self._closing.enter_context(_opened(self.source.path))
+        if _identity(self._file) != self.source.identity:
+            raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
     def read(self, memory: memoryview, offset: int) -> None:
         """Fill the memory with what lies at an offset of the arrays."""
         rest = memory
-        offset += self._source.header.start
+        offset += self.source.start
         while rest:
             done = os.preadv(self._file, [rest], offset)
             if not done:
-                raise CheckpointError(f"{self._source.path!r} was cut off at byte {offset} while it was loaded")
+                raise CheckpointError(f"{self.source.path!r} was cut off at byte {offset} while it was loaded")
             rest, offset = rest[done:], offset + done
 
     def close(self) -> None:
@@ -284,7 +289,7 @@ def _identity(file: int) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _header(file: int) -> Header:
+def _read_header(file: int) -> bytes:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError("it is not a file")
@@ -299,4 +304,4 @@ def _header(file: int) -> Header:
         text += part
     if len(text) < length:
         raise CheckpointError(f"only {len(text)} of the {length} bytes of its header can be read")
-    return parse(bytes(text), found.st_size)
+    return bytes(text)

@@ -8,9 +8,7 @@ their order. What all ranks have left out together stays the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,173 +16,177 @@ from ..arena import Block
 from ..compression import ensure_residuals
 from ..exchange import Exchange
 from ..keys import Entry
-from ..typing import Array, Transport
-from .contents import CHUNK, CodecArray, Contents, SavedKey, codec_slot, dtype_named, residual_slot
-from .pieces import Piece, cut
+from ..typing import Array, Codec
+from .chunks import Piece, cut, cut_array
+from .header import CHUNK, CodecArray, Header, SavedKey, Tensor, parse_dtype
 
-__all__ = ["Targets", "held", "make_room", "positions_of", "taken", "targeted", "whole", "with_residuals"]
+__all__ = ["add_residuals", "count_positions", "cut_residuals", "make_room", "place_residuals"]
 
 _log = logging.getLogger("mpikv")
 
-Memory = Mapping[str, Array]
-"""Memory of the arrays of one key, by their slots."""
+
+# --- Save
 
 
-def with_residuals(exchange: Exchange, contents: Contents) -> Contents:
-    """Return the contents of a checkpoint with the residuals of all ranks, if there are any. Collective."""
+def add_residuals(exchange: Exchange, header: Header) -> Header:
+    """Return the header of a checkpoint with the residuals of all ranks, if there are any. Collective."""
     if exchange.compression is None:
-        return contents
-    transport, entries = exchange.transport.control, [exchange.table[one.key] for one in contents.keys]
-    # Ranks may have pushed lists of different lengths.
-    positions = _largest(transport, np.array([len(entry.residuals()) for entry in entries], np.int64))
+        return header
+    entries = [exchange.table[one.key] for one in header.keys]
+    positions = _count_most(exchange, entries)
     if not positions.any() and not any(entry.codec_state for entry in entries):
-        return contents
+        return header
     keys = tuple(
-        replace(
-            one,
+        one._replace(
             positions=count,
             codec={name: CodecArray(array.dtype.name, array.shape) for name, array in entry.codec_state.items()},
         )
-        for one, entry, count in zip(contents.keys, entries, positions.tolist(), strict=True)
+        for one, entry, count in zip(header.keys, entries, positions.tolist(), strict=True)
     )
-    return replace(contents, keys=keys, compression=exchange.compression.codec.settings(), ranks=transport.size)
+    settings = exchange.compression.codec.settings()
+    return Header(keys, header.values, header.updater, settings, exchange.transport.size)
 
 
-def held(exchange: Exchange, contents: Contents) -> Sequence[Memory]:
-    """Return what this rank writes for each key: its residuals, and at the first rank what codecs keep. Local."""
-    mine = exchange.transport.rank
-    return [
-        _residuals_of(entry, one.positions, mine) | (_codec_state_of(entry) if mine == 0 else {})
-        for one, entry in _pairs(exchange, contents)
-    ]
+def _count_most(exchange: Exchange, entries: Sequence[Entry]) -> Array:
+    """Return how many positions each value has, on the rank that has pushed the longest lists. Collective."""
+    transport = exchange.transport.control
+    counts = np.empty((transport.size, len(entries)), np.int64)
+    counts[transport.rank] = [len(entry.residuals()) for entry in entries]
+    transport.all_gather(counts.reshape(-1), [len(entries)] * transport.size)
+    most: Array = counts.max(axis=0, initial=0)
+    return most
 
 
-def _residuals_of(entry: Entry, positions: int, rank: int) -> dict[str, Array]:
-    """Return a rank's residuals, on the host; where it has pushed shorter lists than others, zeros."""
-    there = [entry.place.block.memory.to_host(array) for array in entry.residuals()]
-    there += [np.zeros(entry.place.size, np.float32)] * (positions - len(there))
-    return {residual_slot(rank, position): array for position, array in enumerate(there)}
+def cut_residuals(exchange: Exchange, header: Header) -> list[Piece]:
+    """Return the pieces that this rank writes: its residuals, and at the first rank what codecs keep. Local."""
+    entries, mine = [exchange.table[one.key] for one in header.keys], exchange.transport.rank
+    pieces = []
+    for tensor, at in _list_extras(header, "residual"):
+        rank, position = map(int, at.split("/"))
+        if rank == mine:
+            pieces += cut_array(tensor.begin, _copy_residual(entries[tensor.item], position))
+    for tensor, name in _list_extras(header, "codec") if mine == 0 else ():
+        pieces += cut_array(tensor.begin, entries[tensor.item].codec_state[name])
+    return pieces
 
 
-def _codec_state_of(entry: Entry) -> dict[str, Array]:
-    return {codec_slot(name): array.reshape(-1) for name, array in entry.codec_state.items()}
+def _copy_residual(entry: Entry, position: int) -> Array:
+    """Return a residual of this rank on the host; zeros, where it has pushed shorter lists than others."""
+    residuals = entry.residuals()
+    if position < len(residuals):
+        return entry.place.block.memory.to_host(residuals[position])
+    return np.zeros(entry.place.size, np.float32)
 
 
-class Target(NamedTuple):
-    """Where an array of the file goes."""
-
-    array: Array | None
-    """Nowhere, where it is read for its checksum alone."""
-    adds: bool = False
-    """Whether it is added to what the array holds."""
+# --- Load
 
 
-Targets = Sequence[Mapping[str, Target]]
-"""For each key, where its arrays go, by their slots."""
-
-
-def positions_of(exchange: Exchange, contents: Contents) -> dict[Block, int]:
+def count_positions(exchange: Exchange, header: Header) -> dict[Block, int]:
     """Return for each block how many residuals its keys have in a checkpoint that the store can send. Local."""
-    codec = None if exchange.compression is None else exchange.compression.codec
     positions: dict[Block, int] = {}
-    if codec is None or not codec.feedback:
-        return positions
-    for one, entry in _pairs(exchange, contents):
-        most = one.positions if codec.elementwise else min(one.positions, 1)
-        positions[entry.place.block] = max(positions.get(entry.place.block, 0), most)
+    if (codec := _find_codec(exchange)) is not None:
+        for one, entry in _pair(exchange, header):
+            block, count = entry.place.block, one.positions if codec.elementwise else min(one.positions, 1)
+            positions[block] = max(positions.get(block, 0), count)
     return positions
 
 
-def make_room(exchange: Exchange, contents: Contents) -> None:
+def make_room(exchange: Exchange, header: Header) -> None:
     """Have memory for the residuals of a checkpoint, whose keys the store has. Local.
 
     Raises:
         MemoryError: there is too little; nothing has changed but what memory there is.
     """
-    for block, positions in positions_of(exchange, contents).items():
-        assert exchange.compression is not None
-        if positions:
-            ensure_residuals(exchange.compression.codec, block, positions)
+    if (codec := _find_codec(exchange)) is not None:
+        for block, positions in count_positions(exchange, header).items():
+            if positions:
+                ensure_residuals(codec, block, positions)
 
 
-def taken(exchange: Exchange, contents: Contents, on_host: Callable[[Array], Array]) -> tuple[Targets, Targets]:
-    """Make room for what this rank takes of a checkpoint's residuals; those of the store are zeros. Local.
+def place_residuals(
+    exchange: Exchange, header: Header, on_host: Callable[[Array], Array]
+) -> tuple[list[Piece], list[Piece]]:
+    """Return the pieces of what codecs keep and of residuals, to be read to where they go in the store. Local.
 
     ``on_host`` returns what is to be filled in place of an array, of zeros as that is.
 
     Returns:
         What no other rank reads, and what every rank does.
     """
-    codec = None if exchange.compression is None else exchange.compression.codec
-    own, common = [], []
-    if codec is None or not codec.feedback:
-        _warn_of_loss(exchange, contents)
-    for one, entry in _pairs(exchange, contents):
-        room: Sequence[Array] = ()
-        if codec is not None and codec.feedback and one.positions:
-            ensure_residuals(codec, entry.place.block, one.positions)
-            room = [on_host(array) for array in entry.residuals()]
-        own.append(dict(_residuals_for(exchange.transport, contents.ranks, one.positions, room)))
-        kept = {name: np.empty(shape, dtype_named(dtype)) for name, (dtype, shape) in one.codec.items()}
-        if codec is not None and codec.settings() == contents.compression:
-            entry.codec_state.update(kept)
-        common.append({codec_slot(name): Target(array.reshape(-1)) for name, array in kept.items()})
-    return own, common
+    if header.compression is None:
+        return [], []
+    if _find_codec(exchange) is None:
+        _warn_of_loss(exchange, header)
+    make_room(exchange, header)
+    return _cut_targets(exchange, header, on_host), _cut_codec_arrays(exchange, header)
 
 
-def _residuals_for(
-    transport: Transport, ranks: int, positions: int, room: Sequence[Array]
-) -> Iterator[tuple[str, Target]]:
-    """Yield the slots of a value's residuals that this rank reads, in the order of the file, and where they go."""
-    begun: set[int] = set()
-    for rank in range(transport.rank, ranks, transport.size) if positions else ():
-        for position in range(positions):
-            to = min(position, len(room) - 1)
-            yield residual_slot(rank, position), Target(room[to] if room else None, to in begun)
-            begun.add(to)
+def _cut_targets(exchange: Exchange, header: Header, on_host: Callable[[Array], Array]) -> list[Piece]:
+    """Return the pieces of the residuals that this rank takes: the first one for an array is read to where it goes, and
+    those that follow are added to it. Where the store cannot send them, they are read for their checksums alone.
+    """
+    sends, transport = _find_codec(exchange) is not None, exchange.transport
+    rooms = [
+        [on_host(array) for array in entry.residuals()] if sends and one.positions else []
+        for one, entry in _pair(exchange, header)
+    ]
+    spare, begun, pieces = np.empty(CHUNK, np.uint8), set[tuple[int, int]](), list[Piece]()
+    for tensor, at in _list_extras(header, "residual"):
+        rank, position = map(int, at.split("/"))
+        if rank % transport.size != transport.rank:
+            continue
+        room = rooms[tensor.item]
+        to = min(position, len(room) - 1)
+        if room and (tensor.item, to) not in begun:
+            begun.add((tensor.item, to))
+            pieces += cut_array(tensor.begin, room[to])
+        else:
+            pieces += _cut_added(tensor, room[to] if room else None, spare)
+    return pieces
 
 
-def _warn_of_loss(exchange: Exchange, contents: Contents) -> None:
-    if any(one.positions for one in contents.keys) and exchange.transport.rank == 0:
+def _cut_added(tensor: Tensor, total: Array | None, spare: Array) -> Iterator[Piece]:
+    """Yield the pieces of an array that is read to memory of its own, and added to another."""
+    for part in cut(tensor.begin, tensor.end - tensor.begin):
+        numbers = None if total is None else total.view(np.uint8)[part].view(total.dtype)
+        yield Piece(tensor.begin + part.start, spare[: part.stop - part.start].data, numbers)
+
+
+def _cut_codec_arrays(exchange: Exchange, header: Header) -> list[Piece]:
+    """Return the pieces of what the codec of the file keeps, which a codec of the same settings takes over."""
+    pieces: list[Piece] = []
+    same = exchange.compression is not None and exchange.compression.codec.settings() == header.compression
+    for tensor, name in _list_extras(header, "codec"):
+        one = header.keys[tensor.item]
+        array = np.empty(one.codec[name].shape, parse_dtype(one.codec[name].dtype))
+        if same:
+            exchange.table[one.key].codec_state[name] = array
+        pieces += cut_array(tensor.begin, array)
+    return pieces
+
+
+def _warn_of_loss(exchange: Exchange, header: Header) -> None:
+    if any(one.positions for one in header.keys) and exchange.transport.rank == 0:
         _log.warning(
             "the checkpoint has what compressed pushes (%s) have left out, which this store cannot send: it is "
             "dropped; set_gradient_compression before load keeps it",
-            contents.compression,
+            header.compression,
         )
 
 
-def whole(contents: Contents, memory: Sequence[Memory]) -> Iterator[Piece]:
-    """Yield the pieces of arrays that one rank has whole, by key and slot."""
-    for tensor in contents.tensors if memory else ():
-        if (array := memory[tensor.item].get(tensor.slot)) is not None:
-            yield from cut(tensor.begin, array.view(np.uint8).data)
+def _find_codec(exchange: Exchange) -> Codec | None:
+    """Return the store's codec if it can send residuals."""
+    codec = None if exchange.compression is None else exchange.compression.codec
+    return codec if codec is not None and codec.feedback else None
 
 
-def targeted(contents: Contents, targets: Targets) -> Iterator[Piece]:
-    """Yield the pieces of arrays that go to targets."""
-    spare = np.empty(CHUNK if targets else 0, np.uint8)
-    for tensor in contents.tensors if targets else ():
-        if (target := targets[tensor.item].get(tensor.slot)) is None:
-            continue
-        if target.array is not None and not target.adds:
-            yield from cut(tensor.begin, target.array.view(np.uint8).data)
-            continue
-        offset = tensor.begin
-        while offset < tensor.end:
-            end = min(offset // CHUNK * CHUNK + CHUNK, tensor.end)
-            low, high = offset - tensor.begin, end - tensor.begin
-            total = None if target.array is None else target.array.view(np.uint8)[low:high].view(target.array.dtype)
-            yield Piece(offset, spare[: end - offset].data, total)
-            offset = end
+def _pair(exchange: Exchange, header: Header) -> list[tuple[SavedKey, Entry]]:
+    return [(one, exchange.table[one.key]) for one in header.keys]
 
 
-def _pairs(exchange: Exchange, contents: Contents) -> list[tuple[SavedKey, Entry]]:
-    return [(one, exchange.table[one.key]) for one in contents.keys]
-
-
-def _largest(transport: Transport, mine: Array) -> Array:
-    numbers = np.empty((transport.size, mine.size), np.int64)
-    numbers[transport.rank] = mine
-    transport.all_gather(numbers.reshape(-1), [mine.size] * transport.size)
-    largest: Array = numbers.max(axis=0, initial=0)
-    return largest
+def _list_extras(header: Header, kind: str) -> Iterator[tuple[Tensor, str]]:
+    """Yield arrays of a kind beside values and state, in the order of the file, and what their slots say of them."""
+    for tensor in header.tensors:
+        prefix, _, rest = tensor.slot.partition("/")
+        if rest and prefix == kind:
+            yield tensor, rest

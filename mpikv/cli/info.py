@@ -70,14 +70,14 @@ def _show_checkpoint(path: str, as_json: bool) -> int:
 
 
 def _describe_checkpoint(source: Source) -> Report:
-    contents = source.header.contents
+    header = source.header
     return {
         "path": source.path,
-        "bytes": source.header.start + contents.nbytes,
-        "values": contents.values,
-        "updater": contents.updater,
-        "residuals": {"compression": contents.compression, "ranks": contents.ranks},
-        "keys": [_describe_key(one) for one in contents.keys],
+        "bytes": source.start + header.nbytes,
+        "values": header.values,
+        "updater": header.updater,
+        "residuals": {"compression": header.compression, "ranks": header.ranks},
+        "keys": [_describe_key(one) for one in header.keys],
     }
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupported, ValueMismatch, schedules
-from mpikv.checkpoint import pieces
-from mpikv.checkpoint.contents import CHUNK
+from mpikv.checkpoint import chunks
 from mpikv.checkpoint.files import Reader
+from mpikv.checkpoint.header import CHUNK
 from mpikv.world import library_of
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -197,7 +197,7 @@ def test_every_placement_writes_the_same_file(comm, folder, save_in):
     values = {"large": numbers((700_001,), FLOATS[0], 1), "odd": numbers((33,), FLOATS[2], 2)}
     values |= {f"small{number}": numbers((number,), FLOATS[1], number) for number in range(9)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "_WINDOW", 2 * CHUNK)
+        patch.setattr(chunks, "_WINDOW", 2 * CHUNK)
         for number, arguments in enumerate([stores[0], stores[save_in % len(stores)]]):
             with mpikv.create(comm=comm, bucket_bytes=320_000, **arguments) as kv:
                 kv.init(values)

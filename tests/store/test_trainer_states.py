@@ -9,8 +9,8 @@ from hypothesis import strategies
 
 import mpikv
 from mpikv import CheckpointError, ConfigError, Parameter, PeerFailed, RankMismatch, Unsupported, ValueMismatch
-from mpikv.checkpoint import pieces
-from mpikv.checkpoint.contents import CHUNK
+from mpikv.checkpoint import chunks
+from mpikv.checkpoint.header import CHUNK
 from mpikv.world import library_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
@@ -280,7 +280,7 @@ def test_an_optimizer_with_a_function_keeps_its_settings(comm, folder, on_store)
 
 
 def test_large_states_are_written_in_parts(comm, folder, monkeypatch):
-    monkeypatch.setattr(pieces, "_WINDOW", 2 * CHUNK)
+    monkeypatch.setattr(chunks, "_WINDOW", 2 * CHUNK)
     size = 3 * CHUNK // 8 + 5
     for name in ("large", "again"):
         params = {"w": np.zeros(size), "b": np.ones(3)}
@@ -393,7 +393,7 @@ def check_a_full_disk(comm, folder, monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("mpikv.checkpoint.states.write_pieces", full)
+            patch.setattr("mpikv.checkpoint.files.Draft.write", full)
             assert "No space" in raised(kv, 0, OSError, lambda: trainer.save_states(folder / "states"))
         assert (folder / "states").read_bytes() == before
         kv.barrier()
@@ -441,7 +441,7 @@ def test_a_file_that_one_rank_cannot_read(comm, folder, monkeypatch):
 
         with monkeypatch.context() as patch:
             if kv.rank == last:
-                patch.setattr("mpikv.checkpoint.states.read_pieces", failing)
+                patch.setattr("mpikv.checkpoint.files.Reader.read", failing)
             assert "Input/output" in raised(kv, last, OSError, lambda: trainer.load_states(folder / "states"))
         assert trainer.optimizer is before
         train(trainer, 2, 3)

@@ -15,8 +15,8 @@ import pytest
 
 import mpikv
 from mpikv import CheckpointError
-from mpikv.checkpoint.contents import Contents
 from mpikv.checkpoint.files import NONCE, Draft, inspect
+from mpikv.checkpoint.header import Header
 
 LEFT = "checkpoint.0123456789abcdef.mpikv-part"
 
@@ -29,12 +29,12 @@ def create(path: Path) -> Draft:
 
 def commit(draft: Draft, text: str) -> None:
     """Make a checkpoint of no keys."""
-    draft.commit(Contents((), True, {"kind": "function", "settings": text}), np.zeros(0, np.uint32))
+    draft.commit(Header((), True, {"kind": "function", "settings": text}), np.zeros(0, np.uint32))
 
 
 def held(path: Path) -> str:
     """Return what ``commit`` has put there."""
-    settings: str = inspect(str(path)).header.contents.updater["settings"]
+    settings: str = inspect(str(path)).header.updater["settings"]
     return settings
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv import CheckpointError, Unsupported, schedules
 from mpikv.checkpoint import inspect
-from mpikv.checkpoint.checksums import contributions
+from mpikv.checkpoint.chunks import shift_crcs
 
 Tree = dict[str, Any]
 OPTIONS = ("updater", "options")
@@ -249,7 +249,7 @@ def test_any_number_of_ranks_that_have_left_nothing(compressed: Path, tmp_path: 
     described["keys"][0]["positions"] = 0
     described["ranks"] = 10**15
     path = forge(tmp_path / "forged", header, described, arrays[:low] + arrays[high:])
-    assert inspect(str(path)).header.contents.ranks == 10**15
+    assert inspect(str(path)).header.ranks == 10**15
     with mpikv.create(compression={"type": "lowrank", "rank": 1}) as kv:
         kv.load(path)
         np.testing.assert_allclose(kv.pull("w"), np.ones((5, 4)), rtol=1e-6)
@@ -491,11 +491,11 @@ def test_an_optimizer_that_is_not_registered_here(tmp_path: Path) -> None:
 
 
 @hypothesis.given(st.lists(st.binary(max_size=300), max_size=8))
-def test_contributions(texts: list[bytes]) -> None:
+def test_shifted_crcs(texts: list[bytes]) -> None:
     ends = [sum(map(len, texts[: number + 1])) for number in range(len(texts))]
     following = np.array([ends[-1] - end for end in ends], np.int64) if texts else np.zeros(0, np.int64)
     sums = np.array([zlib.crc32(text) for text in texts], np.uint32)
-    assert int(np.bitwise_xor.reduce(contributions(sums, following))) == zlib.crc32(b"".join(texts))
+    assert int(np.bitwise_xor.reduce(shift_crcs(sums, following))) == zlib.crc32(b"".join(texts))
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:

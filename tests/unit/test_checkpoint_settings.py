@@ -15,7 +15,7 @@ import pytest
 
 import mpikv
 from mpikv import schedules
-from mpikv.checkpoint.settings import described, restored
+from mpikv.checkpoint.compatibility import _restore_updater, describe_updater
 from mpikv.updaters import Assign
 
 TRIALS = int(os.environ.get("CHECKPOINT_SETTINGS", "500"))
@@ -64,15 +64,15 @@ def test_mutated_settings() -> None:
     seed = int(os.environ.get("CHECKPOINT_SEED", "0"))
     draw, seen = random.Random(seed), Counter[str]()
     for trial in range(TRIALS):
-        saved = copy.deepcopy(described(draw.choice(OPTIMIZERS)))
+        saved = copy.deepcopy(describe_updater(draw.choice(OPTIMIZERS)))
         for _ in range(draw.randint(1, 3)):
             if saved["options"]:
                 mutate(draw, saved["options"])
         try:
-            made = restored(saved, Assign())
+            made = _restore_updater(saved, Assign())
             # What a store does with it before anything moves, and in its first pushes.
             made.settings()
-            described(made)
+            describe_updater(made)
             with mpikv.create() as kv:
                 kv.init(["w", "x"], [np.ones(2), np.ones(2)])
                 kv.set_optimizer(made)
@@ -89,9 +89,9 @@ def test_mutated_settings() -> None:
 
 def test_keys_that_have_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "crafted.mpikv"
-    made = described(mpikv.optimizers.SGD(lr_mult={"w": 0.5}))
+    made = describe_updater(mpikv.optimizers.SGD(lr_mult={"w": 0.5}))
     made["options"]["lr_mult"] = {"by_key": [[None, 1.0], [3, 2.0]]}
-    monkeypatch.setattr("mpikv.checkpoint.checkpoints.described", lambda *_, **__: made)
+    monkeypatch.setattr("mpikv.checkpoint.checkpoints.describe_updater", lambda *_, **__: made)
     with mpikv.create() as kv:
         kv.init("w", np.zeros(2))
         kv.save(path)

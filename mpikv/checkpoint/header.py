@@ -1,4 +1,4 @@
-"""What a checkpoint file says of itself: its keys, their counts, the updater, where each array lies, and checksums.
+"""The header of a checkpoint: its keys, their counts, the updater, where each array lies, and checksums.
 
 The form is that of safetensors (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the
 header in JSON, and the arrays without gaps, little-endian. What safetensors has no place for is a JSON text in its
@@ -15,8 +15,9 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,16 +31,13 @@ __all__ = [
     "LARGEST_HEADER",
     "VALUE",
     "CodecArray",
-    "Contents",
     "Header",
     "SavedKey",
     "Tensor",
     "check_byte_order",
-    "check_readable",
-    "codec_slot",
-    "dtype_named",
-    "parse",
-    "residual_slot",
+    "check_writable",
+    "parse_dtype",
+    "parse_header",
 ]
 
 CHUNK = 1 << 20
@@ -56,22 +54,20 @@ _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
 _MOST_UPDATES = 1 << 62
+# What is said of each kind of updater.
+_UPDATERS: dict[str, dict[str, Any]] = {
+    "assign": {},
+    "function": {"settings": str},
+    "optimizer": {"settings": str, "name": str, "options": (dict, type(None))},
+}
 
 # numpy's name: safetensors' name and the bytes of its elements. It has no complex numbers, which are pairs here.
 _STORED = {
     "bool": ("BOOL", 1),
-    "int8": ("I8", 1),
-    "int16": ("I16", 2),
-    "int32": ("I32", 4),
-    "int64": ("I64", 8),
-    "uint8": ("U8", 1),
-    "uint16": ("U16", 2),
-    "uint32": ("U32", 4),
-    "uint64": ("U64", 8),
-    "float16": ("F16", 2),
+    **{f"int{8 * size}": (f"I{8 * size}", size) for size in (1, 2, 4, 8)},
+    **{f"uint{8 * size}": (f"U{8 * size}", size) for size in (1, 2, 4, 8)},
+    **{f"float{8 * size}": (f"F{8 * size}", size) for size in (2, 4, 8)},
     "bfloat16": ("BF16", 2),
-    "float32": ("F32", 4),
-    "float64": ("F64", 8),
     "complex64": ("F32", 4),
     "complex128": ("F64", 8),
 }
@@ -83,7 +79,7 @@ class Tensor(NamedTuple):
     item: int
     """The position of its key."""
     slot: str
-    """The name of a state, :data:`VALUE`, or what :func:`residual_slot` or :func:`codec_slot` returns."""
+    """The name of a state, :data:`VALUE`, ``residual/RANK/POSITION``, or ``codec/NAME`` for what a codec keeps."""
     name: str
     dtype: str
     """safetensors' name."""
@@ -102,19 +98,8 @@ class CodecArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-def residual_slot(rank: int, position: int) -> str:
-    """Return what stands in the place of the name of a state for what a rank's pushes have left out."""
-    return f"residual/{rank}/{position}"
-
-
-def codec_slot(name: str) -> str:
-    """Return what stands in the place of the name of a state for what a codec keeps."""
-    return f"codec/{name}"
-
-
-@dataclass(frozen=True)
-class SavedKey:
-    """One key of the store."""
+class SavedKey(NamedTuple):
+    """One key of the store. The names of the fields are those in the file."""
 
     key: Key
     dtype: str
@@ -124,25 +109,25 @@ class SavedKey:
     """How many updates the updater has made."""
     earlier: int
     """How many pushes came before those; negative for state of more updates than the value has seen."""
-    state: Mapping[str, str]
+    state: dict[str, str]
     """The optimizer's state arrays: their names and numpy's names of their dtypes."""
     row_sparse: bool = False
     """Whether the key takes and clears rows; the file has all of them."""
     positions: int = 0
     """How many residuals every rank has, one for each position in the lists that were pushed."""
-    codec: Mapping[str, CodecArray] = field(default_factory=dict)
+    codec: Mapping[str, CodecArray] = MappingProxyType({})
     """What the codec keeps between pushes, by its names."""
 
 
 @dataclass(frozen=True)
-class Contents:
-    """All that a checkpoint holds but the arrays. Equal on all ranks."""
+class Header:
+    """All that a checkpoint holds but the arrays and their checksums. Equal on all ranks."""
 
     keys: tuple[SavedKey, ...]
     values: bool
     """Whether the values are there, or the optimizer's state alone."""
     updater: Mapping[str, Any]
-    """What :func:`~mpikv.checkpoint.settings.described` returned."""
+    """What :func:`~mpikv.checkpoint.compatibility.describe_updater` returned."""
     compression: str | None = None
     """The settings of the codec that left residuals; None where none are in the file."""
     ranks: int = 0
@@ -150,16 +135,13 @@ class Contents:
 
     @cached_property
     def text(self) -> str:
+        """The description in the metadata: JSON of everything here."""
+        omitted = {"positions", "codec"} if self.compression is None else set()
         keys = [
             {
-                "key": one.key,
-                "dtype": one.dtype,
-                "shape": one.shape,
-                "updates": one.updates,
-                "earlier": one.earlier,
-                "state": dict(one.state),
-                **({"row_sparse": True} if one.row_sparse else {}),
-                **({} if self.compression is None else {"positions": one.positions, "codec": dict(one.codec)}),
+                name: said
+                for name, said in one._asdict().items()
+                if name not in omitted and (said or name != "row_sparse")
             }
             for one in self.keys
         ]
@@ -187,7 +169,7 @@ class Contents:
         arrays = [
             (item, slot, dtype, one.shape)
             for item, one in enumerate(self.keys)
-            for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | dict(one.state)).items()
+            for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | one.state).items()
         ]
         arrays += self._extras
         arrays.sort(key=lambda array: -_STORED[array[2]][1])
@@ -207,13 +189,13 @@ class Contents:
         # Of ranks that have left nothing there may be any number.
         left = [(item, one) for item, one in enumerate(self.keys) if one.positions]
         residuals = [
-            (item, residual_slot(rank, position), "float32", one.shape)
+            (item, f"residual/{rank}/{position}", "float32", one.shape)
             for rank in range(self.ranks if left else 0)
             for item, one in left
             for position in range(one.positions)
         ]
         kept = [
-            (item, codec_slot(name), dtype, shape)
+            (item, f"codec/{name}", dtype, shape)
             for item, one in enumerate(self.keys)
             for name, (dtype, shape) in one.codec.items()
         ]
@@ -222,8 +204,7 @@ class Contents:
     @property
     def count(self) -> int:
         """How many arrays there are."""
-        extras = (self.ranks * one.positions + len(one.codec) for one in self.keys)
-        return sum(self.values + len(one.state) for one in self.keys) + sum(extras)
+        return sum(self.values + len(one.state) + self.ranks * one.positions + len(one.codec) for one in self.keys)
 
     @property
     def nbytes(self) -> int:
@@ -235,21 +216,24 @@ class Contents:
         """The number of checksums."""
         return -(-self.nbytes // CHUNK)
 
-    @cached_property
-    def _places(self) -> str:
-        """The end of the header: where each array lies."""
-        return _json(
-            {
-                one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]}
-                for one in self.tensors
-            }
-        )[1:]
+    @property
+    def places(self) -> dict[str, Any]:
+        """Where each array lies, as JSON has it."""
+        return {
+            one.name: {"dtype": one.dtype, "shape": [*one.shape], "data_offsets": [one.begin, one.end]}
+            for one in self.tensors
+        }
 
-    def header(self, sums: Array) -> bytes:
+    @cached_property
+    def _end(self) -> str:
+        """What follows the metadata: it has no checksums, so that it is made once."""
+        return f",{_dump(self.places)[1:]}" if self.tensors else "}"
+
+    def encode(self, sums: Array) -> bytes:
         """Return all that stands before the arrays: of one length, whatever the checksums are."""
         checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
-        metadata = _json({"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}})
-        text = (f"{metadata[:-1]},{self._places}" if self.tensors else metadata).encode()
+        metadata = _dump({"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}})
+        text = (metadata[:-1] + self._end).encode()
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         if len(text) > LARGEST_HEADER:
             raise Unsupported(
@@ -259,21 +243,11 @@ class Contents:
         return len(text).to_bytes(8, "little") + text
 
 
-def _json(tree: Mapping[str, Any]) -> str:
+def _dump(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, separators=(",", ":"))
 
 
-class Header(NamedTuple):
-    """What stood before the arrays."""
-
-    contents: Contents
-    sums: Array
-    """The CRC-32 of each :data:`CHUNK` of the arrays, uint32."""
-    start: int
-    """Where the arrays begin in the file."""
-
-
-def dtype_named(name: str) -> np.dtype[Any]:
+def parse_dtype(name: str) -> np.dtype[Any]:
     """Return numpy's dtype.
 
     Raises:
@@ -288,48 +262,51 @@ def check_byte_order() -> None:
         raise Unsupported("checkpoints are little-endian, and this processor is not")
 
 
-def check_readable(contents: Contents) -> None:
-    """Raise Unsupported if no reader would take the contents."""
+def check_writable(header: Header) -> int:
+    """Return where the arrays begin in a file with this header; raise Unsupported if no reader would take it."""
+    check_byte_order()
     try:
-        _contents(_tree(contents.text))
+        _parse_description(_parse_tree(header.text))
     except ValueError as error:  # CheckpointError is one; so is what JSON says of numbers of too many digits
         raise Unsupported(f"no checkpoint can hold this store: {brief(str(error), 300)}") from None
+    return len(header.encode(np.zeros(header.chunks, np.uint32)))
 
 
-def parse(text: bytes, size: int) -> Header:
-    """Return what a header of a file of so many bytes says.
+def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
+    """Return what a header of a file of so many bytes says, and the CRC-32 of each :data:`CHUNK` of the arrays.
 
     Raises:
         CheckpointError: it is no header of a whole checkpoint.
     """
-    tree = _tree(text)
+    tree = _parse_tree(text)
     metadata = tree.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not {"mpikv_checkpoint", "mpikv_crc32"} <= metadata.keys():
         raise CheckpointError("it is a safetensors file, but no checkpoint of mpikv: its metadata say nothing of one")
-    described, checksums = (_typed(metadata[name], str) for name in ("mpikv_checkpoint", "mpikv_crc32"))
+    described, checksums = (_check_type(metadata[name], str) for name in ("mpikv_checkpoint", "mpikv_crc32"))
     if f"{zlib.crc32(described.encode(errors='replace')):08x}" != checksums[:8]:
         raise CheckpointError("the description of its contents does not have its checksum: the file was damaged")
     try:
-        contents = _contents(_tree(described))
+        header = _parse_description(_parse_tree(described))
     except KeyError as error:
         raise CheckpointError(f"the description of its contents lacks {error}") from None
-    if contents.ranks and len(tree) != contents.count:  # before they are listed, as it may be any number
-        raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(contents.count, 40)}")
-    expected = {
-        one.name: {"dtype": one.dtype, "shape": [*one.shape], "data_offsets": [one.begin, one.end]}
-        for one in contents.tensors
-    }
-    if tree != expected:
+    _check_places(header, tree)
+    whole = 8 + len(text) + header.nbytes
+    if whole != size:
+        raise CheckpointError(f"it has {size} bytes, and with all its arrays it would have {whole}")
+    return header, _parse_sums(checksums, header.chunks)
+
+
+def _check_places(header: Header, tree: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the arrays of a file lie where its description says."""
+    if header.ranks and len(tree) != header.count:  # before they are listed, as it may be any number
+        raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(header.count, 40)}")
+    if tree != (expected := header.places):
         name = next((name for name in (*tree, *expected) if tree.get(name) != expected.get(name)), "")
         found, described = brief(tree.get(name)), brief(expected.get(name))
         raise CheckpointError(f"array {brief(name, 40)!r} is {found} and its description says {described}")
-    start = 8 + len(text)
-    if start + contents.nbytes != size:
-        raise CheckpointError(f"it has {size} bytes, and with all its arrays it would have {start + contents.nbytes}")
-    return Header(contents, _sums(checksums, contents.chunks), start)
 
 
-def _sums(text: str, chunks: int) -> Array:
+def _parse_sums(text: str, chunks: int) -> Array:
     try:
         sums = np.frombuffer(bytes.fromhex(text), ">u4")[1:].astype(np.uint32)
     except ValueError:
@@ -339,16 +316,16 @@ def _sums(text: str, chunks: int) -> Array:
     return sums
 
 
-def _tree(text: bytes | str) -> dict[str, Any]:
+def _parse_tree(text: bytes | str) -> dict[str, Any]:
     try:
-        tree = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_unique)
+        tree = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_refuse_twins)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is no JSON: {error}") from None
-    found: dict[str, Any] = _typed(tree, dict)
+    found: dict[str, Any] = _check_type(tree, dict)
     return found
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
@@ -356,81 +333,92 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _contents(tree: Mapping[str, Any]) -> Contents:
+def _parse_description(tree: Mapping[str, Any]) -> Header:
     if tree["version"] not in (_VERSION, _WITH_RESIDUALS):
-        found = brief(tree["version"], 40)
         raise CheckpointError(
-            f"it has version {found} of the format; this mpikv reads versions {_VERSION} and {_WITH_RESIDUALS}"
+            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads versions {_VERSION} and "
+            f"{_WITH_RESIDUALS}"
         )
     extended = tree["version"] == _WITH_RESIDUALS
-    keys = tuple(_saved_key(_typed(one, dict), extended) for one in _typed(tree["keys"], list))
+    keys = tuple(_parse_key(_check_type(one, dict), extended) for one in _check_type(tree["keys"], list))
     if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
-    updater = _typed(tree["updater"], dict)
-    expected: dict[str, Any] = {"assign": {}, "function": {"settings": str}}
-    expected["optimizer"] = {"settings": str, "name": str, "options": (dict, type(None))}
-    if updater["kind"] not in list(expected):
-        raise CheckpointError(f"its updater is of an unknown kind {brief(repr(updater['kind']), 40)}")
-    for name, kinds in expected[updater["kind"]].items():
-        _typed(updater[name], kinds)
-    _count(updater.get("divides_by_ranks", 1))
-    values = _typed(tree["values"], bool)
+    updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
     if not extended:
-        return Contents(keys, values, updater)
-    compression, ranks = _typed(tree["compression"], str), _count(tree["ranks"])
+        return Header(keys, values, updater)
+    compression, ranks = _check_type(tree["compression"], str), _check_count(tree["ranks"])
     # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
     if not ranks or not any(one.positions or one.codec for one in keys):
         raise CheckpointError(f"it is said to have what {ranks} ranks have left out, of no array")
-    return Contents(keys, values, updater, compression, ranks)
+    return Header(keys, values, updater, compression, ranks)
 
 
-def _saved_key(tree: Mapping[str, Any], extended: bool) -> SavedKey:
-    key: Key = _typed(tree["key"], (int, str))
-    state: dict[str, str] = _typed(tree["state"], dict)
-    dtypes = [_typed(name, str) for name in (tree["dtype"], *state.values())]
-    shape = tuple(_count(length) for length in _typed(tree["shape"], list))
-    updates: int = _typed(tree["updates"], int)
-    earlier: int = _typed(tree["earlier"], int)
+def _parse_updater(value: Any) -> dict[str, Any]:
+    updater: dict[str, Any] = _check_type(value, dict)
+    if updater["kind"] not in list(_UPDATERS):
+        raise CheckpointError(f"its updater is of an unknown kind {brief(repr(updater['kind']), 40)}")
+    for name, kinds in _UPDATERS[updater["kind"]].items():
+        _check_type(updater[name], kinds)
+    _check_count(updater.get("divides_by_ranks", 1))
+    return updater
+
+
+def _parse_key(tree: Mapping[str, Any], extended: bool) -> SavedKey:
+    key: Key = _check_type(tree["key"], (int, str))
+    state: dict[str, str] = _check_type(tree["state"], dict)
+    dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]
+    shape = _parse_shape(tree["shape"])
+    updates, earlier = (_check_type(tree[name], int) for name in ("updates", "earlier"))
+    row_sparse: bool = _check_type(tree.get("row_sparse", False), bool)
     fault = ""
     if unknown := [name for name in dtypes if name not in _STORED]:
-        fault = f"an unknown dtype {brief(repr(unknown[0]), 40)}"
-    # What this numpy could not even name, as it is counted without the zeros.
-    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
-        fault = f"a shape {brief([*shape])} that no array has"
+        fault = f"has an unknown dtype {brief(repr(unknown[0]), 40)}"
+    if _is_too_large(shape):
+        fault = f"has a shape {brief([*shape])} that no array has"
     if any("/" in slot or not slot for slot in state):
-        fault = f"a state without a proper name among {brief([*state])}"
+        fault = f"has a state without a proper name among {brief([*state])}"
     if not 0 <= updates <= _MOST_UPDATES or not 0 <= updates + earlier <= _MOST_UPDATES:
-        fault = f"the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
-    if fault:
-        raise CheckpointError(f"key {brief(repr(key), 40)} has {fault}")
-    row_sparse: bool = _typed(tree.get("row_sparse", False), bool)
+        fault = f"has the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
     if row_sparse and not shape:
-        raise CheckpointError(f"key {brief(repr(key), 40)} is a single number, and row-sparse")
-    positions = _count(tree["positions"]) if extended else 0
-    codec = {name: _codec_array(name, one) for name, one in _typed(tree["codec"], dict).items()} if extended else {}
-    return SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse, positions, codec)
+        fault = "is a single number, and row-sparse"
+    if fault:
+        raise CheckpointError(f"key {brief(repr(key), 40)} {fault}")
+    saved = SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse)
+    if not extended:
+        return saved
+    positions = _check_count(tree["positions"])
+    codec = {name: _parse_codec_array(name, one) for name, one in _check_type(tree["codec"], dict).items()}
+    return saved._replace(positions=positions, codec=codec)
 
 
-def _codec_array(name: str, tree: Any) -> CodecArray:
-    if len(_typed(tree, list)) != 2:
+def _parse_codec_array(name: str, tree: Any) -> CodecArray:
+    if len(_check_type(tree, list)) != 2:
         raise CheckpointError(f"a codec keeps {brief(name, 40)!r}, of which {brief(repr(tree), 40)} is said")
-    dtype: str = _typed(tree[0], str)
-    shape = tuple(_count(length) for length in _typed(tree[1], list))
+    dtype, shape = _check_type(tree[0], str), _parse_shape(tree[1])
     if dtype not in _STORED or dtype.startswith("complex") or "/" in name or not name:
         raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of dtype {brief(repr(dtype), 40)}")
-    if len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16:
+    if _is_too_large(shape):
         raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of shape {brief([*shape])}, which no array has")
     return CodecArray(dtype, shape)
 
 
-def _count(value: Any) -> int:
-    number: int = _typed(value, int)
+def _parse_shape(value: Any) -> tuple[int, ...]:
+    return tuple(map(_check_count, _check_type(value, list)))
+
+
+def _is_too_large(shape: tuple[int, ...]) -> bool:
+    """Return whether this numpy could not even name an array of a shape, as it is counted without the zeros."""
+    return len(shape) > _MOST_DIMENSIONS or math.prod(length or 1 for length in shape) > _LARGEST // 16
+
+
+def _check_count(value: Any) -> int:
+    number: int = _check_type(value, int)
     if not 0 <= number <= _LARGEST:
         raise CheckpointError(f"{brief(number, 40)} is no length")
     return number
 
 
-def _typed(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
+def _check_type(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
     """Return the value if it is of one of the types; a truth value is no number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
         raise CheckpointError(f"its header has {brief(repr(value), 40)} in a place of another type")

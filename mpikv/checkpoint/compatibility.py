@@ -1,0 +1,249 @@
+"""Whether a checkpoint and a store, or a Trainer, are compatible: keys, state, and the updater, which a file describes.
+
+Optimizers of :mod:`mpikv.optimizers`, registered ones too, and schedules of :mod:`mpikv.schedules` are written with all
+their options. Of a function of the user's, and of an optimizer that has one or is not registered, no file can hold more
+than the description by which ranks compare updaters; to be loaded, the store must have been given the same before.
+"""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from .. import optimizers, schedules
+from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
+from ..optimizers import Optimizer
+from ..optimizers.options import in_order
+from ..schedules import Schedule
+from ..typing import Key, Slots, Updater
+from ..updaters import Assign
+from .files import Source, inspect
+from .header import Header, check_byte_order, parse_dtype
+
+__all__ = [
+    "check_dumpable",
+    "check_slots",
+    "describe_updater",
+    "find_states",
+    "find_values",
+    "is_dumpable",
+    "slot_names",
+    "warn_of_other_mean",
+]
+
+_log = logging.getLogger("mpikv")
+
+
+class _Unwritable(Exception):
+    """A value that JSON cannot hold."""
+
+
+def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tuple[Source, Updater]:
+    """Return the checkpoint of values at a path, which fits the keys that are present, and the updater it asks for.
+
+    Raises:
+        CheckpointError: it is no such checkpoint, or one of another updater.
+        ValueMismatch: it has other keys than the store, which has some.
+    """
+    source = _find_source(path, values=True)
+    if present:
+        _check_keys(source.header, present, "store")
+    return source, _restore_updater(source.header.updater, updater)
+
+
+def find_states(
+    path: Any, present: Mapping[Key, Any], optimizer: Optimizer, what: str = "store"
+) -> tuple[Source, Optimizer]:
+    """Return the checkpoint of states at a path, which fits the keys that are present, and the optimizer that goes on:
+    a new one if its options are there, or the present one.
+
+    Raises:
+        CheckpointError: it is no such checkpoint, or one of an optimizer of another kind, or that cannot be made.
+        ValueMismatch: it has other keys.
+    """
+    source = _find_source(path, values=False)
+    _check_keys(source.header, present, what)
+    saved = source.header.updater
+    if saved.get("name") != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{source.path!r} holds the state of {brief(saved.get('name', 'no optimizer'))} and the {what} has "
+            f"{optimizer.settings()}; give it an optimizer of that kind first"
+        )
+    restored = optimizer if saved.get("options") is None else _restore_updater(saved, optimizer)
+    assert isinstance(restored, Optimizer)
+    return source, restored
+
+
+def _find_source(path: Any, values: bool) -> Source:
+    """Return the checkpoint at a path; raise CheckpointError unless it holds values, or states alone, as is wanted."""
+    check_byte_order()
+    source = inspect(os.fsdecode(path))
+    if source.header.values != values:
+        held, verb = ("values", "load") if not values else ("the state of an optimizer alone", "load_optimizer_states")
+        raise CheckpointError(f"{source.path!r} holds {held}; {verb} loads it")
+    return source
+
+
+def slot_names(slots: Slots) -> dict[str, str]:
+    """Return the names of states and numpy's names of their dtypes, as a file has them."""
+    return {name: dtype.name for name, dtype in slots.items()}
+
+
+def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
+    """Raise ValueMismatch unless a checkpoint has exactly the keys that are present, in shape and dtype, too."""
+    saved: dict[Key, Any] = {one.key: one for one in header.keys}
+    strange = [f"{brief(repr(key))} is not in the {what}" for key in saved if key not in present]
+    strange += [f"{key!r} is not in the checkpoint" for key in present if key not in saved]
+    if strange:
+        raise ValueMismatch(
+            f"the checkpoint has {len(saved)} keys and the {what} {len(present)}: {strange[0]}; load into a {what} "
+            f"that has the same keys{', or none' if what == 'store' else ''}"
+        )
+    for one in header.keys:
+        entry = present[one.key]
+        if (entry.shape, entry.dtype) != (one.shape, parse_dtype(one.dtype)):
+            remedy = "; delete it, or load into a store without keys" if what == "store" else ""
+            raise ValueMismatch(
+                f"key {one.key!r} is {one.dtype}{list(one.shape)} in the checkpoint and "
+                f"{entry.dtype.name}{list(entry.shape)} in the {what}{remedy}"
+            )
+
+
+def check_slots(source: Source, updater: Updater) -> None:
+    """Raise CheckpointError unless a checkpoint has the state arrays that an updater needs."""
+    keys = source.header.keys
+    wanted = {name: slot_names(updater.slots(parse_dtype(name))) for name in {one.dtype for one in keys}}
+    for one in keys:
+        if one.state != wanted[one.dtype]:
+            raise CheckpointError(
+                f"{source.path!r} has the states {brief(one.state)} for key {brief(repr(one.key))}, and "
+                f"{brief(updater.settings(), 500)} needs {wanted[one.dtype]}"
+            )
+
+
+def describe_updater(updater: Updater, options: bool = True, ranks: int = 1) -> dict[str, Any]:
+    """Return what a file says of an updater; ``options``: with all that is needed to make it again, if it can be;
+    ``ranks``: how many a store has, by which its ``rescale_grad`` may divide.
+
+    >>> describe_updater(optimizers.SGD(momentum=0.5))["options"]["momentum"]
+    0.5
+    """
+    if isinstance(updater, Assign):
+        return {"kind": "assign"}
+    if not isinstance(updater, Optimizer):
+        return {"kind": "function", "settings": updater.settings()}
+    tree: dict[str, Any] = {"kind": "optimizer", "name": type(updater).__name__, "settings": updater.settings()}
+    tree["options"] = _describe_options(updater) if options else None
+    # A Trainer's gradients have the scale of the Trainer.
+    if ranks > 1 and updater.rescale_grad == 1 / ranks and not updater.average and updater._user is None:
+        tree["divides_by_ranks"] = ranks
+    return tree
+
+
+def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> None:
+    """Warn of an optimizer that still divides by the number of ranks that have saved it."""
+    before = saved.get("divides_by_ranks", ranks)
+    if before != ranks and saved.get("options") is not None:
+        _log.warning(
+            "the optimizer of the checkpoint, %r, divides by the %d ranks that have saved it, and this store has %d: "
+            "set kv.optimizer.rescale_grad = 1 / kv.size, on every rank, or leave it out and set "
+            "kv.optimizer.average = True, which follows the number of ranks",
+            made,
+            before,
+            ranks,
+        )
+
+
+def is_dumpable(optimizer: Optimizer) -> bool:
+    """Return whether a file can hold the optimizer's settings."""
+    return _describe_options(optimizer) is not None
+
+
+def check_dumpable(optimizer: Optimizer) -> None:
+    """Raise Unsupported if no file can hold the optimizer itself."""
+    if not is_dumpable(optimizer):
+        raise Unsupported(
+            f"{optimizer.settings()} cannot be written to a file: it is not registered, or an option is an object of "
+            "your own; register the class, use a schedule of mpikv.schedules, or save without dump_optimizer"
+        )
+
+
+def _restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
+    """Return the updater that a checkpoint asks for: a new object, or the store's present one.
+
+    Raises:
+        CheckpointError: the store has an updater of another kind, or lacks one that no file can hold.
+    """
+    text, restored = saved.get("settings", "no updater"), present
+    if saved["kind"] == "assign":
+        fits = isinstance(present, Assign)
+    elif saved["kind"] == "optimizer" and saved["options"] is not None:
+        restored = _make_optimizer(saved["name"], saved["options"])
+        fits = isinstance(present, Assign) or type(present) is type(restored)
+    elif present.settings() != text:
+        raise CheckpointError(
+            f"the checkpoint was made with {brief(text, 500)}, of which a file holds the description only, and the "
+            f"store has {present.settings()}; give the store the same updater before it is loaded"
+        )
+    else:
+        fits = True
+    if not fits:
+        raise CheckpointError(
+            f"the checkpoint was made with {brief(text, 500)} and the store has {present.settings()}; load into a "
+            "store without updater, or with one of that kind, and set another afterwards"
+        )
+    return restored
+
+
+def _describe_options(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Return all options as JSON holds them, or None where it cannot."""
+    if optimizers.kind_of(type(optimizer).__name__) is not type(optimizer):
+        return None
+    try:
+        return {name: _encode(value) for name, value in optimizer.chosen().items()}
+    except _Unwritable:
+        return None
+
+
+def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
+    try:
+        return optimizers.create(name, **{option: _decode(value) for option, value in options.items()})
+    except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {brief(str(error), 500)}; an "
+            "optimizer of your own must be registered before"
+        ) from error
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {"by_key": [[_encode(key), _encode(factor)] for key, factor in in_order(value)]}
+    if isinstance(value, (tuple, list)):
+        return {"items": [_encode(item) for item in value]}
+    if isinstance(value, Schedule) and getattr(schedules, type(value).__name__, None) is type(value):
+        arguments = {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+        return {"schedule": type(value).__name__, "arguments": arguments}
+    raise _Unwritable
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if "by_key" in value:
+        return {_decode(key): _decode(factor) for key, factor in value["by_key"]}
+    if "items" in value:
+        return tuple(_decode(item) for item in value["items"])
+    name = value["schedule"]
+    if name not in schedules.__all__:
+        raise ValueError(f"no schedule is called {name!r}")
+    return getattr(schedules, name)(**{key: _decode(argument) for key, argument in value["arguments"].items()})
