@@ -80,7 +80,7 @@ def in_place(self, nonce):
     create(self, nonce)
 
 Draft.create = in_place
-Draft._named = lambda self, nonce: self.path
+Draft._draft_path = lambda self, nonce: self.path
 """
 
 
