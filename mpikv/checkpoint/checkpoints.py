@@ -28,7 +28,6 @@ from ..typing import Array, Key, Updater
 from .chunks import Parts, Piece, cut_array, read_arrays, write_arrays
 from .compatibility import (
     check_dumpable,
-    check_slots,
     describe_updater,
     find_states,
     find_values,
@@ -131,7 +130,6 @@ class Checkpoints:
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> Prepared:
         self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.keys})
-        check_slots(source, updater)
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return call, (self._load, call, source, updater)
 
@@ -384,7 +382,6 @@ def load_states(
         ValueMismatch: it has other keys.
     """
     source, optimizer = find_states(path, values, present, "Trainer")
-    check_slots(source, optimizer)
     text = f"{brief(repr(source.path), 300)}, {_describe(source.header)}, {_describe_sums(source)}"
     yield text
     kept = {one.key: _make_state(one) for one in source.header.keys}

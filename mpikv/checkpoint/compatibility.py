@@ -26,7 +26,6 @@ from .header import Header, check_byte_order, parse_dtype
 
 __all__ = [
     "check_dumpable",
-    "check_slots",
     "describe_updater",
     "find_states",
     "find_values",
@@ -52,7 +51,9 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
     source = _find_source(path, values=True)
     if present:
         _check_keys(source.header, present, "store")
-    return source, _restore_updater(source.header.updater, updater)
+    restored = _restore_updater(source.header.updater, updater)
+    _check_slots(source, restored)
+    return source, restored
 
 
 def find_states(
@@ -74,6 +75,7 @@ def find_states(
             f"{optimizer.settings()}; give it an optimizer of that kind first"
         )
     restored = optimizer if saved.get("options") is None else _restore_updater(saved, optimizer)
+    _check_slots(source, restored)
     assert isinstance(restored, Optimizer)
     return source, restored
 
@@ -113,7 +115,7 @@ def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
             )
 
 
-def check_slots(source: Source, updater: Updater) -> None:
+def _check_slots(source: Source, updater: Updater) -> None:
     """Raise CheckpointError unless a checkpoint has the state arrays that an updater needs."""
     keys = source.header.keys
     wanted = {name: slot_names(updater.slots(parse_dtype(name))) for name in {one.dtype for one in keys}}
@@ -184,13 +186,11 @@ def _restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
     elif saved["kind"] == "optimizer" and saved["options"] is not None:
         restored = _make_optimizer(saved["name"], saved["options"])
         fits = isinstance(present, Assign) or type(present) is type(restored)
-    elif present.settings() != text:
+    elif not (fits := present.settings() == text):
         raise CheckpointError(
             f"the checkpoint was made with {brief(text, 500)}, of which a file holds the description only, and the "
             f"store has {present.settings()}; give the store the same updater before it is loaded"
         )
-    else:
-        fits = True
     if not fits:
         raise CheckpointError(
             f"the checkpoint was made with {brief(text, 500)} and the store has {present.settings()}; load into a "

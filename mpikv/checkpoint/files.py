@@ -14,7 +14,6 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -233,13 +232,14 @@ def inspect(path: str) -> Source:
         CheckpointError: it is not a whole checkpoint.
         OSError: it cannot be read.
     """
-    with _opened(path) as file:
-        identity = _identity(file)
-        try:
-            text = _read_header(file)
-            return Source(path, *parse_header(text, identity[2]), 8 + len(text), identity)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path!r} cannot be loaded: {error}") from None
+    file = _open(path)
+    try:
+        identity, text = _identity(file), _read_header(file)
+        return Source(path, *parse_header(text, identity[2]), 8 + len(text), identity)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path!r} cannot be loaded: {error}") from None
+    finally:
+        os.close(file)
 
 
 class Reader:
@@ -247,7 +247,6 @@ class Reader:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._closing = contextlib.ExitStack()
         self._file = -1
 
     def open(self) -> None:
@@ -256,7 +255,7 @@ class Reader:
         Raises:
             CheckpointError: it is another one than was found before.
         """
-        self._file = self._closing.enter_context(_opened(self.source.path))
+        self._file = _open(self.source.path)
         if _identity(self._file) != self.source.identity:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
@@ -271,17 +270,14 @@ class Reader:
             rest, offset = rest[done:], offset + done
 
     def close(self) -> None:
-        self._closing.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def _open(path: str) -> int:
     # Opening a named pipe would wait for a writer.
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        yield file
-    finally:
-        os.close(file)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _identity(file: int) -> tuple[int, ...]:

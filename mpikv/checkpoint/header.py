@@ -14,7 +14,7 @@ import math
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -166,40 +166,30 @@ class Header:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The arrays in the order of the file: those of large elements first, so that all are aligned."""
-        arrays = [
-            (item, slot, dtype, one.shape)
-            for item, one in enumerate(self.keys)
-            for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | one.state).items()
-        ]
-        arrays += self._extras
-        arrays.sort(key=lambda array: -_STORED[array[2]][1])
         tensors, begin = [], 0
-        for item, slot, dtype, shape in arrays:
-            key, (name, itemsize) = self.keys[item], _STORED[dtype]
+        for item, slot, dtype, shape in sorted(self._list_arrays(), key=lambda array: -_STORED[array[2]][1]):
+            name, itemsize = _STORED[dtype]
             shape = (*shape, 2) if dtype.startswith("complex") else shape
             end = begin + math.prod(shape) * itemsize
-            title = f"{slot if '/' in slot else f'state/{slot}' if slot else 'value'}/{key.key}"
+            title = f"{slot if '/' in slot else f'state/{slot}' if slot else 'value'}/{self.keys[item].key}"
             tensors.append(Tensor(item, slot, title, name, shape, begin, end))
             begin = end
         return tuple(tensors)
 
-    @property
-    def _extras(self) -> list[tuple[int, str, str, tuple[int, ...]]]:
-        """What there is beside values and state: item, slot, dtype and shape."""
+    def _list_arrays(self) -> Iterator[tuple[int, str, str, tuple[int, ...]]]:
+        """Yield the item, the slot, numpy's dtype and the shape of each array."""
+        for item, one in enumerate(self.keys):
+            for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | one.state).items():
+                yield item, slot, dtype, one.shape
         # Of ranks that have left nothing there may be any number.
         left = [(item, one) for item, one in enumerate(self.keys) if one.positions]
-        residuals = [
-            (item, f"residual/{rank}/{position}", "float32", one.shape)
-            for rank in range(self.ranks if left else 0)
-            for item, one in left
-            for position in range(one.positions)
-        ]
-        kept = [
-            (item, f"codec/{name}", dtype, shape)
-            for item, one in enumerate(self.keys)
-            for name, (dtype, shape) in one.codec.items()
-        ]
-        return residuals + kept
+        for rank in range(self.ranks if left else 0):
+            for item, one in left:
+                for position in range(one.positions):
+                    yield item, f"residual/{rank}/{position}", "float32", one.shape
+        for item, one in enumerate(self.keys):
+            for name, (dtype, shape) in one.codec.items():
+                yield item, f"codec/{name}", dtype, shape
 
     @property
     def count(self) -> int:

@@ -115,8 +115,13 @@ def place_residuals(
     """
     if header.compression is None:
         return [], []
-    if _find_codec(exchange) is None:
-        _warn_of_loss(exchange, header)
+    lost = _find_codec(exchange) is None and any(one.positions for one in header.keys)
+    if lost and exchange.transport.rank == 0:
+        _log.warning(
+            "the checkpoint has what compressed pushes (%s) have left out, which this store cannot send: it is "
+            "dropped; set_gradient_compression before load keeps it",
+            header.compression,
+        )
     make_room(exchange, header)
     return _cut_targets(exchange, header, on_host), _cut_codec_arrays(exchange, header)
 
@@ -163,15 +168,6 @@ def _cut_codec_arrays(exchange: Exchange, header: Header) -> list[Piece]:
             exchange.table[one.key].codec_state[name] = array
         pieces += cut_array(tensor.begin, array)
     return pieces
-
-
-def _warn_of_loss(exchange: Exchange, header: Header) -> None:
-    if any(one.positions for one in header.keys) and exchange.transport.rank == 0:
-        _log.warning(
-            "the checkpoint has what compressed pushes (%s) have left out, which this store cannot send: it is "
-            "dropped; set_gradient_compression before load keeps it",
-            header.compression,
-        )
 
 
 def _find_codec(exchange: Exchange) -> Codec | None:
