@@ -330,8 +330,8 @@ def save_states(
 ) -> Generator[str]:
     """Write the state of each value to a file, with the optimizer's settings if a file can hold them.
 
-    It yields before each part that takes time, on every rank as often; what it yields is to be compared with the other
-    ranks, who learn in this way how this one fares.
+    It yields before each part that takes time, on every rank as often. The caller compares what it yields with what the
+    other ranks yield, so that they learn how this one fares.
 
     Args:
         path: the same on every rank.
@@ -355,7 +355,7 @@ def save_states(
     yield text
     pieces = _cut_states(header, kept) if writes else ()
     with closing(write_arrays(Draft(path), header, start, pieces, creates=writes, attaches=False)) as parts:
-        for _ in parts:
+        for _ in parts:  # the sums are those of one rank
             yield text
 
 
@@ -387,7 +387,7 @@ def load_states(
     kept = {one.key: _make_state(one) for one in source.header.keys}
     with closing(Reader(source)) as reader:
         reader.open()
-        for _ in read_arrays(reader, (), shared=_cut_states(source.header, kept)):
+        for _ in read_arrays(reader, own=(), shared=_cut_states(source.header, kept)):
             yield text
     placed = {key: place(key, state) for key, state in kept.items()}
     yield text

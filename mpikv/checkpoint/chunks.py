@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint in chunks, each with a CRC-32 of which every rank makes what its own bytes contribute.
+"""The arrays of a checkpoint, in chunks that have a CRC-32 each, to which every rank's bytes contribute.
 
-Arrays are gone through a window at a time, the same ones on all ranks, who look between two of them at how the others
-fare: nobody waits longer than a window takes, and a full disk is noticed by all when it is full.
+All ranks go through the arrays in the same windows. After each window they compare how they fare: nobody waits longer
+than a window takes, and all ranks notice a full disk when it is full.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from .header import CHUNK, Header
 __all__ = ["NO_SUMS", "Parts", "Piece", "cut", "cut_array", "read_arrays", "shift_crcs", "write_arrays"]
 
 Parts: TypeAlias = "Generator[Array]"
-"""Local parts of a collective call, as many on every rank. Each yields an array (uint32), which the caller fills with
-the exclusive or of all ranks' before the next; it runs that only if this one went well on every rank."""
+"""The local parts of a collective call; every rank has as many. After each the caller learns whether it went well on
+all ranks, and goes on only then. A part yields its contribution (uint32) to what the next part needs of all ranks: the
+caller replaces it by the exclusive or of all contributions, unless that is the same."""
 
 NO_SUMS = np.empty(0, np.uint32)
 """What a part yields that has nothing to put together."""

@@ -30,6 +30,7 @@ __all__ = [
     "find_states",
     "find_values",
     "is_dumpable",
+    "restore_updater",
     "slot_names",
     "warn_of_other_mean",
 ]
@@ -51,7 +52,7 @@ def find_values(path: Any, present: Mapping[Key, Any], updater: Updater) -> tupl
     source = _find_source(path, values=True)
     if present:
         _check_keys(source.header, present, "store")
-    restored = _restore_updater(source.header.updater, updater)
+    restored = restore_updater(source.header.updater, updater)
     _check_slots(source, restored)
     return source, restored
 
@@ -74,7 +75,7 @@ def find_states(
             f"{source.path!r} holds the state of {brief(saved.get('name', 'no optimizer'))} and the {what} has "
             f"{optimizer.settings()}; give it an optimizer of that kind first"
         )
-    restored = optimizer if saved.get("options") is None else _restore_updater(saved, optimizer)
+    restored = optimizer if saved.get("options") is None else restore_updater(saved, optimizer)
     _check_slots(source, restored)
     assert isinstance(restored, Optimizer)
     return source, restored
@@ -174,7 +175,7 @@ def check_dumpable(optimizer: Optimizer) -> None:
         )
 
 
-def _restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
+def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
     """Return the updater that a checkpoint asks for: a new object, or the store's present one.
 
     Raises:

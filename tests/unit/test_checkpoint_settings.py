@@ -15,7 +15,7 @@ import pytest
 
 import mpikv
 from mpikv import schedules
-from mpikv.checkpoint.compatibility import _restore_updater, describe_updater
+from mpikv.checkpoint.compatibility import describe_updater, restore_updater
 from mpikv.updaters import Assign
 
 TRIALS = int(os.environ.get("CHECKPOINT_SETTINGS", "500"))
@@ -69,7 +69,7 @@ def test_mutated_settings() -> None:
             if saved["options"]:
                 mutate(draw, saved["options"])
         try:
-            made = _restore_updater(saved, Assign())
+            made = restore_updater(saved, Assign())
             # What a store does with it before anything moves, and in its first pushes.
             made.settings()
             describe_updater(made)
