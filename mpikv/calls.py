@@ -28,6 +28,7 @@ from .arguments import (
     targets,
     writable,
 )
+from .autotune import Choice, choose
 from .codecs.hosted import HostRanges
 from .errors import RankMismatch, Unsupported, ValueMismatch, is_unwritable, noted, settled
 from .exchange import Arrays, Confirm, Exchange, Steps, are_plain
@@ -54,7 +55,6 @@ from .rowarguments import (
 )
 from .rows import Rows, check_updater
 from .rowsparse import RowSparse
-from .trial import asked_for, choose
 from .typing import Array, Codec, Key, Updater
 
 __all__ = ["Calls", "Fixed", "Prepared", "given_to_fill"]
@@ -100,7 +100,7 @@ class Calls:
         self._exchange, self._rows, self._agreement, self._rank = exchange, rows, agreement, rank
         self._found = found
         self._memory = exchange.transport.memory
-        self.choice = asked_for("None")
+        self.choice = Choice("None", "None")
         """How pushes are compressed, and why."""
         self.codec: Codec | codecs.BothDirections | None = None
         """What packs, as it was given: in this memory something else may do its work."""
@@ -344,7 +344,7 @@ class Calls:
                 return lambda: self._exchange.push_buffers(plan, steps, confirm)
             return lambda: self._exchange.pushpull_buffers(plan, steps, nothing, confirm)
         if _ROWS in said.parts or _FOR_WHOLE in said.parts:
-            self._rows.prepare(plan)
+            self._rows.load(plan.dtypes)
             given = brought(plan.entries, nothing, self._exchange.in_pairs, self._exchange.apart).rows
             if said.verb == "push":
                 return lambda: self._rows.push(plan, given, steps, confirm)
@@ -406,7 +406,7 @@ class Calls:
         plan = self._exchange.plan(form.keys)
         if brings_rows(form.groups):
             check_updater(self._exchange)
-            self._rows.prepare(plan)
+            self._rows.load(plan.dtypes)
             return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)
         arrays = sources(plan.entries, form.groups)
         if len(plan.buckets) > 1:
@@ -548,12 +548,13 @@ class Calls:
         packing: Cast | None = None,
     ) -> None:
         self._exchange.compress(working, packing)
-        self.choice, self.codec = asked_for(settings), meant
+        self.choice, self.codec = Choice(settings, settings), meant
 
     def _run_choice(self, meant: codecs.Auto, working: Codec) -> None:
-        chosen, choice = choose(self._exchange, working, meant.settings())
-        self._exchange.compress(chosen)
-        self.choice, self.codec = choice, meant.codec if chosen is not None else None
+        choice = choose(self._exchange.transport, self._exchange.placement, working, meant.settings())
+        saves = choice.chosen != "None"
+        self._exchange.compress(working if saves else None)
+        self.choice, self.codec = choice, meant.codec if saves else None
 
     def _run_pull(self, plan: Plan, arrays: Arrays, result: Any) -> Any:
         self._exchange.pull(plan, arrays)

@@ -20,6 +20,7 @@ from .codecs import LARGEST
 from .errors import NotFinite, Unsupported, ValueMismatch
 from .keys import Entry
 from .memory import HOST, private
+from .passing import gather
 from .plan import Bucket, Plan, merged
 from .typing import Array, Codec, Gather, Memory, RangeCodec, Rounds, Sum, Transport, ValueCodec
 
@@ -229,17 +230,10 @@ class RangeCompression:
             messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
             plan.memo["messages"] = messages
         # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
-        told = None if self._memory.on_host else self._told(len(layers))
+        told = None
+        if not self._memory.on_host:
+            told = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
         return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, told)
-
-    def _told(self, mine: int) -> Sequence[int]:
-        """Return of how many positions each rank brings arrays."""
-        transport = self._transport
-        told = np.full(transport.size, mine, np.int64)
-        if transport.size > 1:
-            transport.control.all_gather(told, (1,) * transport.size)
-        lengths: list[int] = told.tolist()
-        return lengths
 
     def _sum(
         self,

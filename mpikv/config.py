@@ -39,7 +39,7 @@ TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "dense_rows", "full_traceback", "gpu_sharing", "ranks_per_host", "single_copy", "trace")
+VARIABLES_ONLY = ("abort", "full_traceback", "gpu_sharing", "ranks_per_host", "single_copy", "trace")
 # Fields in which ranks may differ.
 OWN_AFFAIRS = ("abort", "full_traceback", "trace")
 
@@ -76,9 +76,6 @@ class Config:
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
     full_traceback: bool = False
     """Whether tracebacks keep the frames of this package, and every rank prints its own. A variable only."""
-    dense_rows: float = 0.1
-    """From which share of a value's rows, of which one rank brings the most, a push of rows that replaces the value
-    sends whole arrays instead: above 0; above 1 is never. A variable only, no argument of :func:`mpikv.create`."""
     ranks_per_host: int = 0
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
@@ -103,7 +100,6 @@ class Config:
         _choose("full_traceback", self.full_traceback, (False, True))
         _choose("gpu_sharing", self.gpu_sharing, (False, True))
         _bound("ranks_per_host", self.ranks_per_host, 0, 1 << 30, whole=True)
-        _bound("dense_rows", self.dense_rows, 1e-9, 1e9)
         _bound("timeout", self.timeout, 1e-3, 1e9)
         _bound("warn_after", self.warn_after, 1e-3, 1e9)
 

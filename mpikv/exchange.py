@@ -102,7 +102,6 @@ class Exchange:
         self._settle()
         self._revision = self.updater.revision
         self._arena = Arena(transport, pooling=placement != "owners")
-        self._trials: Arena | None = None
         # The sum of half precision is twice as wide as the message.
         self._memory = transport.memory
         self._scratch = private(transport)(2 * transport.limit)
@@ -134,15 +133,6 @@ class Exchange:
     def _fencing(self) -> bool:
         """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
         return self.compression is None or self.compression.by_bucket
-
-    def beside(self) -> Exchange:
-        """Return one without values that moves data in the same way, for measurements. All of them share an arena, to
-        which it gives back its places when its keys are deleted.
-        """
-        self._trials = self._trials or Arena(self.transport)
-        other = Exchange(self.transport, self.placement.name, self._root, self._kernels, self._in_pairs)
-        other._arena = self._trials
-        return other
 
     def known(self, key: Any) -> Plan | None:
         """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
@@ -554,7 +544,7 @@ class Exchange:
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees."""
         self._forget_plans()
-        self.table, self._arena, self._scratch, self._trials = KeyTable(), Arena(self.transport), zeros(0), None
+        self.table, self._arena, self._scratch = KeyTable(), Arena(self.transport), zeros(0)
         self._publication, self._publications = None, {}
 
     # --- The table

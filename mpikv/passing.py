@@ -11,7 +11,7 @@ import numpy as np
 
 from .typing import Array, Transport
 
-__all__ = ["Part", "Passing"]
+__all__ = ["Part", "Passing", "gather"]
 
 _MOST_LABELS = 4096
 
@@ -20,6 +20,14 @@ Part: TypeAlias = "Sequence[Array]"
 
 # To which parts of messages are filled up, so that all of them begin where a GPU moves many bytes at once.
 _EVEN = 64
+
+
+def gather(transport: Transport, mine: Array) -> Array:
+    """Return every rank's numbers, of which each has as many, in a row for each rank. Collective."""
+    table = np.zeros((transport.size, mine.size), mine.dtype)
+    table[transport.rank] = mine
+    transport.all_gather(table.reshape(-1), (mine.size,) * transport.size)
+    return table
 
 
 class Passing:
@@ -35,14 +43,6 @@ class Passing:
         self.sent = 0
         """How many bytes this rank has sent to others so far, padding included. A transport may carry what goes to all
         once for several of them."""
-
-    def counts(self, mine: Sequence[int]) -> Array:
-        """Return every rank's numbers, of which each has as many, in a row for each rank. Collective."""
-        size = self._transport.size
-        table = np.zeros((size, len(mine)), np.int64)
-        table[self._transport.rank] = mine
-        self._transport.all_gather(table.reshape(-1), (len(mine),) * size)
-        return table
 
     def to_each(self, parts: Sequence[Part], label: Hashable, notes: Sequence[int] = ()) -> tuple[list[Array], Array]:
         """Pass ``parts[r]`` on to rank r. Collective.
@@ -84,7 +84,7 @@ class Passing:
         done = self._rooms.get(label, np.zeros(len(parts), np.int64))
         first: Sequence[Array] = ()
         if row.nbytes * len(parts) > limit // 2:
-            done, table = done * 0, self.counts(row.tolist())
+            done, table = done * 0, gather(self._transport, row)
         else:
             if int(done.sum()) + row.nbytes * len(parts) > limit:
                 done = np.minimum(done, (limit // len(parts) - row.nbytes) // 8 * 8)

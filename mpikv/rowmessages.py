@@ -7,7 +7,7 @@ tell how long all is; the rows follow from GPU to GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -39,73 +39,16 @@ Ready: TypeAlias = "Callable[[Sequence[Sequence[Array]]], None]"
 out that it has too little memory. It raises on all ranks, or on none."""
 
 
-class RowMessages(Protocol):
-    """Passes rows on. Each part has some of each value, in the order of the ``kinds``, or is empty; ``label``, the same
-    on every rank, says which call this is. All but :attr:`sent` is collective.
-    """
-
-    @property
-    def sent(self) -> int:
-        """How many bytes this rank has sent to others so far, padding included."""
-        ...
-
-    def counts(self, mine: Sequence[int]) -> Array:
-        """Return every rank's numbers, of which each has as many, in a row for each rank."""
-        ...
-
-    def to_each(
-        self,
-        numbers: Sequence[Sequence[Array]],
-        rows: Callable[[], Sequence[Sequence[Array]]],
-        kinds: Sequence[Kind],
-        label: Hashable,
-        notes: Sequence[int],
-        ready: Ready,
-    ) -> tuple[list[list[Selected]], Array]:
-        """Pass rows of the numbers ``numbers[r]`` on to rank r. ``rows`` returns them, and is called when memory may be
-        taken. ``ready`` is for rows that do not travel with their numbers.
-
-        Returns:
-            What each rank had for this one, and every rank's ``notes``, in a row for each rank.
-        """
-        ...
-
-    def to_all(
-        self,
-        numbers: Sequence[Array],
-        rows: Sequence[Array],
-        kinds: Sequence[Kind],
-        label: Hashable,
-        notes: Sequence[int],
-        ready: Ready,
-    ) -> tuple[list[list[Selected]], Array]:
-        """Pass rows on to every rank; otherwise as :meth:`to_each`."""
-        ...
-
-    def fetch(
-        self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
-    ) -> list[list[Array]]:
-        """Return what each rank takes of the numbers ``wanted[r]``, as rows of each value."""
-        ...
-
-
-def row_messages(transport: Transport) -> RowMessages:
-    """Return what passes on rows that lie in the memory of a transport. Local."""
-    return Together(transport) if transport.memory.on_host else Apart(transport)
-
-
 class Together:
-    """Messages of numbers and rows. A :class:`RowMessages`."""
+    """Messages of numbers and rows of the host."""
 
     def __init__(self, transport: Transport) -> None:
         self._passing, self._rank = Passing(transport), transport.rank
 
     @property
     def sent(self) -> int:
+        """How many bytes this rank has sent to others so far, padding included. Local."""
         return self._passing.sent
-
-    def counts(self, mine: Sequence[int]) -> Array:
-        return self._passing.counts(mine)
 
     def to_each(
         self,
@@ -113,29 +56,29 @@ class Together:
         rows: Callable[[], Sequence[Sequence[Array]]],
         kinds: Sequence[Kind],
         label: Hashable,
-        notes: Sequence[int],
         ready: Ready,
-    ) -> tuple[list[list[Selected]], Array]:
+    ) -> list[list[Selected]]:
+        """Pass rows of the numbers ``numbers[r]`` on to rank r; return what each rank had for this one. Collective.
+
+        ``rows`` returns them, and is called when memory may be taken. ``ready`` is for rows that do not travel with
+        their numbers. ``label``, the same on every rank, says which call this is.
+        """
         parts = map(_paired, numbers, rows())
         packed = [() if to == self._rank else _pack(part) for to, part in enumerate(parts)]
-        received, table = self._passing.to_each(packed, label, notes)
-        return [_unpack(part, kinds) for part in received], table
+        received, _ = self._passing.to_each(packed, label)
+        return [_unpack(part, kinds) for part in received]
 
     def to_all(
-        self,
-        numbers: Sequence[Array],
-        rows: Sequence[Array],
-        kinds: Sequence[Kind],
-        label: Hashable,
-        notes: Sequence[int],
-        ready: Ready,
-    ) -> tuple[list[list[Selected]], Array]:
-        received, table = self._passing.to_all(_pack(_paired(numbers, rows)), label, notes)
-        return [_unpack(each, kinds) for each in received], table
+        self, numbers: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind], label: Hashable, ready: Ready
+    ) -> list[list[Selected]]:
+        """Pass rows on to every rank; otherwise as :meth:`to_each`."""
+        received, _ = self._passing.to_all(_pack(_paired(numbers, rows)), label)
+        return [_unpack(each, kinds) for each in received]
 
     def fetch(
         self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
+        """Return what each rank takes of the numbers ``wanted[r]``, as rows of each value. Collective."""
         asked, _ = self._passing.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label))
         # What was asked may be overwritten by the first message of the answers. They are rows alone, copied here: who
         # asked knows in which order.
@@ -148,7 +91,7 @@ class Together:
 
 
 class Apart:
-    """Messages of numbers by the host, and of rows by a GPU's transport. A :class:`RowMessages`."""
+    """Messages of numbers by the host, and of rows by a GPU's transport; otherwise as :class:`Together`."""
 
     def __init__(self, transport: Transport) -> None:
         self._numbers, self._rows, self._rank = Passing(transport.control), Passing(transport), transport.rank
@@ -157,55 +100,57 @@ class Apart:
     def sent(self) -> int:
         return self._numbers.sent + self._rows.sent
 
-    def counts(self, mine: Sequence[int]) -> Array:
-        return self._numbers.counts(mine)
-
     def to_each(
         self,
         numbers: Sequence[Sequence[Array]],
         rows: Callable[[], Sequence[Sequence[Array]]],
         kinds: Sequence[Kind],
         label: Hashable,
-        notes: Sequence[int],
         ready: Ready,
-    ) -> tuple[list[list[Selected]], Array]:
-        parts = [[] if to == self._rank else part for to, part in enumerate(numbers)]
-        sizes = [_nbytes(part, kinds) for part in parts]
-        received, table = self._numbers.to_each([_pack(_numbers(part)) for part in parts], label, [*sizes, *notes])
-        told = [_numbers_in(part, kinds) for part in received]
-        told[self._rank] = []
+    ) -> list[list[Selected]]:
+        told, table = self._tell(numbers, kinds, label)
         ready(told)
         sent = [_aligned([] if to == self._rank else part) for to, part in enumerate(rows())]
-        return _together(told, self._rows.carry(sent, table[:, : len(parts)]), kinds), table[:, len(parts) :]
+        return _together(told, self._rows.carry(sent, table), kinds)
 
     def to_all(
-        self,
-        numbers: Sequence[Array],
-        rows: Sequence[Array],
-        kinds: Sequence[Kind],
-        label: Hashable,
-        notes: Sequence[int],
-        ready: Ready,
-    ) -> tuple[list[list[Selected]], Array]:
-        received, table = self._numbers.to_all(_pack(_numbers(numbers)), label, [_nbytes(numbers, kinds), *notes])
+        self, numbers: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind], label: Hashable, ready: Ready
+    ) -> list[list[Selected]]:
+        received, table = self._numbers.to_all(_pack(_numbers(numbers)), label, [_nbytes(numbers, kinds)])
         told = [_numbers_in(part, kinds) for part in received]
         ready(told)
-        return _together(told, self._rows.carry([_aligned(rows)], table[:, :1]), kinds), table[:, 1:]
+        return _together(told, self._rows.carry([_aligned(rows)], table), kinds)
 
     def fetch(
         self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        wanted = [[] if rank == self._rank else part for rank, part in enumerate(wanted)]
-        sizes = [_nbytes(part, kinds) for part in wanted]
-        received, table = self._numbers.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label), sizes)
-        asked = [_numbers_in(part, kinds) for part in received]
+        asked, table = self._tell(wanted, kinds, ("ask", label))
         ready(asked)
         # A rank is sent what it has asked for.
         answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
         return [
-            _split_aligned(part, [ids.size for ids in numbers], kinds)
-            for part, numbers in zip(answers, wanted, strict=True)
+            [] if rank == self._rank else _split_aligned(part, [ids.size for ids in numbers], kinds)
+            for rank, (part, numbers) in enumerate(zip(answers, wanted, strict=True))
         ]
+
+    def _tell(
+        self, numbers: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable
+    ) -> tuple[list[list[Array]], Array]:
+        """Pass numbers on to each other rank; return what each has told this one, and how many bytes the rows take of
+        each rank, in a row, for each.
+        """
+        parts = [[] if to == self._rank else part for to, part in enumerate(numbers)]
+        sizes = [_nbytes(part, kinds) for part in parts]
+        received, table = self._numbers.to_each([_pack(_numbers(part)) for part in parts], label, sizes)
+        return [_numbers_in(part, kinds) for part in received], table
+
+
+RowMessages: TypeAlias = "Together | Apart"
+
+
+def row_messages(transport: Transport) -> RowMessages:
+    """Return what passes on rows that lie in the memory of a transport. Local."""
+    return Together(transport) if transport.memory.on_host else Apart(transport)
 
 
 # --- Rows as bytes
@@ -272,7 +217,7 @@ def _split_aligned(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) 
 
 
 def _together(told: Sequence[Sequence[Array]], rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
-    """Return the numbers that each rank has sent, each with its rows; of this rank, where it has told none, nothing."""
+    """Return the numbers that each rank has sent, each with its rows."""
     return [
         _paired(numbers, _split_aligned(values, [ids.size for ids in numbers], kinds))
         for numbers, values in zip(told, rows, strict=True)

@@ -30,8 +30,6 @@ _OWNERS = "owners of rows"
 # Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)
-# What a push on the host holds.
-_NOTHING_HELD = ExitStack()
 # What one array in a GPU's spare memory may take besides its bytes.
 _APART = 256
 
@@ -54,37 +52,25 @@ def check_updater(exchange: Exchange) -> None:
 class Rows:
     """Moves rows of the values of a store. All but :attr:`sent` is collective."""
 
-    def __init__(self, exchange: Exchange, root: int, dense_from: float) -> None:
-        """Local. From the share ``dense_from`` of a value's rows on, a sum that replaces the value is made of whole
-        arrays.
-        """
-        self._exchange, self._root, self._dense_from = exchange, root, dense_from
+    def __init__(self, exchange: Exchange, root: int) -> None:
+        """Local."""
+        self._exchange, self._root = exchange, root
         self._transport, self._memory = exchange.transport, exchange.transport.memory
         self._tables = self._memory.tables
         self._messages = row_messages(exchange.transport)
         # A push on a GPU has memory of its own, which is taken where all ranks learn whether there was any.
         self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.on_host else 0)
-        # Of which keys a rank brought many rows to the last push, as far as the ranks know alike.
-        self._many: set[Key] = set()
-        self._sent_whole = 0
 
     @property
     def sent(self) -> int:
-        """How many bytes this rank has sent to others for rows, with each whole array that was sent instead."""
-        return self._messages.sent + self._sent_whole
+        """How many bytes this rank has sent to others for rows."""
+        return self._messages.sent
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
         """Compile what moves rows of values of these dtypes, unless it is there. Local."""
         if not self._memory.on_host:
             for dtype in dict.fromkeys(dtypes):
                 self._tables.prepare_rows(dtype)
-
-    def prepare(self, plan: Plan) -> None:
-        """Compile what :meth:`push` needs, and cut the keys that it may send whole, before it runs. Local."""
-        self.load(plan.dtypes)
-        if self._may_be_crowded(plan):
-            for key in plan.keys:
-                self._exchange.prepare(self._exchange.plan((key,)))
 
     def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
         """Give keys their memory, and the root's rows.
@@ -114,49 +100,17 @@ class Rows:
         Raises:
             MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
         """
-        if self._memory.on_host:
-            self._push(plan, given, steps, confirm, _NOTHING_HELD)
-            return
         with ExitStack() as held:
-            self._push(plan, given, steps, confirm, held)
-
-    def _push(
-        self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None, held: ExitStack
-    ) -> None:
-        crowded = self._crowded(plan, given)
-        whole, sparse = crowded.nonzero()[0].tolist(), (~crowded).nonzero()[0].tolist()
-        entries = [plan.entries[item] for item in sparse]
-        # Sums first: what lacks memory raises before anything has changed.
-        dense = sum([plan.entries[item].value.nbytes + 8 * len(given[item]) + 2 * _APART for item in whole])
-        sums = self._sums(entries, [(given[item].indices, _flat(given[item])) for item in sparse], dense, held)
-        for item in whole:
-            self._push_whole(plan, item, given[item], steps)
-        if not sparse:
-            return
-        each = [steps.each[item] for item in sparse]
-        if confirm is None:
-            for entry, step, (ids, total) in zip(entries, each, sums, strict=True):
-                self._update(entry, ids, total, step)
-        else:
-            self._call(entries, each, sums, confirm)
-        indices = [entry.index for entry in entries]
-        self._exchange.table.counts[indices] += 1
+            # Sums first: what lacks memory raises before anything has changed.
+            sums = self._sums(plan.entries, [(rows.indices, _flat(rows)) for rows in given], held)
+            if confirm is None:
+                for entry, step, (ids, total) in zip(plan.entries, steps.each, sums, strict=True):
+                    self._update(entry, ids, total, step)
+            else:
+                self._call(plan.entries, steps.each, sums, confirm)
+        self._exchange.table.counts[plan.rows] += 1
         if not self._exchange.current:
-            self._exchange.table.stale[indices] = True
-
-    def _push_whole(self, plan: Plan, item: int, given: RowSparse, steps: Steps) -> None:
-        """Push a whole array instead of its rows."""
-        if self._memory.on_host:
-            array = given.to_dense()
-        else:
-            array = self._tables.empty((prod(given.shape),), given.dtype)
-            self._tables.clear(array)
-            self._tables.put_rows(_table(plan.entries[item], array), given.indices, _flat(given))
-        one = self._exchange.plan(plan.keys[item : item + 1])
-        # Other ranks may read the array where it lies, but not after this push, which ends in a fence then.
-        arrays = [array if self._memory.on_host else (array,)]
-        self._exchange.push(one, arrays, Steps(steps.each[item : item + 1], True), None)
-        self._sent_whole += plan.entries[item].value.nbytes if self._transport.size > 1 else 0
+            self._exchange.table.stale[plan.rows] = True
 
     def _reserve(self, nbytes: int, held: ExitStack) -> None:
         """Take memory of a GPU for what comes next, until ``held`` is left.
@@ -179,59 +133,37 @@ class Rows:
             with ExitStack() as held:
                 self._ask([plan.entries[item] for item in asked], [pulled[item] for item in asked], held)
 
-    def _crowded(self, plan: Plan, given: Sequence[RowSparse]) -> Array:
-        """Return for each key whether so many rows of it are brought that passing whole arrays is faster.
-
-        How many they are is asked where they were many the last time; otherwise they are passed on, and noted.
-        """
-        crowded = np.zeros(len(given), np.bool_)
-        # What an optimizer does to a row depends on whether it is there.
-        if self._may_be_crowded(plan):
-            most = self._messages.counts([len(rows) for rows in given]).max(axis=0)
-            for item, (entry, count) in enumerate(zip(plan.entries, most.tolist(), strict=True)):
-                crowded[item] = self._note(entry, count)
-        return crowded
-
-    def _may_be_crowded(self, plan: Plan) -> bool:
-        return self._exchange.updater.assigns and any(key in self._many for key in plan.keys)
-
-    def _note(self, entry: Entry, count: int) -> bool:
-        """Note whether the rank that brings the most rows of a value brings many; return it."""
-        many = count >= self._dense_from * max(entry.shape[0], 1)
-        (self._many.add if many else self._many.discard)(entry.key)
-        return many
-
     # --- Sums
 
-    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected], dense: int, held: ExitStack) -> list[Selected]:
+    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack) -> list[Selected]:
         """Return the sum of what all ranks bring, of the rows of which this rank owns something. On a GPU it lies in
-        memory for all of the push, with ``dense`` bytes for whole arrays.
+        memory for all of the push.
         """
         self._kept.start()
-        if entries and self._transport.size > 1:
-            terms = self._exchanged(entries, given, dense, held)
+        if self._transport.size > 1:
+            terms = self._exchanged(entries, given, held)
         else:
             terms = [given]
             if not self._memory.on_host:
-                self._reserve(dense + self._needed(entries, [ids for ids, _ in given], (), ()), held)
+                self._reserve(self._needed(entries, [ids for ids, _ in given], (), ()), held)
         return [
             merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
             for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
         ]
 
     def _exchanged(
-        self, entries: Sequence[Entry], given: Sequence[Selected], dense: int, held: ExitStack
+        self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack
     ) -> Sequence[Sequence[Selected]]:
         """Return what each rank brings of the rows of which this rank owns something."""
         numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
-        lengths, places = [ids.size for ids in numbers], list[Sequence[Any]]()
+        places = list[Sequence[Any]]()
 
         def ready(told: Sequence[Sequence[Array]]) -> None:
-            self._reserve(dense + self._needed(entries, numbers, places, told), held)
+            self._reserve(self._needed(entries, numbers, places, told), held)
 
         if self._exchange.placement.everywhere:
-            terms, table = self._messages.to_all(numbers, values, kinds, label, lengths, ready)
+            terms = self._messages.to_all(numbers, values, kinds, label, ready)
             terms[rank] = list(given)
         else:
             for entry, ids in zip(entries, numbers, strict=True):
@@ -244,11 +176,8 @@ class Rows:
                 rows.extend(zip(*some, strict=True))
                 return rows
 
-            terms, table = self._messages.to_each(parts, split, kinds, label, lengths, ready)
+            terms = self._messages.to_each(parts, split, kinds, label, ready)
             terms[rank] = list(zip(parts[rank], rows[rank], strict=True))
-        if self._exchange.updater.assigns:
-            for entry, count in zip(entries, table.max(axis=0).tolist(), strict=True):
-                self._note(entry, count)
         return terms
 
     def _needed(
@@ -293,7 +222,7 @@ class Rows:
             return mine
         sent = mine if self._transport.rank == self._root else []
         numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
-        received, _ = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), (), ready)
+        received = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), ready)
         if sent or not self._memory.on_host:
             return sent or received[self._root]
         # What was received may be overwritten while keys are given their memory.

@@ -121,7 +121,7 @@ class KVStore(KVStoreBase):
         found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
-        self._rows = Rows(self._exchange, root, config.dense_rows)
+        self._rows = Rows(self._exchange, root)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
         aside = board.aside if transport.memory.on_host else self._aside
         self._pending = Pending(self._least, aside, lambda: bool(self._running))
@@ -821,8 +821,9 @@ class KVStore(KVStoreBase):
                 codec; or None, which turns compression off. With ``"both_directions": True`` in a dict of ``fp16`` or
                 ``bf16``, float32 values that travel in a pull do so as well packed; ranks then hold rounded values, all
                 the same, and their owners update exact ones. ``auto``, with the option ``codec`` (default ``bf16``),
-                makes some pushes with and without the codec now, and takes it if they were faster;
-                :meth:`statistics` says what was found. Set the optimizer before, which may change the placement.
+                sends some messages with and without the codec now, and takes it if they were faster. Where all ranks
+                share memory it takes none. :meth:`statistics` says what was found. Set the optimizer before, which may
+                change the placement.
 
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.

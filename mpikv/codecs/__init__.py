@@ -53,12 +53,11 @@ from typing import Any
 
 from ..errors import ConfigError, known_names
 from ..typing import Codec
-from .auto import Auto
 from .bits import OneBit, TwoBit
-from .both import BothDirections
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
+from .modes import Auto, BothDirections
 from .options import checked
 from .topk import TopK
 

@@ -17,6 +17,7 @@ GPU Cloud Computing", 2015.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -29,8 +30,47 @@ from .options import BLOCK, Scratch, single
 __all__ = ["OneBit", "TwoBit"]
 
 
+class _Codes(ABC):
+    """What codecs of codes in the bits of bytes have in common."""
+
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[False]] = False
+    per_byte: ClassVar[int]
+
+    @abstractmethod
+    def values(self) -> tuple[float, ...]:
+        """Return what each code stands for."""
+
+    def nbytes(self, count: int) -> int:
+        """Return the bytes of whole words."""
+        return 4 * -(-count // (4 * self.per_byte))
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Add to each element what its code stands for; bits behind the last element say nothing."""
+        spare = self._sums.array
+        for low in range(0, total.size, BLOCK):
+            part = total[low : low + BLOCK]
+            begin, count = low // self.per_byte, -(-part.size // self.per_byte)
+            # No byte is out of the table's range; "clip" looks at none.
+            codes = payload[begin : begin + count]
+            decoded = np.take(self.decoded, codes, axis=0, out=spare[:count], mode="clip")
+            np.add(part, decoded.reshape(-1)[: part.size], out=part)
+
+    @cached_property
+    def decoded(self) -> Array:
+        """What each byte stands for, ``(256, per_byte)``."""
+        bits = 8 // self.per_byte
+        codes = np.arange(256)[:, None] >> np.arange(8 - bits, -1, -bits) & 2**bits - 1
+        table: Array = np.array(self.values(), np.float32)[codes]
+        return table
+
+    @cached_property
+    def _sums(self) -> Scratch:
+        return Scratch((BLOCK // self.per_byte, self.per_byte), np.float32)
+
+
 @dataclass(frozen=True)
-class TwoBit:
+class TwoBit(_Codes):
     """Sends the sign of what is at least ``threshold``, and nothing else: 2 bits per element.
 
     Without :class:`~mpikv.codecs.ErrorFeedback` smaller elements are lost. With it they add up until they are sent, a
@@ -52,19 +92,18 @@ class TwoBit:
     """
 
     threshold: float = 0.5
-    elementwise: ClassVar[Literal[True]] = True
-    feedback: ClassVar[Literal[False]] = False
+    per_byte: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", single("2bit: threshold", self.threshold, positive=True))
 
+    def values(self) -> tuple[float, ...]:
+        """Return none, none, the negative threshold and the threshold."""
+        return 0.0, 0.0, -self.threshold, self.threshold
+
     def settings(self) -> str:
         """Return the name and the threshold."""
         return f"2bit(threshold={self.threshold!r})"
-
-    def nbytes(self, count: int) -> int:
-        """Return the bytes of whole words of 16 elements."""
-        return 4 * -(-count // 16)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient."""
@@ -81,31 +120,13 @@ class TwoBit:
             words = payload[low // 4 : (low + BLOCK) // 4]
             words[:] = _packed(spare[0])[: words.size]
 
-    def decode_add(self, payload: Array, total: Array) -> None:
-        """Add the threshold, its negative or 0 to each element."""
-        spare = self._sums.array
-        for low in range(0, total.size, BLOCK):
-            _add_decoded(payload[low // 4 :], self.decoded, total[low : low + BLOCK], spare)
-
     @cached_property
     def _codes(self) -> Scratch:
         return Scratch((2, BLOCK), np.uint8)
 
-    @cached_property
-    def _sums(self) -> Scratch:
-        return Scratch((BLOCK // 4, 4), np.float32)
-
-    @cached_property
-    def decoded(self) -> Array:
-        """The four values of each byte, ``(256, 4)``."""
-        values = np.array([0, 0, -self.threshold, self.threshold], np.float32)
-        codes = np.arange(256)[:, None] >> np.array([6, 4, 2, 0]) & 3
-        table: Array = values[codes]
-        return table
-
 
 @dataclass(frozen=True)
-class OneBit:
+class OneBit(_Codes):
     """Sends 1 for what is above ``threshold`` and -1 for all else: 1 bit per element.
 
     Useless without :class:`~mpikv.codecs.ErrorFeedback`, which makes up for what is sent too much. Gradients should be
@@ -128,19 +149,18 @@ class OneBit:
     """
 
     threshold: float = 0.5
-    elementwise: ClassVar[Literal[True]] = True
-    feedback: ClassVar[Literal[False]] = False
+    per_byte: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", single("1bit: threshold", self.threshold, positive=False))
 
+    def values(self) -> tuple[float, ...]:
+        """Return -1 and 1."""
+        return -1.0, 1.0
+
     def settings(self) -> str:
         """Return the name and the threshold."""
         return f"1bit(threshold={self.threshold!r})"
-
-    def nbytes(self, count: int) -> int:
-        """Return the bytes of whole words of 32 elements."""
-        return 4 * -(-count // 32)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient."""
@@ -154,25 +174,9 @@ class OneBit:
             words[: packed.size] = packed
             words[packed.size :] = 0
 
-    def decode_add(self, payload: Array, total: Array) -> None:
-        """Add 1 or -1 to each element."""
-        spare = self._sums.array
-        for low in range(0, total.size, BLOCK):
-            _add_decoded(payload[low // 8 :], self.decoded, total[low : low + BLOCK], spare)
-
     @cached_property
     def _bits(self) -> Scratch:
         return Scratch(BLOCK, np.bool_)
-
-    @cached_property
-    def _sums(self) -> Scratch:
-        return Scratch((BLOCK // 8, 8), np.float32)
-
-    @cached_property
-    def decoded(self) -> Array:
-        """The eight values of each byte, ``(256, 8)``."""
-        bits = np.arange(256)[:, None] >> np.arange(7, -1, -1) & 1
-        return (2 * bits - 1).astype(np.float32)
 
 
 def _packed(codes: Array) -> Array:
@@ -183,11 +187,3 @@ def _packed(codes: Array) -> Array:
     np.multiply(words, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=words)
     words >>= 24
     return words
-
-
-def _add_decoded(payload: Array, table: Array, total: Array, spare: Array) -> None:
-    """Add to each element what the table has for its part of a byte; bits behind the last element say nothing."""
-    count = -(-total.size // table.shape[1])
-    # No byte is out of the table's range; "clip" looks at none.
-    decoded = np.take(table, payload[:count], axis=0, out=spare[:count], mode="clip")
-    np.add(total, decoded.reshape(-1)[: total.size], out=total)

@@ -19,6 +19,7 @@ from ..typing import Array, Codec, RangeCodec
 from .bits import OneBit, TwoBit
 from .casts import Bfloat16
 from .feedback import RangeFeedback
+from .options import SamePayloads
 
 __all__ = ["CompiledRanges", "compiled"]
 
@@ -44,10 +45,9 @@ def compiled(codec: Codec) -> Codec:
     return codec
 
 
-class CompiledRanges:
+class CompiledRanges(SamePayloads):
     """A :class:`~mpikv.typing.RangeCodec` that does what another one does."""
 
-    elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[True]] = True
 
     def __init__(self, codec: RangeFeedback) -> None:
@@ -58,14 +58,6 @@ class CompiledRanges:
         self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
         self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
 
-    def settings(self) -> str:
-        """Describe the codec, whose payloads are the same."""
-        return self.codec.settings()
-
-    def nbytes(self, count: int) -> int:
-        """Return what the codec needs."""
-        return self.codec.nbytes(count)
-
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Do what the codec does, at once."""
         self._encode(gradient, payload, residual, self._threshold)
@@ -73,9 +65,6 @@ class CompiledRanges:
     def decode_add(self, payload: Array, total: Array) -> None:
         """Do what the codec does, at once."""
         self._decode_add(payload, total, self._decoded)
-
-    def __repr__(self) -> str:
-        return repr(self.codec)
 
 
 # --- Loops. All numbers are float32: a Python number would make them float64. The inner loops select instead of

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import numpy as np
 
 from ..typing import Array, Memory, RangeCodec
+from .options import SamePayloads
 
 __all__ = ["HostRanges"]
 
 
-class HostRanges:
+class HostRanges(SamePayloads):
     """A :class:`~mpikv.typing.RangeCodec` for arrays of a GPU, whose work another one does on the host.
 
     What that reads is copied to the host, which waits for it, and what it writes is copied back.
     """
 
-    elementwise: ClassVar[Literal[True]] = True
-
     def __init__(self, codec: RangeCodec, memory: Memory) -> None:
         self.codec, self.feedback = codec, codec.feedback
         self._memory = memory
-
-    def settings(self) -> str:
-        """Describe the codec, whose payloads are the same."""
-        return self.codec.settings()
-
-    def nbytes(self, count: int) -> int:
-        """Return what the codec needs."""
-        return self.codec.nbytes(count)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Do what the codec does."""

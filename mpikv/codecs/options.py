@@ -8,14 +8,14 @@ import math
 import numbers
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from ..errors import ConfigError, a_kind
-from ..typing import Array, Codec
+from ..typing import Array, Codec, RangeCodec
 
-__all__ = ["BLOCK", "Scratch", "checked", "real", "single", "whole"]
+__all__ = ["BLOCK", "SamePayloads", "Scratch", "checked", "real", "single", "whole"]
 
 # Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
 BLOCK = 1 << 14
@@ -33,6 +33,24 @@ class Scratch(threading.local):
 
     def __init__(self, shape: int | tuple[int, ...], dtype: Any) -> None:
         self.array: Array = np.empty(shape, dtype)
+
+
+class SamePayloads:
+    """A part of a codec of ranges that does the work of another one by other means."""
+
+    elementwise: ClassVar[Literal[True]] = True
+    codec: RangeCodec
+
+    def settings(self) -> str:
+        """Describe the codec, whose payloads are the same."""
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        """Return what the codec needs."""
+        return self.codec.nbytes(count)
+
+    def __repr__(self) -> str:
+        return repr(self.codec)
 
 
 def checked(codec: Any, wanted: str, advice: str = "") -> Codec:

@@ -5,14 +5,15 @@ Encoding is one launch, which reads and writes each residual once; so is decodin
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..codecs import Bfloat16, Float16, OneBit, TwoBit
 from ..codecs.feedback import RangeFeedback
+from ..codecs.options import SamePayloads
 from ..errors import Unsupported
-from ..typing import Array, RangeCodec
+from ..typing import Array
 from .loading import kernel, pointer
 
 __all__ = ["CODES", "Code", "CudaRanges", "code_of", "has_code"]
@@ -82,7 +83,7 @@ def _inside(codec: Any) -> Any:
     return codec.codec if type(codec) is RangeFeedback else codec
 
 
-class CudaRanges:
+class CudaRanges(SamePayloads):
     """A :class:`~mpikv.typing.RangeCodec` that does on a GPU what another one does on the host.
 
     Arrays are CuPy's, contiguous, and of the dtypes that a codec is given.
@@ -92,24 +93,14 @@ class CudaRanges:
         TransportUnavailable: nothing can be compiled here.
     """
 
-    elementwise: ClassVar[Literal[True]] = True
-
     def __init__(self, codec: Any) -> None:
         code = code_of(codec)
-        self.codec: RangeCodec = codec
+        self.codec = codec
         self.feedback, self.largest = self.codec.feedback, code.largest
         self._threshold = code.threshold
         self._encode, self._decode_add = (
             kernel("codes.cu", f"{verb}<{code.name}>") for verb in ("encode", "decode_add")
         )
-
-    def settings(self) -> str:
-        """Describe the codec, whose payloads are the same."""
-        return self.codec.settings()
-
-    def nbytes(self, count: int) -> int:
-        """Return what the codec needs."""
-        return self.codec.nbytes(count)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Do what the codec does, on the present stream."""
@@ -128,9 +119,6 @@ class CudaRanges:
         numbers_at = 0 if numbers is None else pointer(numbers)
         given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
         return given
-
-    def __repr__(self) -> str:
-        return repr(self.codec)
 
 
 def _blocks(count: int) -> int:

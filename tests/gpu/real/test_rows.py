@@ -38,8 +38,7 @@ def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
 @pytest.mark.parametrize(
     ("placement", "optimizer"), [("sharded", "adagrad"), ("root", None), ("replicated", "sgd"), ("sharded", None)]
 )
-def test_the_bits_are_those_of_the_host(cupy, placement, optimizer, monkeypatch):
-    monkeypatch.setenv("MPIKV_DENSE_ROWS", "9")
+def test_the_bits_are_those_of_the_host(cupy, placement, optimizer):
     shape = (3001, 33)
     options = {"placement": placement, "bucket_bytes": 1 << 16}
     with mpikv.create("nccl", **options) as kv:

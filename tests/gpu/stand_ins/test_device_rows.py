@@ -23,15 +23,15 @@ from .test_device import store_on
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
-# Placement, deterministic, and from which share of rows on whole arrays are sent.
+# Placement, deterministic.
 STORES = [
-    ("auto", False, 9.0),
-    ("auto", True, 0.1),
-    ("sharded", False, 0.1),
-    ("root", False, 0.1),
-    ("root", True, 9.0),
-    ("replicated", True, 9.0),
-    ("replicated", False, 0.1),
+    ("auto", False),
+    ("auto", True),
+    ("sharded", False),
+    ("root", False),
+    ("root", True),
+    ("replicated", True),
+    ("replicated", False),
 ]
 VALUE = np.arange(12.0).reshape(6, 2)
 
@@ -149,11 +149,8 @@ def as_list(value: Any) -> list[Any]:
 
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("store", STORES, ids=str)
-def test_random_programs_do_what_whole_arrays_do(
-    comm: Any, gpu: FakeGpu, store: tuple[str, bool, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    placement, deterministic, dense_rows = store
-    monkeypatch.setenv("MPIKV_DENSE_ROWS", str(dense_rows))
+def test_random_programs_do_what_whole_arrays_do(comm: Any, gpu: FakeGpu, store: tuple[str, bool]) -> None:
+    placement, deterministic = store
     with store_on(gpu, comm, placement=placement, deterministic=deterministic, bucket_bytes=4096) as kv:
         for seed in range(9):
             try:
@@ -181,10 +178,8 @@ def test_the_bits_are_those_of_the_host(
     placement: str,
     deterministic: bool,
     dtype: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of numbers whose sums are rounded: what ranks bring is added in their order, or in pairs, and so is a list."""
-    monkeypatch.setenv("MPIKV_DENSE_ROWS", "9")
     options = {"placement": placement, "deterministic": deterministic, "bucket_bytes": 4096}
     host = mpikv.create(comm=comm, transport="mpi" if comm else "local", **options)
     rng, shapes = np.random.default_rng([7, host.rank]), {"s": (300, 7), "d": (41, 3, 2), "flat": (500,)}

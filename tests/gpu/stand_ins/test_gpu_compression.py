@@ -29,7 +29,6 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.exchange import Exchange
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu, FakeKernels, FakeRanges
 from mpikv.testing.fakenccl import FakeNccl
@@ -477,6 +476,7 @@ def test_that_a_codec_works_on_the_host_is_said_once(gpu, comm, compression, cap
     ]
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("codec", OWN, ids=str)
 def test_auto_measures_codecs_of_ones_own(gpu, comm, codec):
     with store_on(gpu, comm) as kv:
@@ -611,11 +611,12 @@ def test_what_is_said_of_it(gpu, comm):
             assert_alike([kv, host], ["w"])
 
 
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("saved", [-1e9, 1.0])
 @pytest.mark.parametrize("name", [*NAMES, "topk", "lowrank"])
 def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypatch):
     """How long this GPU takes says nothing, so that the answer is given here."""
-    monkeypatch.setattr("mpikv.trial._SAVED", saved)
+    monkeypatch.setattr("mpikv.autotune._SAVED", saved)
     with store_on(gpu, comm) as kv:
         kv.init("w", np.full(100, 2, F32))
         for _ in range(2):
@@ -632,8 +633,8 @@ def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypa
             np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(100, 0.5 * kv.size))
 
 
-@pytest.mark.ranks(1, 2, 3)
-def test_too_little_memory_for_a_trial_on_one_rank(gpu, comm, monkeypatch):
+@pytest.mark.ranks(2, 3)
+def test_too_little_memory_to_measure_on_one_rank(gpu, comm, monkeypatch):
     """Every rank is told, whatever it was for, and no value is lost."""
     empty, short = gpu.empty, []
     with store_on(gpu, comm, timeout=5) as kv:
@@ -707,17 +708,22 @@ def test_a_load_that_fails_on_one_rank(gpu, comm, folder, known, monkeypatch):
             np.testing.assert_array_equal(on_host(kv.pull("w")), np.ones(1000))
 
 
+@pytest.mark.ranks(2, 3, 4)
 def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
     """A time is taken when all that was queued is done."""
-    waits = []
-    with store_on(gpu, comm) as kv:
-        memory = kv._transport.memory
-        wait = memory.wait
-        monkeypatch.setattr(memory, "wait", lambda: (waits.append("wait"), wait()))
-        push = Exchange.push
-        monkeypatch.setattr(Exchange, "push", lambda *arguments: (push(*arguments), waits.append("push")))
+    calls = []
+
+    def note(of, verb):
+        call = getattr(of, verb)
+        monkeypatch.setattr(of, verb, lambda *given: (calls.append(verb), call(*given))[1])
+
+    with store_on(gpu, comm, placement="sharded") as kv:
+        note(kv._transport.memory, "wait")
+        note(kv._transport, "reduce_scatter")
+        note(kv._transport, "all_to_all")
         kv.set_gradient_compression({"type": "auto", "codec": "2bit"})
-        assert waits == ["wait", "push", "wait"] * 12
+    measured = calls[calls.index("wait") :]
+    assert measured[:36] == ["wait", "reduce_scatter", "wait", "wait", "all_to_all", "wait"] * 6
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -1,4 +1,4 @@
-"""A codec for what is pulled, too."""
+"""What a store may be given around a codec, which is no codec itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from ..typing import Codec
 from .casts import Bfloat16, Float16
 from .options import checked
 
-__all__ = ["BothDirections"]
+__all__ = ["Auto", "BothDirections"]
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What a store is given to choose by measurement: the codec, or no compression. It is no codec itself."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        checked(self.codec, "Auto takes a codec (see mpikv.typing)", "; mpikv.codecs.create() makes one of a name")
+
+    def settings(self) -> str:
+        """Describe what may be chosen."""
+        return f"auto({self.codec.settings()})"
 
 
 @dataclass(frozen=True)
