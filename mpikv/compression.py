@@ -140,14 +140,12 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
             block.ensure_sums(block.memory.zeros)
 
 
-def ensure_residuals(codec: Codec, block: Block, positions: int, together: bool = False) -> None:
-    """Have what a codec keeps of pushes of lists of this length: where it does its work. Local; ``together``: on GPUs
-    collective, and MemoryError is raised on every rank if one has too little.
-    """
+def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:
+    """Have what a codec keeps of pushes of lists of this length: where it does its work. Local."""
     if not codec.feedback:
         return
     if codec.elementwise:
-        block.ensure_residuals(positions, block.allocate if together else block.memory.zeros)
+        block.ensure_residuals(positions, block.memory.zeros)
     else:  # lists are added up first
         block.ensure_residuals(1, HOST.zeros)
 

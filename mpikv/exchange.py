@@ -18,7 +18,7 @@ import numpy as np
 from . import publication
 from .arena import Arena, Block, Place
 from .arrays import add, add_in_pairs, add_in_pairs_over, disjoint, local_sum, run_quietly, storable, zeros
-from .compression import Add, Compression, Layers, check, check_payloads, compress, ensure_residuals, restoring
+from .compression import Add, Compression, Layers, check, check_payloads, compress, restoring
 from .errors import noted
 from .keys import Entry, KeyTable
 from .memory import private
@@ -712,19 +712,6 @@ class Exchange:
         """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
         assert self.compression is not None
         check(self.compression.codec, plan, _groups(self._brought(plan) if sources is None else sources), self._memory)
-
-    def make_residuals(self, plan: Plan) -> None:
-        """Have room for what is left out of an array for each key, and for sums, before :meth:`check_compressible` asks
-        for it.
-
-        Raises:
-            MemoryError: on every rank, if one has too little.
-        """
-        assert self.compression is not None
-        for block in dict.fromkeys(entry.place.block for entry in plan.entries):
-            ensure_residuals(self.compression.codec, block, 1, together=True)
-            if not self.compression.codec.elementwise:
-                block.ensure_sums(block.allocate)
 
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.

@@ -14,6 +14,7 @@ from .arrays import accumulator, castable, is_array, run_quietly
 from .errors import Unsupported, ValueMismatch, a_kind
 from .keys import Entry, parse
 from .rowsparse import RowSparse, cast_rows, merged_rows, row_ids
+from .spare import ALIGNMENT
 from .typing import Array, Key, Memory
 
 __all__ = [
@@ -34,8 +35,6 @@ __all__ = [
 ]
 
 _NUMPYS = {np.ndarray}
-# What one array in a GPU's spare memory may take besides its bytes.
-_APART = 256
 
 
 class Brought(NamedTuple):
@@ -156,9 +155,9 @@ def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
     for entry, wanted in zip(entries, every, strict=True):
         if not wanted.asked:
             continue
-        dense = sum(not isinstance(each.out, RowSparse) for each in wanted.asked) * (entry.value.nbytes + _APART)
+        dense = sum(not isinstance(each.out, RowSparse) for each in wanted.asked) * (entry.value.nbytes + ALIGNMENT)
         numbers = [wanted.ids, *(each.ids for each in wanted.asked), *(each.ids for each in wanted.asked)]
-        nbytes += dense + sum(ids.nbytes + _APART for ids in numbers)
+        nbytes += dense + sum(ids.nbytes + ALIGNMENT for ids in numbers)
     return nbytes
 
 

@@ -21,6 +21,7 @@ from .keys import Entry
 from .plan import Plan
 from .rowmessages import Kind, Selected, row_messages
 from .rowsparse import RowSparse, cast_rows, merged_rows
+from .spare import ALIGNMENT
 from .typing import Array, Key, Placement, Tables
 from .updaters import CallableUpdater
 
@@ -30,8 +31,6 @@ _OWNERS = "owners of rows"
 # Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)
-# What one array in a GPU's spare memory may take besides its bytes.
-_APART = 256
 
 
 def check_updater(exchange: Exchange) -> None:
@@ -204,7 +203,7 @@ class Rows:
                 nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
             nbytes += received * kind.nbytes + levels * rows * (wide + 8)
             nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * (0 if present is None else present.size)
-            nbytes += (16 + size * (1 + 3 * levels) + len(entry.state)) * _APART
+            nbytes += (16 + size * (1 + 3 * levels) + len(entry.state)) * ALIGNMENT
         return nbytes
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
@@ -215,7 +214,7 @@ class Rows:
         def ready(told: Sequence[Sequence[Array]]) -> None:
             every = [[ids for ids, _ in mine], *told]
             counts = [(ids.size, kind.nbytes) for numbers in every for ids, kind in zip(numbers, kinds, strict=False)]
-            self._reserve(sum(count * (nbytes + 8) + 3 * _APART for count, nbytes in counts), held)
+            self._reserve(sum(count * (nbytes + 8) + 3 * ALIGNMENT for count, nbytes in counts), held)
 
         if self._transport.size == 1:
             ready(())
@@ -238,15 +237,13 @@ class Rows:
 
     def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
         """Return the rows of which this rank updates something."""
-        if self._exchange.placement.everywhere:
-            return ids
         mine: Array = ids[self._owners(entry).split(ids, self._transport.size)[self._transport.rank]]
         return mine
 
     def _owners(self, entry: Entry) -> _Owners:
         memo = self._exchange.plan((entry.key,)).memo
         if _OWNERS not in memo:
-            memo[_OWNERS] = _Owners(entry, self._exchange.placement)
+            memo[_OWNERS] = _Owners(entry, self._exchange.placement, self._transport.rank)
         owners: _Owners = memo[_OWNERS]
         return owners
 
@@ -261,7 +258,7 @@ class Rows:
                 entry.present.rows = ids
         value = _table(entry, entry.value)
         states = {name: _table(entry, array) for name, array in entry.state.items()}
-        whole, parts = self._own(entry, ids)
+        whole, parts = self._owners(entry).own(self._transport.rank, ids)
         (rows,) = self._tables.numbers((ids[whole],))
         sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
         if updater.assigns:
@@ -281,22 +278,15 @@ class Rows:
             part = {name: state[ids[at], low:high] for name, state in states.items()}
             self._exchange.update(step, total[at, low:high], value[ids[at], low:high], part)
 
-    def _own(self, entry: Entry, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Return what this rank updates of rows of which it updates something, as :meth:`_Owners.own`."""
-        if self._exchange.placement.everywhere:
-            return slice(None), ()
-        return self._owners(entry).own(self._transport.rank, ids)
-
     def _clear(self, entry: Entry) -> None:
         """Write zeros to what this rank owns of a value, where something else may be."""
-        value = _table(entry, entry.value)
+        value, owners = _table(entry, entry.value), self._owners(entry)
         if entry.present is None or entry.present.rows is None:
-            flat, everywhere = value.reshape(-1), self._exchange.placement.everywhere
-            for low, high in ((0, flat.size),) if everywhere else self._owners(entry).ranges(self._transport.rank):
-                flat[low:high] = 0
+            for low, high in owners.ranges(self._transport.rank):
+                value.reshape(-1)[low:high] = 0
             return
         ids = entry.present.rows
-        whole, parts = self._own(entry, ids)
+        whole, parts = owners.own(self._transport.rank, ids)
         self._tables.put_rows(value, ids[whole], None)
         for at, low, high in parts:
             value[ids[at], low:high] = 0
@@ -334,7 +324,7 @@ class Rows:
                 for ids, kind in zip(numbers, kinds, strict=False)
             ]
             # What others are sent, or what they send, and of that what is of one owner.
-            self._reserve(sum(2 * count * (nbytes + 8) + 5 * _APART for count, nbytes in counts), held)
+            self._reserve(sum(2 * count * (nbytes + 8) + 5 * ALIGNMENT for count, nbytes in counts), held)
 
         def take(asked: Sequence[Array]) -> list[Array]:
             some = zip(entries, asked, strict=True)
@@ -385,11 +375,11 @@ def _taken(tables: Tables, table: Array, ids: Array, kept: _Kept) -> Array:
 
 
 class _Owners:
-    """Who owns which elements of one value, which is not replicated."""
+    """Who owns which elements of one value: of a replica, this rank all of them."""
 
-    def __init__(self, entry: Entry, placement: Placement) -> None:
+    def __init__(self, entry: Entry, placement: Placement, rank: int) -> None:
         edges, owners = [0], list[int]()
-        for count, owner in _shares(entry, placement):
+        for count, owner in ((entry.place.size, rank),) if placement.everywhere else _shares(entry, placement):
             if owners and owners[-1] == owner:
                 edges[-1] += count
             elif count:

@@ -11,10 +11,10 @@ import numpy as np
 
 from .typing import Array, Gpu
 
-__all__ = ["SpareTables"]
+__all__ = ["ALIGNMENT", "SpareTables"]
 
-# Where CUDA's allocator begins an array, too.
-_ALIGNMENT = 256
+ALIGNMENT = 256
+"""What an array in spare memory may take besides its bytes. CUDA's allocator begins arrays at such places, too."""
 
 
 class SpareTables:
@@ -38,7 +38,7 @@ class SpareTables:
         begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
         if self._spare is None or begin + nbytes > self._spare.size:
             return self._gpu.empty(shape, dtype)
-        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         array: Array = self._spare[begin : begin + nbytes].view(dtype).reshape(shape)
         return array
 

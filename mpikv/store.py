@@ -234,8 +234,7 @@ class KVStore(KVStoreBase):
         """Return what the store has found out about itself. Local.
 
         ``compression``: what was asked for, what was chosen, why, and by which measured seconds. ``rows``: how many
-        bytes this rank has sent to others in pushes and pulls of rows, where a whole array that was sent instead counts
-        with its size.
+        bytes this rank has sent to others in pushes and pulls of rows.
 
         Example:
             >>> import mpikv
