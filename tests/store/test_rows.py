@@ -761,7 +761,7 @@ def test_rows_of_two_keys_that_only_their_owners_have(comm, transport, placement
 
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_rows_of_a_view_of_another_key_of_the_push(comm, transport):
-    """That key is updated first, as a whole array, because it has many rows."""
+    """That key is updated in the same push, perhaps by another rank."""
     shape = (100, 1)
     with mpikv.create(comm=comm, transport="local" if comm is None else transport) as kv:
         kv.init(["a", "b"], [RowSparse([], np.zeros((0, 1)), shape)] * 2)
@@ -821,7 +821,6 @@ CALLS = {
     "pushpull": lambda kv: kv.pushpull("s", VALUE, out=np.zeros((6, 2))),
     "pushpull of buffers": lambda kv: kv.pushpull("s"),
     "pushpull of rows": lambda kv: kv.pushpull("s", few(), out=np.zeros((6, 2))),
-    "many rows": lambda kv: kv.push(["s"], [RowSparse(np.arange(6), VALUE, (6, 2))]),
 }
 
 
@@ -833,8 +832,6 @@ def test_a_value_that_cannot_be_cut_on_one_rank(comm, call, transport, monkeypat
     def fail(*arguments):
         raise MemoryError("on purpose")
 
-    if comm is None and call == "many rows":
-        return  # to nobody
     rows = RowSparse(np.arange(6), VALUE, (6, 2))
     with filled(comm, transport="local" if comm is None else transport) as kv:
         kv.buffer("s")
