@@ -24,7 +24,7 @@ __all__ = ["Choice", "choose", "probe"]
 
 _MOST_BYTES = 64 << 20
 # Of each kind, after one that finds memory and caches cold.
-_TURNS = 5
+_TURNS = 9
 # What a codec has to save, or the noise would choose.
 _SAVED = 0.1
 
