@@ -274,7 +274,9 @@ TAKING_NONE |= {"steps of their own in a fixed order"}
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.deadline(120)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_lack_of_memory_ends_no_store(comm: Any, name: str) -> None:
+def test_a_lack_of_memory_ends_no_store(comm: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which values are expected would else depend on how fast a codec is here.
+    monkeypatch.setattr("mpikv.autotune._SAVED", 1.0)
     scenario, options = SCENARIOS[name]
     found = list(outcomes(comm, scenario, options))
     assert bool(found) == (name not in TAKING_NONE), "whether memory is taken by the call"
