@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .errors import ConfigError
-from .located import Located, readable, writable
+from .located import readable, writable
 from .parameter import Parameter
 from .typing import Array, Gpu
 
 __all__ = ["LossScaler", "clip_global_norm"]
+
+Item = TypeVar("Item")
 
 # Elements that are widened at once.
 _PIECE = 1 << 16
@@ -56,8 +58,9 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
-    targets = list({_memory(each.outline): each for each in map(writable, _given(arrays))}.values())
-    here, there = _by_place(targets)
+    given = map(writable, (array for array in arrays if array is not None))
+    there = _by_gpu((gpu, array) for array, gpu in {each.extent: each for each in given}.values())
+    here = there.pop(None, [])
     with np.errstate(all="ignore"):
         squares = [_squares(array) for array in here]
         for gpu, some in there.items():
@@ -72,22 +75,12 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     return norm
 
 
-def _given(arrays: Iterable[Any]) -> Iterator[Any]:
-    return (array for array in arrays if array is not None)
-
-
-def _by_place(located: Iterable[Located]) -> tuple[list[Array], dict[Gpu, list[Array]]]:
-    """Return the arrays of the host, and those of each GPU."""
-    here: list[Array] = []
-    there: dict[Gpu, list[Array]] = {}
-    for array, gpu in located:
-        (here if gpu is None else there.setdefault(gpu, [])).append(array)
-    return here, there
-
-
-def _memory(array: Array) -> tuple[Any, ...]:
-    """Return what arrays over the same elements have in common."""
-    return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.name
+def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
+    """Return what lies on each GPU, and under None on the host."""
+    groups: dict[Any, list[Item]] = {}
+    for gpu, item in pairs:
+        groups.setdefault(gpu, []).append(item)
+    return groups
 
 
 def _squares(array: Array) -> float:
@@ -212,12 +205,9 @@ def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> boo
     """Return whether arrays hold no inf and no nan, each as it is when rounded to a dtype. Of those of a GPU one small
     copy comes to the host.
     """
-    there: dict[Gpu, list[tuple[Array, np.dtype[Any]]]] = {}
-    for array, gpu, dtype in given:
-        if gpu is not None:
-            there.setdefault(gpu, []).append((array, dtype))
-        elif not np.isfinite(array.astype(dtype, copy=False)).all():
-            return False
+    there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
+    if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
+        return False
     for gpu, some in there.items():
         # Integers and booleans are, whatever they are rounded to.
         floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]

@@ -44,6 +44,11 @@ class Located(NamedTuple):
         }
         return np.asarray(SimpleNamespace(__array_interface__=interface))
 
+    @property
+    def extent(self) -> tuple[Any, ...]:
+        """What arrays over exactly the same elements have in common."""
+        return self.outline.__array_interface__["data"][0], self.array.shape, self.array.strides, self.array.dtype.name
+
 
 def readable(value: Any) -> Located:
     """Return an array to read from, without a copy; of a GPU one of its library's.

@@ -1,19 +1,25 @@
-"""A weight and its gradient, and whether the gradient is a new one."""
+"""Weights by their names, each with its gradient, and whether the gradient is a new one."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from .arrays import accumulator, castable, is_array, is_immutable, lies_on_host, source
+from .arrays import accumulator, castable, is_array, is_immutable, lies_on_host, local_sum, source
 from .errors import ConfigError, ValueMismatch, a_kind, known_names
+from .keys import flatten
 from .located import Located, added_up, readable, writable
 from .typing import Array, Gpu
 
-__all__ = ["Parameter"]
+__all__ = ["Parameter", "first_names", "name_parameters"]
 
 _REQUESTS = ("write", "add", "null")
+# How hard to look for whether two parameters have elements in common, in numpy's units.
+_MOST_WORK = 100_000
 
 
 class Parameter:
@@ -62,7 +68,7 @@ class Parameter:
         self._grad: Array | None = None
 
     @property
-    def titled(self) -> str:
+    def title(self) -> str:
         """What messages call it."""
         return f"parameter {self.name!r}" if self.name else "a parameter"
 
@@ -70,11 +76,6 @@ class Parameter:
     def gpu(self) -> Gpu | None:
         """The GPU on which the weight lies, and its gradient; None for the host."""
         return self._located.gpu
-
-    @property
-    def outline(self) -> Array:
-        """An array of numpy's that lies where the weight does, to compare places by; nothing may be read from it."""
-        return self._located.outline
 
     @property
     def grad_req(self) -> str:
@@ -108,7 +109,7 @@ class Parameter:
             self.zero_grad()
             return
         if value is not self._grad:
-            self._take(source(value) if self._on_host and type(value) is np.ndarray else self.brought(value))
+            self._take(source(value) if self._on_host and type(value) is np.ndarray else self._locate(value))
         else:  # as after  parameter.grad *= 2, or after it was filled with another gradient
             self._check_addable()
             self.summed = False
@@ -118,23 +119,47 @@ class Parameter:
         """Discard the gradient: the next one is the first."""
         self._grad, self.fresh, self.summed, self.used = None, False, False, False
 
-    def brought(self, gradient: Any) -> Array:
-        """Return a gradient as an array where the weight lies, without a copy.
+    def set_sum(self, gradients: Sequence[Any]) -> None:
+        """Set the sum of several gradients, as of the names of one parameter.
 
         Raises:
-            ValueMismatch: it lies elsewhere.
-            TypeError: it is no array.
+            ValueMismatch: the shape or dtype of one does not fit, or it lies elsewhere.
         """
+        arrays = [self._locate(gradient) for gradient in gradients]
+        shape, dtype = self.data.shape, self.data.dtype
+        for array in arrays:
+            if array.shape != shape or not castable(array.dtype, dtype):
+                raise ValueMismatch(
+                    f"a gradient of shape {array.shape} and {array.dtype} for {self.title} of shape {shape} and {dtype}"
+                )
+        self.grad = local_sum(arrays, dtype) if self.gpu is None else added_up(self.gpu, arrays, accumulator(dtype))
+
+    def poison(self) -> None:
+        """Let all of the gradient be NaN."""
+        assert self._grad is not None
+        if self.gpu is None:
+            self._grad.fill(np.nan)
+        else:
+            self.gpu.scale((self._grad,), math.nan)
+
+    def mark_used(self) -> None:
+        """Note that an update has used the gradient."""
+        self.fresh = False
+        self.used = self._grad_req == "add"  # nothing is to be added to it before it is discarded
+        self.summed = self.summed and self.used
+
+    def _locate(self, gradient: Any) -> Array:
+        """Return a gradient as an array where the weight lies, without a copy."""
         found = readable(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(
-                f"a gradient on {found.where} for {self.titled} on {self._located.where}; copy it there first"
+                f"a gradient on {found.where} for {self.title} on {self._located.where}; copy it there first"
             )
         return found.array
 
     def _take(self, array: Array) -> None:
         if array.shape != self.data.shape:
-            raise ValueMismatch(f"a gradient of shape {array.shape} for {self.titled} of shape {self.data.shape}")
+            raise ValueMismatch(f"a gradient of shape {array.shape} for {self.title} of shape {self.data.shape}")
         if self._grad_req != "add":
             self._grad, self.summed = array, False
         elif self._grad is None:
@@ -160,6 +185,67 @@ class Parameter:
     def __repr__(self) -> str:
         grad = "none" if self._grad is None else "fresh" if self.fresh else "stale"
         return f"<mpikv.Parameter {self.data.shape} {self.data.dtype.name} grad_req={self._grad_req} gradient {grad}>"
+
+
+def name_parameters(params: Any) -> dict[str, Parameter]:
+    """Return the parameters by all of their names, in sorted order, of a dict of arrays or parameters, nested or not.
+
+    Raises:
+        ConfigError: there are none.
+        ValueMismatch: two have some, but not all, of their memory in common.
+        TypeError: it is no such dict.
+    """
+    if not isinstance(params, Mapping):
+        remedy = "; pass dict(model.named_parameters())" if hasattr(params, "named_parameters") else ""
+        raise TypeError(f"params is a dict of names and arrays, not {a_kind(params)}{remedy}")
+    names, values = flatten(params)
+    if other := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"the name of a parameter is a str, not {a_kind(other[0])}: {other[0]!r}")
+    if not names:
+        raise ConfigError("a Trainer without parameters has nothing to train")
+    known: dict[int, Parameter] = {}
+    arrays: dict[tuple[Any, ...], Parameter] = {}
+    for value in values:
+        if id(value) not in known:
+            parameter = value if isinstance(value, Parameter) else Parameter(value)
+            if parameter is not value and parameter.data.size:
+                parameter = arrays.setdefault(parameter._located.extent, parameter)
+            known[id(value)] = parameter
+    pairs = sorted(zip(map(str, names), values, strict=True), key=itemgetter(0))
+    named = {name: known[id(value)] for name, value in pairs}
+    for name, parameter in named.items():
+        parameter.name = parameter.name or name
+    _check_overlap(first_names(named))
+    return named
+
+
+def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return each parameter once, by the first of its names."""
+    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    return {name: parameter for name, parameter in named.items() if names[id(parameter)] == name}
+
+
+def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
+    """Raise if two parameters have elements in common, which each of them would update."""
+    outlines = {name: parameter._located.outline for name, parameter in parameters.items() if parameter.data.size}
+    reaching: list[tuple[int, str]] = []
+    for low, high, name in sorted((*_byte_bounds(outline), name) for name, outline in outlines.items()):
+        reaching = [(end, other) for end, other in reaching if end > low]
+        for _, other in reaching:
+            # True if the layouts are too strange to tell. numpy's own types know of no bound for the work.
+            if np.may_share_memory(outlines[other], outlines[name], max_work=_MOST_WORK):  # type: ignore[arg-type]
+                raise ValueMismatch(
+                    f"parameters {other!r} and {name!r} lie over the same memory, in part or as two objects; "
+                    "give one array, or one Parameter, several names, or copies"
+                )
+        reaching.append((high, name))
+
+
+def _byte_bounds(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the one after its last."""
+    start = array.__array_interface__["data"][0]
+    spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
+    return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + array.itemsize
 
 
 def _writable(data: Any) -> Located:

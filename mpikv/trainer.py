@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from .arguments import optimizer_of
-from .arrays import accumulator, castable, local_sum
+from .arrays import castable
 from .checkpoint import KeptState, is_dumpable, load_states, save_states
 from .config import updates_on_kvstore
 from .errors import (
@@ -24,53 +24,22 @@ from .errors import (
     a_kind,
     known_names,
 )
+from .gradients import LossScaler
 from .keys import flatten
-from .located import added_up, writable
+from .located import writable
 from .optimizers import Optimizer
-from .parameter import Parameter
+from .parameter import Parameter, first_names, name_parameters
 from .plugins import KVStoreBase
 from .registry import check_name, create
 from .tracebacks import hidden_from_pytest, hiding_frames
 from .typing import Array, Key
-from .updating import Updates, fetched, new_state, prepare, restart_master, sent
+from .updating import LocalUpdate, can_update, place_state
 
 __all__ = ["Trainer"]
 
 __tracebackhide__ = hidden_from_pytest
 
 Result = TypeVar("Result")
-
-# numpy 2 has moved it.
-TooHard: type[Exception] = getattr(np, "exceptions", np).TooHardError
-# How hard to look for whether two parameters have elements in common, in numpy's units.
-_MOST_WORK = 100_000
-
-
-class Scaler(Protocol):
-    """What a Trainer asks of its ``loss_scaler``: see :class:`mpikv.LossScaler`."""
-
-    loss_scale: float
-
-    def has_overflow(self, parameters: Sequence[Parameter]) -> bool:
-        """Return whether a gradient of this rank holds an inf or a nan."""
-        ...
-
-    def record(self, overflow: bool) -> None:
-        """Take note of whether a gradient of any rank did."""
-        ...
-
-
-class _Taken(NamedTuple):
-    """The parameters of one step that have a new gradient, and their keys."""
-
-    names: list[str]
-    parameters: list[Parameter]
-
-    def gradients(self) -> list[Any]:
-        return [parameter.grad for parameter in self.parameters]
-
-    def weights(self) -> list[Array]:
-        return [parameter.data for parameter in self.parameters]
 
 
 class Trainer:
@@ -128,14 +97,14 @@ class Trainer:
         compression_params: Any = None,
         update_on_kvstore: bool | None = None,
         *,
-        loss_scaler: Scaler | None = None,
+        loss_scaler: LossScaler | None = None,
         average: bool | None = None,
     ) -> None:
-        self._named = _parameters(params)
-        self._own = _once(self._named)
+        self._named = name_parameters(params)
+        self._own = first_names(self._named)
         self._average = average
-        more = {} if average is None else {"average": average}
-        self._optimizer: Optimizer = optimizer_of(optimizer, {**(optimizer_params or {}), **more})
+        given = {} if average is None else {"average": average}
+        self._optimizer: Optimizer = optimizer_of(optimizer, {**(optimizer_params or {}), **given})
         self.scale = self._optimizer.rescale_grad
         """Factor of all gradients, besides the batch size: at first the optimizer's ``rescale_grad``."""
         if not isinstance(kvstore, (str, KVStoreBase)):
@@ -151,16 +120,14 @@ class Trainer:
         self._makes = kvstore if isinstance(kvstore, str) else ""
         self._compression, self._wanted = compression_params, update_on_kvstore
         self._scaler = loss_scaler
-        self._started = False
+        self._started = self._shown = self._resumed = False
         self._on_store = True
         self._updates = 0
         self._token = object()  # by which the optimizer knows its Trainer, without keeping it alive
-        self._shown = self._resumed = False
         self._broken = ""
         # The rest is for updates on this rank.
-        self._held: dict[Key, KeptState] = {}
+        self._local = LocalUpdate()
         self._agreed = ""
-        self._updating = Updates()
 
     # --- Facts
 
@@ -232,7 +199,10 @@ class Trainer:
             parameter = self._parameter(name)
             given.setdefault(id(parameter), (parameter, []))[1].append(array)
         for parameter, several in given.values():
-            parameter.grad = several[0] if len(several) == 1 else _total(parameter, several)
+            if len(several) == 1:
+                parameter.grad = several[0]
+            else:
+                parameter.set_sum(several)
 
     def zero_grad(self) -> None:
         """Discard all gradients: those of ``grad_req="add"`` start anew. Local."""
@@ -261,45 +231,40 @@ class Trainer:
         if self._kvstore is None:
             self._kvstore = create(self._makes)
         store = self._kvstore
-        self._on_store = self._asked("start", self._decide)
+        self._on_store = self._check("start", self._decide_where)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
         store.agree(
             f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={self._resumed}"
         )
-        apart = self._apart()
-        if apart and not self._resumed:
-            self._broadcast(apart)
-            store.delete(list(apart))
-        kept = self._kept()
+        apart = self._not_stored()
+        stored = {name: parameter for name, parameter in self._own.items() if name not in apart}
         if self._resumed:
-            self._keep_average()
-            store.pull(list(kept), out=[parameter.data for parameter in kept.values()])
-            self._updates = max(map(store._update_count, kept), default=0)
+            self._restore_average()
+            store.pull(list(stored), out=[parameter.data for parameter in stored.values()])
+            self._updates = max(map(store._update_count, stored), default=0)
         else:
+            if apart:
+                self._broadcast(apart)
+                store.delete(list(apart))
             if self._on_store:
                 store.set_optimizer(self._optimizer)
-            self._broadcast(kept)
+            self._broadcast(stored)
         if not self._on_store:
-            store._only_sums(list(kept))
+            store._only_sums(list(stored))
         self._shown = self._on_store and store.optimizer is not None
         self._started = True
         if self._shown:
             self.optimizer._user = self._token
 
-    def _keep_average(self) -> None:
-        """Have an optimizer that was loaded take the mean, or the sum, as the Trainer was told when it was made."""
-        if self._average is not None:
-            self.optimizer.average = self._average
-
-    def _kept(self) -> dict[str, Parameter]:
-        """Return the parameters that the store has values of."""
-        apart = self._apart()
-        return {name: parameter for name, parameter in self._own.items() if name not in apart}
-
     def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
         weights = [parameter.data for parameter in parameters.values()]
         self._kvstore.broadcast(list(parameters), weights, out=weights)
+
+    def _restore_average(self) -> None:
+        """Have an optimizer that was loaded take the mean, or the sum, as the Trainer was told when it was made."""
+        if self._average is not None:
+            self.optimizer.average = self._average
 
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over ranks and update the weights by the sum, times ``rescale_grad / batch_size``.
@@ -328,15 +293,17 @@ class Trainer:
         """
         self.start()
         with ExitStack() as settings:
-            taken = self._asked("step", self._take, settings, batch_size, ignore_stale_grad)
+            ready = self._check("step", self._begin_update, settings, batch_size, ignore_stale_grad)
             if not self._on_store:
-                steps = self._settled("step", taken)
-                self._reduce("step", taken)
-                self._update("step", taken, steps)
-            elif not self._overflown("step", taken):
-                self._kvstore.pushpull(taken.names, taken.gradients(), out=taken.weights())
+                steps = self._prepare_steps("step", ready)
+                self._reduce("step", ready)
+                self._update("step", ready, steps)
+            elif not self._has_overflow("step", ready):
+                weights = [parameter.data for parameter in ready.values()]
+                self._kvstore.pushpull(list(ready), _gradients(ready), out=weights)
                 self._updates += 1
-        _use(taken)
+        for parameter in ready.values():
+            parameter.mark_used()
 
     def allreduce_grads(self) -> None:
         """Replace each new gradient by its sum over ranks, in place. :meth:`update` makes the second half of a step.
@@ -354,9 +321,8 @@ class Trainer:
         With a ``loss_scaler``, gradients of which a rank's has overflown become nan on all, and the update is skipped.
         """
         self.start()
-        self._asked("allreduce_grads", self._check_halves, "allreduce_grads")
-        taken, _ = self._fresh()
-        self._reduce("allreduce_grads", taken)
+        self._check("allreduce_grads", self._check_halves, "allreduce_grads")
+        self._reduce("allreduce_grads", self._fresh())
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the weights by gradients that :meth:`allreduce_grads` has summed. Arguments as in :meth:`step`.
@@ -369,15 +335,16 @@ class Trainer:
             RankMismatch: settings of the optimizer differ between ranks. No weight has changed.
         """
         self.start()
-        self._asked("update", self._check_halves, "update")
+        self._check("update", self._check_halves, "update")
         with ExitStack() as settings:
-            taken = self._asked("update", self._take, settings, batch_size, ignore_stale_grad)
-            self._asked("update", _check_summed, taken)
-            steps = self._settled("update", taken)
+            ready = self._check("update", self._begin_update, settings, batch_size, ignore_stale_grad)
+            self._check("update", _check_summed, ready)
+            steps = self._prepare_steps("update", ready)
             # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
-            self._kvstore.agree(f"update {taken.names} after {self._updates} updates")
-            self._update("update", taken, steps)
-        _use(taken)
+            self._kvstore.agree(f"update {list(ready)} after {self._updates} updates")
+            self._update("update", ready, steps)
+        for parameter in ready.values():
+            parameter.mark_used()
 
     def set_data(self, values: Mapping[str, Any]) -> None:
         """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays.
@@ -394,11 +361,11 @@ class Trainer:
             Unsupported: a frozen parameter of integers, which the store does not keep.
         """
         self.start()
-        given, weights = self._asked("set_data", self._overwritten, values)
+        given = self._check("set_data", self._name_values, values)
+        weights = [self._own[name].data for name in given]
         self._kvstore.broadcast(list(given), list(given.values()), out=weights)
         for name in given:
-            if name in self._held:
-                restart_master(self._held[name], self._own[name])
+            self._local.restart_master(name, self._own[name])
 
     def save_states(self, fname: Any) -> None:
         """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
@@ -436,9 +403,9 @@ class Trainer:
         """
         self.start()
         if self._on_store:
-            self._kvstore.save_optimizer_states(fname, self._asked("save_states", lambda: is_dumpable(self.optimizer)))
+            self._kvstore.save_optimizer_states(fname, self._check("save_states", lambda: is_dumpable(self.optimizer)))
         else:
-            self._together("save_states", self._saving(fname))
+            self._run_together("save_states", self._save(fname))
 
     def load_states(self, fname: Any) -> None:
         """Take the state that :meth:`save_states` wrote. Weights stay; but with ``multi_precision`` the float32 masters
@@ -459,10 +426,13 @@ class Trainer:
         self.start()
         if self._on_store:
             self._kvstore.load_optimizer_states(fname)
-            self._updates = max(map(self._kvstore._update_count, self._kept()), default=0)
+            apart = self._not_stored()
+            self._updates = max(
+                (self._kvstore._update_count(name) for name in self._own if name not in apart), default=0
+            )
         else:
-            self._together("load_states", self._loading(fname))
-        self._keep_average()
+            self._run_together("load_states", self._load(fname))
+        self._restore_average()
 
     def close(self) -> None:
         """Close the store, if the Trainer has made it. Collective, idempotent; also done by ``with`` and at exit."""
@@ -478,7 +448,7 @@ class Trainer:
 
     # --- What can be wrong on this rank
 
-    def _asked(self, verb: str, check: Callable[..., Result], *arguments: Any) -> Result:
+    def _check(self, verb: str, check: Callable[..., Result], *arguments: Any) -> Result:
         """Make a local check. What it raises is raised here, and the other ranks are told."""
         try:
             return check(*arguments)
@@ -486,7 +456,7 @@ class Trainer:
             store: KVStoreBase = self._kvstore
             store.refuse(error, verb)
 
-    def _decide(self) -> bool:
+    def _decide_where(self) -> bool:
         """Return whether the store updates the weights."""
         store = self._kvstore
         if not store._in_rounds:
@@ -503,14 +473,14 @@ class Trainer:
         if not self._resumed:
             mine = present is not None and present is self._optimizer and present._user in (None, self._token)
             if not store._assigns and not mine:
-                raise ConfigError(self._why_not(store, wanted and capable))
+                raise ConfigError(self._explain_updater(store, wanted and capable))
             if known:
                 raise KeyAlreadyInitialized(
                     f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
                 )
         return wanted and capable
 
-    def _why_not(self, store: Any, on_store: bool) -> str:
+    def _explain_updater(self, store: Any, on_store: bool) -> str:
         """Say why this Trainer cannot use a store that has an updater."""
         if store.optimizer is None or store.optimizer._user is not None or not store.keys():
             return "the store has an updater already; give each Trainer a store, or a scope, of its own"
@@ -531,42 +501,37 @@ class Trainer:
             return False
         if type(present) is not type(self._optimizer):
             raise ConfigError(f"the store has the optimizer {present!r}, from which {self._optimizer!r} cannot go on")
-        apart = self._apart()
+        apart = self._not_stored()
         if missing := [name for name in self._own if name not in known and name not in apart]:
             raise ConfigError(f"the store has an optimizer, and of the parameters only some: no {missing[0]!r}")
         self._optimizer = present
         return True
 
-    def _apart(self) -> dict[str, Parameter]:
+    def _not_stored(self) -> dict[str, Parameter]:
         """Return the frozen parameters that a store cannot keep beside an optimizer, as counts of batches."""
-        if not self._on_store:
-            return {}
-        frozen = {name: parameter for name, parameter in self._own.items() if parameter.grad_req == "null"}
-        return {name: parameter for name, parameter in frozen.items() if not _updatable(self._optimizer, parameter)}
+        frozen = {name: one for name, one in self._own.items() if one.grad_req == "null" and self._on_store}
+        return {name: one for name, one in frozen.items() if not can_update(self._optimizer, one)}
 
-    def _take(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> _Taken:
+    def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
         """Apply the settings of a step, while it lasts; return the parameters that it updates."""
         self._check_usable()
         optimizer = self.optimizer
         optimizer.sums_over(self._kvstore.num_workers)
-        options = {"rescale_grad": self._scale(batch_size), **self._factors(optimizer)}
-        settings.enter_context(optimizer.having(**options))
-        taken, stale = self._fresh()
+        settings.enter_context(optimizer.having(rescale_grad=self._scale(batch_size), **self._factors(optimizer)))
+        fresh = self._fresh()
+        stale = [name for name, one in self._own.items() if one.grad_req != "null" and name not in fresh]
         if stale and not ignore_stale_grad:
             several = f"s {stale[0]!r} and {len(stale) - 1} more were" if len(stale) > 1 else f" {stale[0]!r} was"
             raise StaleGradient(
                 f"parameter{several} given no gradient since the last update; "
                 "set parameter.grad before each step, or pass ignore_stale_grad=True to leave them as they are"
             )
-        return taken
+        return fresh
 
-    def _fresh(self) -> tuple[_Taken, list[str]]:
-        """Return the parameters that have a new gradient, and the names of those that should."""
-        trained = {name: parameter for name, parameter in self._own.items() if parameter.grad_req != "null"}
-        stale = [name for name, parameter in trained.items() if not parameter.fresh or parameter.grad is None]
-        for name in stale:
-            del trained[name]
-        return _Taken(list(trained), list(trained.values())), stale
+    def _fresh(self) -> dict[str, Parameter]:
+        """Return the parameters that have a new gradient."""
+        trained = {name: one for name, one in self._own.items() if one.fresh and one.grad_req != "null"}
+        return {name: one for name, one in trained.items() if one.grad is not None}
 
     def _check_usable(self) -> None:
         if self._broken:
@@ -582,11 +547,11 @@ class Trainer:
         if self._on_store:
             raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
 
-    def _check_sums(self, taken: _Taken) -> None:
+    def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
         """Raise unless each gradient can become its sum over ranks."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
-        _check_apart(taken)
+        _check_addable(parameters)
 
     def _scale(self, batch_size: Any) -> float:
         real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
@@ -599,22 +564,21 @@ class Trainer:
 
     def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the options in which the parameters' own factors come above the optimizer's."""
-        rates = {name: p.lr_mult for name, p in self._own.items() if p.lr_mult is not None}
-        decays = {name: p.wd_mult for name, p in self._own.items() if p.wd_mult is not None}
         options: dict[str, Any] = {}
-        if rates:
-            options["lr_mult"] = {**optimizer.lr_mult, **rates}
-        if decays:
-            options["wd_mult"] = {**optimizer.wd_mult, **decays}
+        for option in ("lr_mult", "wd_mult"):
+            own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}
+            if own:
+                options[option] = {**getattr(optimizer, option), **own}
         return options
 
-    def _overwritten(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Array]]:
+    def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values by the first names of their parameters, which the store has to keep."""
         first = {id(parameter): name for name, parameter in self._own.items()}
-        pairs = sorted(zip(*flatten(values), strict=True), key=_name_of)
+        pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
         given = {first[id(self._parameter(name))]: array for name, array in pairs}
-        if apart := sorted(given.keys() & self._apart().keys()):
+        if apart := sorted(given.keys() & self._not_stored().keys()):
             raise Unsupported(f"the store does not keep {apart[0]!r}; write into parameter.data, on every rank")
-        return given, [self._own[name].data for name in given]
+        return given
 
     def _parameter(self, name: Any) -> Parameter:
         if name not in self._named:
@@ -623,229 +587,97 @@ class Trainer:
 
     # --- The two halves, where the store only sums
 
-    def _reduce(self, verb: str, taken: _Taken) -> None:
-        self._asked(verb, self._check_sums, taken)
-        gradients = taken.gradients()
-        if self._scaler is not None and self._voted(verb, taken):
+    def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
+        self._check(verb, self._check_sums, ready)
+        if self._scaler is not None and self._any_overflow(verb, ready):
             # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
-            for parameter in taken.parameters:
-                _spoil(parameter)
+            for parameter in ready.values():
+                parameter.poison()
         else:
-            self._kvstore.pushpull(taken.names, gradients, out=gradients)
-        for parameter in taken.parameters:
+            gradients = _gradients(ready)
+            self._kvstore.pushpull(list(ready), gradients, out=gradients)
+        for parameter in ready.values():
             parameter.summed = True
 
-    def _settled(self, verb: str, taken: _Taken) -> list[Any]:
-        """Return the optimizer's step for each parameter, once all ranks have the same ones."""
-        steps = self._asked(verb, self._steps, taken)
-        self._agree(steps)
-        return steps
+    def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
+        """Return the optimizer's step for each parameter, once all ranks have the same ones.
 
-    def _update(self, verb: str, taken: _Taken, steps: Sequence[Any]) -> None:
-        if self._overflown(verb, taken):
-            return
-        try:
-            for name, parameter, step in zip(taken.names, taken.parameters, steps, strict=True):
-                self._updating.update(self.optimizer, step, self._held[name], parameter)
-        except (
-            BaseException
-        ) as error:  # of which the other ranks, which do not wait for this one, learn in their next call
-            self._broken = f"an earlier {verb} failed here alone ({error!r})"
-            raise
-        self._updates += 1
-
-    def _overflown(self, verb: str, taken: _Taken) -> bool:
-        """Return whether a gradient of any rank holds an inf or a nan, so that no rank may make the update."""
-        if self._scaler is None:
-            return False
-        overflow = self._voted(verb, taken)
-        self._scaler.record(overflow)
-        return overflow
-
-    def _voted(self, verb: str, taken: _Taken) -> bool:
-        assert self._scaler is not None
-        overflow: bool = self._kvstore.vote(self._asked(verb, self._scaler.has_overflow, taken.parameters))
-        return overflow
-
-    def _steps(self, taken: _Taken) -> list[Any]:
-        """Return the optimizer's step for each parameter; make or check its state."""
-        prepare(self.optimizer, taken.parameters)
-        for name in taken.names:
-            self._held[name] = self._state(name)
-        return [self.optimizer.step(name, self._held[name].count + 1) for name in taken.names]
-
-    def _state(self, name: str) -> KeptState:
-        """Return the state of one parameter, or what its first update would begin with."""
-        slots = self.optimizer.slots(self._own[name].data.dtype)
-        held = self._held.get(name)
-        if held is None:
-            held = new_state(self.optimizer, self._own[name])
-        elif slots.keys() != held.state.keys():
-            raise ConfigError(
-                f"the optimizer was changed to keep {sorted(slots)} per element and there is "
-                f"{sorted(held.state)}; make a new Trainer, whose state starts anew"
-            )
-        return held
-
-    def _agree(self, steps: Sequence[Any]) -> None:
-        """Compare the optimizers of the ranks, which would part for ever, whenever one has been changed."""
+        Optimizers that differ would part the ranks for ever: they are compared whenever one has been changed.
+        """
+        steps = self._check(verb, self._local.prepare, self.optimizer, ready)
         text = self.optimizer.settings()
         if self.optimizer.opaque:
             text += f" steps {list(dict.fromkeys(steps))}"
         if text != self._agreed:
             self._kvstore.agree(f"{text} after {self._updates} updates")
             self._agreed = text
+        return steps
+
+    def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
+        if self._has_overflow(verb, ready):
+            return
+        try:
+            self._local.run(self.optimizer, ready, steps)
+        except BaseException as error:
+            # The other ranks, which do not wait for this one, learn of it in their next call.
+            self._broken = f"an earlier {verb} failed here alone ({error!r})"
+            raise
+        self._updates += 1
+
+    def _has_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
+        """Return whether a gradient of any rank holds an inf or a nan, so that no rank may make the update."""
+        if self._scaler is None:
+            return False
+        overflow = self._any_overflow(verb, ready)
+        self._scaler.record(overflow)
+        return overflow
+
+    def _any_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
+        assert self._scaler is not None
+        overflow: bool = self._kvstore.vote(self._check(verb, self._scaler.has_overflow, list(ready.values())))
+        return overflow
 
     # --- State that is saved here
 
-    def _together(self, verb: str, parts: Generator[str]) -> None:
+    def _run_together(self, verb: str, parts: Generator[str]) -> None:
         """Do something in parts, after each of which every rank learns whether one has failed."""
         with closing(parts):
-            while (text := self._asked(verb, next, parts, "")) != "":
+            while (text := self._check(verb, next, parts, "")) != "":
                 self._kvstore.agree(text, verb)
 
-    def _saving(self, fname: Any) -> Generator[str]:
+    def _save(self, fname: Any) -> Generator[str]:
         self._check_usable()
-        trainable = self._trainable()
-        # What has no state yet is given none here: its weight may be set until its first update.
-        kept: dict[Key, KeptState] = {
-            name: fetched(self._state(name), one) for name, one in self._own.items() if name in trainable
-        }
-        yield from save_states(fname, self.optimizer, trainable, kept, writes=self._kvstore.rank == 0)
+        optimizer, weights = self.optimizer, self._trainable()
+        kept = {name: self._local.on_host(optimizer, name, self._own[str(name)]) for name in weights}
+        yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
 
-    def _loading(self, fname: Any) -> Generator[str]:
+    def _load(self, fname: Any) -> Generator[str]:
         self._check_usable()
-        yield from load_states(fname, self.optimizer, self._trainable(), self._placed, self._adopt)
+        yield from load_states(
+            fname,
+            self.optimizer,
+            self._trainable(),
+            lambda name, kept: place_state(kept, self._own[str(name)]),
+            self._adopt,
+        )
 
-    def _placed(self, name: Key, held: KeptState) -> KeptState:
-        """Return what was read of the state of a parameter, where that lies."""
-        return sent(held, self._own[str(name)])
-
-    def _adopt(self, optimizer: Optimizer, held: dict[Key, KeptState]) -> None:
+    def _adopt(self, optimizer: Optimizer, states: dict[Key, KeptState]) -> None:
         """Go on with an optimizer and its state."""
         optimizer._user, self._agreed = self._token, ""
-        self._optimizer, self._held = optimizer, held
-        self._updates = max((one.count for one in held.values()), default=0)
+        self._optimizer, self._local.states = optimizer, states
+        self._updates = max((one.count for one in states.values()), default=0)
 
     def _trainable(self) -> dict[Key, Array]:
         """Return the weights of which an optimizer can keep state."""
-        return {name: one.data for name, one in self._own.items() if _updatable(self.optimizer, one)}
+        return {name: one.data for name, one in self._own.items() if can_update(self.optimizer, one)}
 
 
-def _parameters(params: Any) -> dict[str, Parameter]:
-    """Return the parameters by all of their names, in sorted order."""
-    if not isinstance(params, Mapping):
-        remedy = "; pass dict(model.named_parameters())" if hasattr(params, "named_parameters") else ""
-        raise TypeError(f"params is a dict of names and arrays, not {a_kind(params)}{remedy}")
-    names, values = flatten(params)
-    if other := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"the name of a parameter is a str, not {a_kind(other[0])}: {other[0]!r}")
-    if not names:
-        raise ConfigError("a Trainer without parameters has nothing to train")
-    known: dict[int, Parameter] = {}
-    arrays: dict[tuple[Any, ...], Parameter] = {}
-    for value in values:
-        if id(value) not in known:
-            parameter = value if isinstance(value, Parameter) else Parameter(value)
-            if parameter is not value and parameter.data.size:
-                parameter = arrays.setdefault((*_memory(parameter.outline), parameter.data.dtype), parameter)
-            known[id(value)] = parameter
-    named = {str(name): known[id(value)] for name, value in sorted(zip(names, values, strict=True), key=_name_of)}
-    for name, parameter in named.items():
-        parameter.name = parameter.name or name
-    _check_memory(_once(named))
-    return named
+def _gradients(parameters: Mapping[str, Parameter]) -> list[Array | None]:
+    return [parameter.grad for parameter in parameters.values()]
 
 
-def _memory(array: Array) -> tuple[Any, ...]:
-    """Return what arrays over exactly the same memory have in common."""
-    return array.__array_interface__["data"][0], array.shape, array.strides
-
-
-def _check_memory(parameters: Mapping[str, Parameter]) -> None:
-    """Raise if two parameters have elements in common, which each of them would update."""
-    ranges = [(*_bounds(parameter.outline), name) for name, parameter in parameters.items() if parameter.data.size]
-    reaching: list[tuple[int, str]] = []
-    for low, high, name in sorted(ranges):
-        reaching = [(end, other) for end, other in reaching if end > low]
-        for _, other in reaching:
-            if _share(parameters[other].outline, parameters[name].outline):
-                raise ValueMismatch(
-                    f"parameters {other!r} and {name!r} lie over the same memory, in part or as two objects; "
-                    "give one array, or one Parameter, several names, or copies"
-                )
-        reaching.append((high, name))
-
-
-def _bounds(array: Array) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and of the one after its last."""
-    start = array.__array_interface__["data"][0]
-    spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
-    low, high = sum(span for span in spans if span < 0), sum(span for span in spans if span > 0)
-    return start + low, start + high + array.itemsize
-
-
-def _share(one: Array, other: Array) -> bool:
-    try:
-        # numpy's own types know of no bound for the work, though its documentation does.
-        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
-    except TooHard:
-        return False  # a strange layout, of which it is not known
-
-
-def _updatable(optimizer: Optimizer, parameter: Parameter) -> bool:
-    try:
-        optimizer.slots(parameter.data.dtype)
-    except Unsupported:
-        return False
-    return True
-
-
-def _total(parameter: Parameter, gradients: Sequence[Any]) -> Array:
-    """Return the sum of the gradients of several names of a parameter."""
-    arrays = [parameter.brought(gradient) for gradient in gradients]
-    shape, dtype, titled = parameter.data.shape, parameter.data.dtype, parameter.titled
-    for array in arrays:
-        if array.shape != shape or not castable(array.dtype, dtype):
-            raise ValueMismatch(
-                f"a gradient of shape {array.shape} and {array.dtype} for {titled} of shape {shape} and {dtype}"
-            )
-    if parameter.gpu is not None:
-        return added_up(parameter.gpu, arrays, accumulator(dtype))
-    return local_sum(arrays, dtype)
-
-
-def _spoil(parameter: Parameter) -> None:
-    """Let all of a gradient be NaN."""
-    assert parameter.grad is not None
-    if parameter.gpu is None:
-        parameter.grad.fill(np.nan)
-    else:
-        parameter.gpu.scale((parameter.grad,), math.nan)
-
-
-def _name_of(pair: tuple[Any, Any]) -> str:
-    return str(pair[0])
-
-
-def _once(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return each parameter once, by the first of its names."""
-    first: dict[int, str] = {}
-    for name, parameter in named.items():
-        first.setdefault(id(parameter), name)
-    return {name: named[name] for name in first.values()}
-
-
-def _use(taken: _Taken) -> None:
-    """Mark gradients as used up."""
-    for parameter in taken.parameters:
-        parameter.fresh = False
-        parameter.used = parameter.grad_req == "add"  # nothing is to be added to it before it is discarded
-        parameter.summed = parameter.summed and parameter.used
-
-
-def _check_summed(taken: _Taken) -> None:
-    for name, parameter in zip(taken.names, taken.parameters, strict=True):
+def _check_summed(parameters: Mapping[str, Parameter]) -> None:
+    for name, parameter in parameters.items():
         if not parameter.summed:
             raise ConfigError(
                 f"the gradient of {name!r} is not the sum over ranks; call allreduce_grads() first, "
@@ -853,10 +685,10 @@ def _check_summed(taken: _Taken) -> None:
             )
 
 
-def _check_apart(taken: _Taken) -> None:
+def _check_addable(parameters: Mapping[str, Parameter]) -> None:
     """Raise unless each gradient can hold its sum over ranks."""
     first: dict[int, str] = {}
-    for name, parameter in zip(taken.names, taken.parameters, strict=True):
+    for name, parameter in parameters.items():
         if parameter.summed:
             text = f"the gradient of {name!r} is the sum over ranks already; call update() or zero_grad() next"
             raise ConfigError(text)

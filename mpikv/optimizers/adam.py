@@ -7,15 +7,57 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..typing import Array
 from .optimizer import Block, Optimizer, Step
 from .options import flag, number, rate
-from .parts import average, average_squares, descend
+from .parts import average, descend
 
-__all__ = ["Adam", "AdamW", "Adamax", "Nadam"]
+__all__ = ["Adam", "AdamW", "Adamax", "Moments", "Nadam"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Adam(Optimizer):
+class Moments(Optimizer):
+    """What Adam and its kin have in common: averages of the gradient and of its square, and their options."""
+
+    learning_rate: float | None = rate(0.001)
+    """In [0, inf), default 0.001."""
+    beta1: float = number(0.9, "[0, 1)")
+    """Share of the mean that is kept, in [0, 1), default 0.9."""
+    beta2: float = number(0.999, "[0, 1)")
+    """Share of the variance that is kept, in [0, 1), default 0.999."""
+    epsilon: float = number(1e-8, "(0, inf)")
+    """Added to the corrected root against division by zero, in (0, inf), default 1e-8."""
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("mean", "variance")
+
+    def correction(self, count: int) -> tuple[float, ...]:
+        return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
+
+    def update_averages(self, block: Block) -> Array:
+        """Update both averages by the gradient; return that of the gradient."""
+        (mean, variance), (spare,), gradient = block.state, block.spare, block.gradient
+        np.multiply(mean, self.beta1, out=mean)
+        np.multiply(gradient, 1.0 - self.beta1, out=spare)
+        np.add(mean, spare, out=mean)
+        np.multiply(variance, self.beta2, out=variance)
+        np.multiply(gradient, gradient, out=spare)
+        np.multiply(spare, 1.0 - self.beta2, out=spare)
+        np.add(variance, spare, out=variance)
+        return mean
+
+    def root(self, step: Step, block: Block) -> Array:
+        """Return, in the spare memory, by what the rule divides, times the root of the variance's correction."""
+        (_, variance), (root,) = block.state, block.spare
+        # The corrections go into numbers, epsilon with them, which saves two passes over the arrays.
+        np.sqrt(variance, out=root)
+        np.add(root, self.epsilon * step.correction[-1], out=root)
+        return root
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Adam(Moments):
     """The gradient's average divided by the root of its squares' average.
 
     The rule of the paper's Algorithm 1, at the update number t::
@@ -37,35 +79,15 @@ class Adam(Optimizer):
     array([-0.1,  0.1])
     """
 
-    learning_rate: float | None = rate(0.001)
-    """In [0, inf), default 0.001."""
-    beta1: float = number(0.9, "[0, 1)")
-    """Share of the mean that is kept, in [0, 1), default 0.9."""
-    beta2: float = number(0.999, "[0, 1)")
-    """Share of the variance that is kept, in [0, 1), default 0.999."""
-    epsilon: float = number(1e-8, "(0, inf)")
-    """Added to the corrected root against division by zero, in (0, inf), default 1e-8."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("mean", "variance")
-
-    def correction(self, count: int) -> tuple[float, ...]:
-        return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
-
     def rule(self, step: Step, block: Block) -> None:
-        (mean, variance), (spare,), (first, second) = block.state, block.spare, step.correction
-        average(mean, block.gradient, self.beta1, spare)
-        average_squares(variance, block.gradient, self.beta2, spare)
-        # Both corrections go into numbers, epsilon with them, which saves two passes over the arrays.
-        np.sqrt(variance, out=spare)
-        np.add(spare, self.epsilon * second, out=spare)
-        np.divide(mean, spare, out=spare)
-        descend(block.weight, spare, step.rate * second / first)
+        first, second = step.correction
+        mean, direction = self.update_averages(block), self.root(step, block)
+        np.divide(mean, direction, out=direction)
+        descend(block.weight, direction, step.rate * second / first)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class AdamW(Optimizer):
+class AdamW(Moments):
     """Adam whose weight decay is not part of the gradient.
 
     The rule, with ``mean`` and ``variance`` as in :class:`Adam` from a ``g`` without weight decay::
@@ -88,41 +110,28 @@ class AdamW(Optimizer):
 
     coupled = False
 
-    learning_rate: float | None = rate(0.001)
-    """In [0, inf), default 0.001."""
-    beta1: float = number(0.9, "[0, 1)")
-    """Share of the mean that is kept, in [0, 1), default 0.9."""
-    beta2: float = number(0.999, "[0, 1)")
-    """Share of the variance that is kept, in [0, 1), default 0.999."""
     epsilon: float = number(1e-6, "(0, inf)")
     """Added to the corrected root against division by zero, in (0, inf), default 1e-6 as in MXNet (PyTorch: 1e-8)."""
     correct_bias: bool = flag(True)
     """False leaves out both divisions by 1 - beta^t, as the first BERT did."""
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("mean", "variance")
-
     def correction(self, count: int) -> tuple[float, ...]:
-        return (1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)) if self.correct_bias else (1.0, 1.0)
+        return super().correction(count) if self.correct_bias else (1.0, 1.0)
 
     def rule(self, step: Step, block: Block) -> None:
-        (mean, variance), (spare,), (first, second) = block.state, block.spare, step.correction
-        average(mean, block.gradient, self.beta1, spare)
-        average_squares(variance, block.gradient, self.beta2, spare)
-        np.sqrt(variance, out=spare)
-        np.add(spare, self.epsilon * second, out=spare)
-        np.divide(mean, spare, out=spare)
-        np.multiply(spare, step.rate * second / first, out=spare)
+        first, second = step.correction
+        mean, direction = self.update_averages(block), self.root(step, block)
+        np.divide(mean, direction, out=direction)
+        np.multiply(direction, step.rate * second / first, out=direction)
         if step.wd:
             # Multiplying the weight by 1 - rate * wd would round a small decay away in float32.
             np.multiply(block.weight, step.rate * step.wd, out=block.gradient)
-            np.add(spare, block.gradient, out=spare)
-        np.subtract(block.weight, spare, out=block.weight)
+            np.add(direction, block.gradient, out=direction)
+        np.subtract(block.weight, direction, out=block.weight)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Nadam(Optimizer):
+class Nadam(Moments):
     """Adam with Nesterov's look ahead.
 
     The rule, with ``mean`` and ``variance`` as in :class:`Adam` and a momentum that grows to beta1::
@@ -146,20 +155,8 @@ class Nadam(Optimizer):
     array([-0.106,  0.106])
     """
 
-    learning_rate: float | None = rate(0.001)
-    """In [0, inf), default 0.001."""
-    beta1: float = number(0.9, "[0, 1)")
-    """Share of the mean that is kept, in [0, 1), default 0.9."""
-    beta2: float = number(0.999, "[0, 1)")
-    """Share of the variance that is kept, in [0, 1), default 0.999."""
-    epsilon: float = number(1e-8, "(0, inf)")
-    """Added to the corrected root against division by zero, in (0, inf), default 1e-8."""
     schedule_decay: float = number(0.004, "[0, inf)")
     """How fast the momentum grows, in [0, inf), default 0.004."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("mean", "variance")
 
     def correction(self, count: int) -> tuple[float, ...]:
         product = 1.0
@@ -177,16 +174,12 @@ class Nadam(Optimizer):
         return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
 
     def rule(self, step: Step, block: Block) -> None:
-        (mean, variance), (spare,), (of_gradient, of_mean, second) = block.state, block.spare, step.correction
-        direction = block.gradient
-        average(mean, block.gradient, self.beta1, spare)
-        average_squares(variance, block.gradient, self.beta2, spare)
-        np.multiply(block.gradient, of_gradient, out=direction)
+        (of_gradient, of_mean, second), direction = step.correction, block.gradient
+        mean, (spare,) = self.update_averages(block), block.spare
+        np.multiply(direction, of_gradient, out=direction)
         np.multiply(mean, of_mean, out=spare)
         np.add(direction, spare, out=direction)
-        np.sqrt(variance, out=spare)
-        np.add(spare, self.epsilon * second, out=spare)
-        np.divide(direction, spare, out=direction)
+        np.divide(direction, self.root(step, block), out=direction)
         descend(block.weight, direction, step.rate * second)
 
 

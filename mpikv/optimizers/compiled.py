@@ -23,7 +23,9 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import Any, TypeAlias, TypeGuard
 
+import numba
 import numpy as np
+from numba.extending import intrinsic
 
 from ..compiling import inner, kept
 from ..typing import Array, Updater
@@ -36,8 +38,8 @@ __all__ = ["LOOPS", "bind", "bind_adding", "prepare", "rules"]
 
 Loop: TypeAlias = Callable[..., None]
 """``loop(total, term, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The
-gradient is ``clip(scale * (total + term), -bound, bound)``, where ``term`` may be None; where ``wd`` is part of it,
-:func:`_decayed` adds it. ``total`` and ``term`` are not written."""
+gradient is ``clip(scale * (total + term), -bound, bound)``, where ``term`` may be None, plus ``wd * weight`` where that
+is part of it. ``total`` and ``term`` are not written."""
 
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
 # Division by zero gives inf or nan, as in numpy, instead of raising.
@@ -107,10 +109,17 @@ def _compiled(loop: Loop, dtype: np.dtype[Any], adding: bool) -> Loop:
 # --- Parts, for one element
 
 
-@inner
-def _sum(total: Any, term: Any, i: int) -> Any:
-    # Which of the two it is, is decided when a loop is compiled.
-    return total[i] if term is None else total[i] + term[i]
+def _cast(_: Any, array: Any, numbers: Any) -> Any:
+    """Tell numba how to round a tuple of numbers to the dtype of an array."""
+    rounded = numba.types.UniTuple(array.dtype, len(numbers))
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.cast(builder, arguments[1], numbers, rounded)
+
+    return rounded(array, numbers), build
+
+
+_rounded: Any = intrinsic(_cast)
 
 
 @inner
@@ -123,6 +132,20 @@ def _clipped(number: Any, bound: Any) -> Any:
 def _decayed(gradient: Any, weight: Any, wd: Any, decays: bool) -> Any:
     # Adding zero would make NaN of a weight that is inf.
     return gradient + weight * wd if decays else gradient
+
+
+@inner
+def _received(total: Any, term: Any, weight: Any, i: int, numbers: Any) -> Any:
+    """The gradient without weight decay."""
+    scale, bound = _rounded(weight, numbers[:2])
+    # Which of the two it is, is decided when a loop is compiled.
+    return _clipped((total[i] if term is None else total[i] + term[i]) * scale, bound)
+
+
+@inner
+def _gradient(total: Any, term: Any, weight: Any, i: int, numbers: Any) -> Any:
+    (wd,) = _rounded(weight, numbers[2:3])
+    return _decayed(_received(total, term, weight, i, numbers), weight[i], wd, numbers[2] != 0)
 
 
 @inner
@@ -145,101 +168,80 @@ def _signed(number: Any) -> Any:
 
 # --- Loops
 #
-# Numbers are rounded to the dtype of the arrays first: an operation with a float64 would be made in float64.
+# Numbers are rounded to the dtype of the arrays first: an operation with a float64 would be made in float64. Whether
+# one is zero is asked before that, as the rules in numpy do.
 
 
 def _descent(total: Array, term: Array | None, weight: Array, *numbers: float) -> None:
-    scale, bound, wd, rate = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate = number(scale), number(bound), number(wd), number(rate)
+    (rate,) = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         weight[i] = weight[i] - g * rate
 
 
 def _momentum(total: Array, term: Array | None, weight: Array, velocity: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, momentum = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, momentum = number(scale), number(bound), number(wd), number(rate), number(momentum)
+    rate, momentum = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         v = velocity[i] * momentum - g * rate
         velocity[i] = v
         weight[i] = weight[i] + v
 
 
 def _nesterov(total: Array, term: Array | None, weight: Array, velocity: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, momentum = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, momentum = number(scale), number(bound), number(wd), number(rate), number(momentum)
+    rate, momentum = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays) * rate
+        g = _gradient(total, term, weight, i, numbers) * rate
         v = velocity[i] * momentum - g
         velocity[i] = v
         weight[i] = weight[i] + (v * momentum - g)
 
 
 def _sign(total: Array, term: Array | None, weight: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, decay = numbers
-    number, decays, decays_apart = weight.dtype.type, wd != 0, decay != 0
-    scale, bound, wd, rate, decay = number(scale), number(bound), number(wd), number(rate), number(decay)
+    rate, decay = _rounded(weight, numbers[3:])
+    decays = numbers[4] != 0
     for i in range(weight.size):
         w = weight[i]
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), w, wd, decays)
-        weight[i] = w - _decayed(_signed(g), w, decay, decays_apart) * rate
+        g = _gradient(total, term, weight, i, numbers)
+        weight[i] = w - _decayed(_signed(g), w, decay, decays) * rate
 
 
 def _signum(total: Array, term: Array | None, weight: Array, mean: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, decay, kept, taken = numbers
-    number, decays, decays_apart = weight.dtype.type, wd != 0, decay != 0
-    scale, bound, wd, rate, decay = number(scale), number(bound), number(wd), number(rate), number(decay)
-    kept, taken = number(kept), number(taken)
+    rate, decay, kept, taken = _rounded(weight, numbers[3:])
+    decays = numbers[4] != 0
     for i in range(weight.size):
         w = weight[i]
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), w, wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         m = _averaged(mean[i], g, kept, taken)
         mean[i] = m
-        weight[i] = w - _decayed(_signed(m), w, decay, decays_apart) * rate
+        weight[i] = w - _decayed(_signed(m), w, decay, decays) * rate
 
 
 def _adagrad(total: Array, term: Array | None, weight: Array, history: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
+    rate, epsilon = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         h = history[i] + g * g
         history[i] = h
         weight[i] = weight[i] - g / (math.sqrt(h) + epsilon) * rate
 
 
 def _rmsprop(total: Array, term: Array | None, weight: Array, variance: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon, largest, kept, taken = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
-    largest, kept, taken = number(largest), number(kept), number(taken)
+    rate, epsilon, largest, kept, taken = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         v = _averaged(variance[i], g * g, kept, taken)
         variance[i] = v
         weight[i] = _clipped(weight[i] - g / (math.sqrt(v) + epsilon) * rate, largest)
 
 
 def _rmsprop_centered(
-    total: Array,
-    term: Array | None,
-    weight: Array,
-    mean: Array,
-    variance: Array,
-    velocity: Array,
-    *numbers: float,
+    total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, velocity: Array, *numbers: float
 ) -> None:
-    scale, bound, wd, rate, epsilon, largest, kept, taken, momentum = numbers
-    number, decays, zero = weight.dtype.type, wd != 0, weight.dtype.type(0)
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
-    largest, kept, taken, momentum = number(largest), number(kept), number(taken), number(momentum)
+    rate, epsilon, largest, kept, taken, momentum = _rounded(weight, numbers[3:])
+    zero = weight.dtype.type(0)
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         m = _averaged(mean[i], g, kept, taken)
         s = _averaged(variance[i], g * g, kept, taken)
         v = velocity[i] * momentum - g / math.sqrt(_maximum(s - m * m, zero) + epsilon) * rate
@@ -248,12 +250,9 @@ def _rmsprop_centered(
 
 
 def _adadelta(total: Array, term: Array | None, weight: Array, squares: Array, deltas: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon, kept, taken = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
-    kept, taken = number(kept), number(taken)
+    rate, epsilon, kept, taken = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         s = _averaged(squares[i], g * g, kept, taken)
         d = g / math.sqrt(s + epsilon) * math.sqrt(deltas[i] + epsilon)
         squares[i], deltas[i] = s, _averaged(deltas[i], d * d, kept, taken)
@@ -261,12 +260,9 @@ def _adadelta(total: Array, term: Array | None, weight: Array, squares: Array, d
 
 
 def _adam(total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
-    kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
+    rate, epsilon, kept, taken, kept_squares, taken_squares = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         m = _averaged(mean[i], g, kept, taken)
         v = _averaged(variance[i], g * g, kept_squares, taken_squares)
         mean[i], variance[i] = m, v
@@ -274,12 +270,10 @@ def _adam(total: Array, term: Array | None, weight: Array, mean: Array, variance
 
 
 def _adamw(total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares, decay = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, rate, epsilon, decay = number(scale), number(bound), number(rate), number(epsilon), number(decay)
-    kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
+    rate, epsilon, kept, taken, kept_squares, taken_squares, decay = _rounded(weight, numbers[3:])
+    decays = numbers[2] != 0
     for i in range(weight.size):
-        g = _clipped(_sum(total, term, i) * scale, bound)
+        g = _received(total, term, weight, i, numbers)
         m = _averaged(mean[i], g, kept, taken)
         v = _averaged(variance[i], g * g, kept_squares, taken_squares)
         mean[i], variance[i] = m, v
@@ -287,13 +281,9 @@ def _adamw(total: Array, term: Array | None, weight: Array, mean: Array, varianc
 
 
 def _nadam(total: Array, term: Array | None, weight: Array, mean: Array, variance: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon, kept, taken, kept_squares, taken_squares, of_gradient, of_mean = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
-    kept, taken, kept_squares, taken_squares = number(kept), number(taken), number(kept_squares), number(taken_squares)
-    of_gradient, of_mean = number(of_gradient), number(of_mean)
+    rate, epsilon, kept, taken, kept_squares, taken_squares, of_gradient, of_mean = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         m = _averaged(mean[i], g, kept, taken)
         v = _averaged(variance[i], g * g, kept_squares, taken_squares)
         mean[i], variance[i] = m, v
@@ -301,12 +291,9 @@ def _nadam(total: Array, term: Array | None, weight: Array, mean: Array, varianc
 
 
 def _adamax(total: Array, term: Array | None, weight: Array, mean: Array, largest: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, epsilon, kept, taken, kept_largest = numbers
-    number, decays = weight.dtype.type, wd != 0
-    scale, bound, wd, rate, epsilon = number(scale), number(bound), number(wd), number(rate), number(epsilon)
-    kept, taken, kept_largest = number(kept), number(taken), number(kept_largest)
+    rate, epsilon, kept, taken, kept_largest = _rounded(weight, numbers[3:])
     for i in range(weight.size):
-        g = _decayed(_clipped(_sum(total, term, i) * scale, bound), weight[i], wd, decays)
+        g = _gradient(total, term, weight, i, numbers)
         m = _averaged(mean[i], g, kept, taken)
         u = _maximum(largest[i] * kept_largest, abs(g) + epsilon)
         mean[i], largest[i] = m, u
@@ -314,14 +301,11 @@ def _adamax(total: Array, term: Array | None, weight: Array, mean: Array, larges
 
 
 def _ftrl(total: Array, term: Array | None, weight: Array, z: Array, n: Array, *numbers: float) -> None:
-    scale, bound, wd, rate, lamda1, beta = numbers
-    if rate == 0:
+    wd, rate, lamda1, beta = _rounded(weight, numbers[2:])
+    if numbers[3] == 0:
         return
-    number = weight.dtype.type
-    scale, bound, wd, rate = number(scale), number(bound), number(wd), number(rate)
-    lamda1, beta = number(lamda1), number(beta)
     for i in range(weight.size):
-        g = _clipped(_sum(total, term, i) * scale, bound)
+        g = _received(total, term, weight, i, numbers)
         before, squares = math.sqrt(n[i]), n[i] + g * g
         root = math.sqrt(squares)
         evidence = z[i] + (g - (root - before) / rate * weight[i])
@@ -330,20 +314,11 @@ def _ftrl(total: Array, term: Array | None, weight: Array, z: Array, n: Array, *
 
 
 LOOPS: Mapping[str, Loop] = {
-    "descent": _descent,
-    "momentum": _momentum,
-    "nesterov": _nesterov,
-    "sign": _sign,
-    "signum": _signum,
-    "adagrad": _adagrad,
-    "rmsprop": _rmsprop,
-    "rmsprop_centered": _rmsprop_centered,
-    "adadelta": _adadelta,
-    "adam": _adam,
-    "adamw": _adamw,
-    "nadam": _nadam,
-    "adamax": _adamax,
-    "ftrl": _ftrl,
+    loop.__name__[1:]: loop
+    for loop in (
+        *(_descent, _momentum, _nesterov, _sign, _signum, _adagrad, _rmsprop, _rmsprop_centered, _adadelta),
+        *(_adam, _adamw, _nadam, _adamax, _ftrl),
+    )
 }
 """The loops by the names of their forms."""
 

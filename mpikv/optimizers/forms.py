@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from .adadelta import AdaDelta
 from .adagrad import AdaGrad
-from .adam import Adam, Adamax, AdamW, Nadam
+from .adam import Adam, Adamax, AdamW, Moments, Nadam
 from .ftrl import FTRL
 from .optimizer import Optimizer, Step
 from .rmsprop import RMSProp
@@ -97,7 +97,7 @@ def _of_ftrl(optimizer: FTRL, step: Step) -> Call:
     return "ftrl", (step.rate, optimizer.lamda1, optimizer.beta)
 
 
-def _shares(optimizer: Adam | AdamW | Nadam) -> tuple[float, float, float, float]:
+def _shares(optimizer: Moments) -> tuple[float, float, float, float]:
     """Return what both averages keep of themselves and take of the gradient."""
     return optimizer.beta1, 1.0 - optimizer.beta1, optimizer.beta2, 1.0 - optimizer.beta2
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..typing import Array, Key
+from .adam import Moments
 from .optimizer import Block, Optimizer, Step
 from .options import flag, number, rate, suffixes
-from .parts import average, average_squares, descend, descend_with_momentum, sum_of_squares
+from .parts import descend, descend_with_momentum, sum_of_squares
 
 __all__ = ["LAMB", "LARS"]
 
@@ -91,7 +92,7 @@ class LARS(Optimizer):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class LAMB(Optimizer):
+class LAMB(Moments):
     """Adam whose step is scaled to the norm of the layer.
 
     The rule, with ``mean`` and ``variance`` as in :class:`~mpikv.optimizers.Adam` from a ``g`` without weight decay::
@@ -115,12 +116,6 @@ class LAMB(Optimizer):
     elementwise = False
     coupled = False
 
-    learning_rate: float | None = rate(0.001)
-    """In [0, inf), default 0.001."""
-    beta1: float = number(0.9, "[0, 1)")
-    """Share of the mean that is kept, in [0, 1), default 0.9."""
-    beta2: float = number(0.999, "[0, 1)")
-    """Share of the variance that is kept, in [0, 1), default 0.999."""
     epsilon: float = number(1e-6, "(0, inf)")
     """Added to the corrected root against division by zero, in (0, inf), default 1e-6."""
     lower_bound: float | None = number(None, "(0, inf)")
@@ -130,12 +125,8 @@ class LAMB(Optimizer):
     bias_correction: bool = flag(True)
     """False leaves out both divisions by 1 - beta^t."""
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("mean", "variance")
-
     def correction(self, count: int) -> tuple[float, ...]:
-        return (1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)) if self.bias_correction else (1.0, 1.0)
+        return super().correction(count) if self.bias_correction else (1.0, 1.0)
 
     def update(self, step: Step, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         wide = self.scratch(WIDE, 1)[0]
@@ -156,13 +147,8 @@ class LAMB(Optimizer):
 
     def rule(self, step: Step, block: Block) -> None:
         """Put the direction in the place of the gradient: its norm is known only after the last block."""
-        (mean, variance), (spare,), (first, second) = block.state, block.spare, step.correction
-        direction = block.gradient
-        average(mean, block.gradient, self.beta1, spare)
-        average_squares(variance, block.gradient, self.beta2, spare)
-        np.sqrt(variance, out=spare)
-        np.add(spare, self.epsilon * second, out=spare)
-        np.divide(mean, spare, out=direction)
+        (spare,), (first, second), direction = block.spare, step.correction, block.gradient
+        np.divide(self.update_averages(block), self.root(step, block), out=direction)
         np.multiply(direction, second / first, out=direction)
         if step.wd:
             np.multiply(block.weight, step.wd, out=spare)

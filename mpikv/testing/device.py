@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import accumulator
 from ..typing import Array, Transport
-from .faulty import Wrapper
 from .transport import TransportContract, divisions
+from .wrappers import Wrapper
 
 __all__ = ["DeviceTransportContract", "InOrder"]
 

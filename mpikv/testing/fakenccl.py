@@ -18,7 +18,8 @@ import numpy as np
 
 from ..arrays import bfloat16
 from ..typing import Array
-from .fakegpu import Blocker, FakeGpu, FakeGraph, FakeStream, MisuseError
+from .fakegpu import FakeGpu
+from .fakestreams import Blocker, FakeGraph, FakeStream, MisuseError
 
 __all__ = ["FakeCommunicator", "FakeNccl", "MisuseError", "NcclError"]
 
@@ -52,7 +53,7 @@ class Part(NamedTuple):
     address: int
     content: Array
     use: tuple[Any, int, int, bool]
-    """As :meth:`~mpikv.testing.fakegpu.Checker.work` is given it."""
+    """As :meth:`~mpikv.testing.fakestreams.Checker.work` is given it."""
 
 
 class Operation(NamedTuple):

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..board import Board
@@ -17,80 +17,11 @@ from ..config import Config
 from ..errors import TransportError
 from ..store import KVStore
 from ..transports import open_transport
-from ..typing import Array, Transport
+from ..typing import Transport
 from ..world import connect
+from .wrappers import Wrapper
 
-__all__ = ["Dying", "Failing", "Slow", "Wrapper", "store_over"]
-
-
-class Wrapper:
-    """Passes every call on, and tells :meth:`before` of each that waits for other ranks."""
-
-    data = ("reduce", "allreduce", "reduce_scatter", "all_to_all", "all_gather", "broadcast")
-    """The calls that move data, which ranks make only after they have agreed."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.name, self.rank, self.size = transport.name, transport.rank, transport.size
-        self.shared, self.limit = transport.shared, transport.limit
-        self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
-        self.memory = transport.memory
-
-    def before(self, call: str) -> None:
-        """Do something before the collective of that name."""
-
-    @property
-    def control(self) -> Transport:
-        return self if self.memory.on_host else self._transport.control
-
-    def allocate(self, nbytes: int) -> Array:
-        return self._transport.allocate(nbytes)
-
-    def reclaim(self) -> None:
-        self._transport.reclaim()
-
-    @property
-    def outboxes(self) -> tuple[Array, ...]:
-        return self._transport.outboxes
-
-    @property
-    def turn(self) -> int:
-        return self._transport.turn
-
-    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        self.before("reduce")
-        return self._transport.reduce(send, recv, root)
-
-    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        self.before("allreduce")
-        return self._transport.allreduce(send, recv)
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        self.before("reduce_scatter")
-        return self._transport.reduce_scatter(send, recv, counts)
-
-    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        self.before("all_to_all")
-        return self._transport.all_to_all(send, counts)
-
-    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        self.before("all_gather")
-        self._transport.all_gather(buffer, counts)
-
-    def broadcast(self, buffer: Array, root: int) -> None:
-        self.before("broadcast")
-        self._transport.broadcast(buffer, root)
-
-    def fence(self, showing: bool = False) -> None:
-        self.before("fence")
-        self._transport.fence(showing)
-
-    def agree(self, token: int, showing: bool = False) -> bool:
-        self.before("agree")
-        return self._transport.agree(token, showing)
-
-    def close(self) -> None:
-        self._transport.close()
+__all__ = ["Dying", "Failing", "Slow", "store_over"]
 
 
 class Slow(Wrapper):

@@ -10,7 +10,7 @@ Subclass :class:`StoreContract` in a test module and give the factory::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -93,8 +93,7 @@ class StoreContract:
         keys = [5, 7, 9]
         kv.init(keys, [full(0)] * 3)
         kv.push(keys, [full(1), full(2), full(3)])
-        for value, number in zip(kv.pull(keys), (1, 2, 3), strict=True):
-            same(value, full(number * kv.size))
+        same_totals(kv, kv.pull(keys), (1, 2, 3))
 
     def test_a_list_of_keys_with_a_list_of_arrays_each(self, kv: KVStore) -> None:
         keys = ("5", "7")
@@ -111,10 +110,8 @@ class StoreContract:
         kv.push(["3", "4", "3"], [full(1), full(5), full(2)])
         outs = [np.zeros(SHAPE) for _ in range(3)]
         kv.pull(["3", "4", "3"], out=outs)
-        for out, number in zip(outs, (3, 5, 3), strict=True):
-            same(out, full(number * kv.size))
-        for out, number in zip(kv.pull(["3", "4", "3"]), (3, 5, 3), strict=True):
-            same(out, full(number * kv.size))
+        same_totals(kv, outs, (3, 5, 3))
+        same_totals(kv, kv.pull(["3", "4", "3"]), (3, 5, 3))
 
     def test_a_dict(self, kv: KVStore) -> None:
         kv.init({"w": full(0), "layer": {"b": full(0)}})
@@ -261,8 +258,7 @@ class StoreContract:
         kv.init(["a", "b"], [full(0), full(0)])
         kv.push(["a", "b"], [full(1), full(2)], priority=[-1, -2])
         kv.push("a", full(3), priority=5)
-        for value, number in zip(kv.pull(["a", "b"], priority=1), (3, 2), strict=True):
-            same(value, full(number * kv.size))
+        same_totals(kv, kv.pull(["a", "b"], priority=1), (3, 2))
 
     def test_calls_that_nobody_waits_for(self, kv: KVStore) -> None:
         kv.init(["a", "b"], [full(0), full(0)])
@@ -371,8 +367,7 @@ class StoreContract:
         first, second = kv.buffer(["a", "b"])
         first.fill(1)
         second.fill(2)
-        for value, number in zip(kv.pushpull(["b", "a"]), (2, 1), strict=True):
-            same(value, full(number * kv.size))
+        same_totals(kv, kv.pushpull(["b", "a"]), (2, 1))
         outs = [np.zeros(SHAPE, np.float32), [kv.view("b"), np.zeros(SHAPE)]]
         assert kv.pushpull(["a", "b"], out=outs) is outs
         same(outs[0], np.full(SHAPE, kv.size, np.float32))
@@ -431,14 +426,7 @@ class StoreContract:
         same(kv.view("b"), full(1))
 
     def test_an_updater_of_buffers(self, updating: KVStore) -> None:
-        kv, calls = updating, []
-
-        @kv.updater
-        def update(key: Any, given: Array, stored: Array) -> None:
-            calls.append(key)
-            stored += given
-            given.fill(9)
-
+        kv, calls = updating, record_updates(updating)
         kv.init(["a", "b"], [full(1), full(2)])
         for number, buffer in enumerate(kv.buffer(["a", "b"])):
             buffer.fill(number + 1)
@@ -450,13 +438,7 @@ class StoreContract:
     # --- Updaters
 
     def test_an_updater_runs_once_per_key_and_push(self, updating: KVStore) -> None:
-        kv, calls = updating, []
-
-        @kv.updater
-        def update(key: Any, given: Array, stored: Array) -> None:
-            calls.append(key)
-            stored += 2 * given
-
+        kv, calls = updating, record_updates(updating, 2)
         kv.init([5, 7, 9], [full(1)] * 3)
         kv.push([9, 5, 7], [full(1)] * 3)
         kv.push(5, [full(1), full(1)])
@@ -473,14 +455,8 @@ class StoreContract:
 
     def test_an_updater_of_values_without_elements(self, updating: KVStore) -> None:
         """They have no owner that a sum could reach, and must not lead other ranks to update their neighbours."""
-        kv, calls = updating, []
+        kv, calls = updating, record_updates(updating)
         kv.init(["none", "w"], [np.zeros(0), full(1)])
-
-        @kv.updater
-        def update(key: Any, given: Array, stored: Array) -> None:
-            calls.append(key)
-            stored += given
-
         for _ in range(3):
             kv.push(["none", "w"], [np.zeros(0), full(1)])
         assert calls == (["none", "w"] * 3 if kv.is_root else [])
@@ -540,8 +516,7 @@ class StoreContract:
         kv.set_optimizer("test", lr_scheduler=lambda count: float(count), lr_mult={"frozen": 0.0})
         kv.push("a", full(1))
         kv.push(["a", "b", "frozen"], [full(1)] * 3)
-        for value, number in zip(kv.pull(["a", "b", "frozen"]), (-3, -1, 0), strict=True):
-            same(value, full(number * kv.size))
+        same_totals(kv, kv.pull(["a", "b", "frozen"]), (-3, -1, 0))
 
     def test_an_optimizer_of_whole_values(self, kv: KVStore) -> None:
         kv.init(["none", "w", "scalar"], [np.zeros(0), full(3), np.array(2.0)])
@@ -583,6 +558,25 @@ def ones() -> Array:
 
 def full(number: float) -> Array:
     return np.full(SHAPE, float(number))
+
+
+def same_totals(kv: KVStore, results: Any, numbers: Sequence[float]) -> None:
+    """Compare values with numbers, each of which every rank has added."""
+    for result, number in zip(results, numbers, strict=True):
+        same(result, full(number * kv.size))
+
+
+def record_updates(kv: KVStore, factor: int = 1) -> list[Any]:
+    """Set an updater that adds what it is given, times a factor; return the keys that it is called for, in a list."""
+    calls: list[Any] = []
+
+    @kv.updater
+    def update(key: Any, given: Array, stored: Array) -> None:
+        calls.append(key)
+        stored += factor * given
+        given.fill(9)
+
+    return calls
 
 
 def triangle(number: int) -> int:

@@ -1,4 +1,4 @@
-"""Transports around a transport, by which a test sees what goes through."""
+"""Transports around a transport: a test sees what goes through them, or has something happen before it."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ from collections.abc import Sequence
 
 from ..typing import Array, Transport
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "Wrapper"]
 
 
-class Recording:
-    """Passes everything on and writes down which collectives moved data.
+class Wrapper:
+    """Passes every call on, and tells :meth:`before` of each that waits for other ranks."""
 
-    Example:
-        >>> import numpy as np
-        >>> from mpikv.transports.local import LocalTransport
-        >>> transport = Recording(LocalTransport(4096))
-        >>> (total,) = transport.allreduce(np.ones(2), np.zeros(2))
-        >>> transport.take()
-        ['allreduce']
-        >>> transport.take()
-        []
-    """
+    data = ("reduce", "allreduce", "reduce_scatter", "all_to_all", "all_gather", "broadcast")
+    """The calls that move data, which ranks make only after they have agreed."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -29,13 +21,9 @@ class Recording:
         self.shared, self.limit = transport.shared, transport.limit
         self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
         self.memory = transport.memory
-        self.calls: list[str] = []
-        """The names of the collectives that moved data, in order."""
 
-    def take(self) -> list[str]:
-        """Return the calls since the last time."""
-        taken, self.calls = self.calls, []
-        return taken
+    def before(self, call: str) -> None:
+        """Do something before the collective of that name."""
 
     @property
     def control(self) -> Transport:
@@ -56,34 +44,65 @@ class Recording:
         return self._transport.turn
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        self.calls.append("reduce")
+        self.before("reduce")
         return self._transport.reduce(send, recv, root)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        self.calls.append("allreduce")
+        self.before("allreduce")
         return self._transport.allreduce(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        self.calls.append("reduce_scatter")
+        self.before("reduce_scatter")
         return self._transport.reduce_scatter(send, recv, counts)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        self.calls.append("all_to_all")
+        self.before("all_to_all")
         return self._transport.all_to_all(send, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        self.calls.append("all_gather")
+        self.before("all_gather")
         self._transport.all_gather(buffer, counts)
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        self.calls.append("broadcast")
+        self.before("broadcast")
         self._transport.broadcast(buffer, root)
 
     def fence(self, showing: bool = False) -> None:
+        self.before("fence")
         self._transport.fence(showing)
 
     def agree(self, token: int, showing: bool = False) -> bool:
+        self.before("agree")
         return self._transport.agree(token, showing)
 
     def close(self) -> None:
         self._transport.close()
+
+
+class Recording(Wrapper):
+    """Passes everything on and writes down which collectives moved data.
+
+    Example:
+        >>> import numpy as np
+        >>> from mpikv.transports.local import LocalTransport
+        >>> transport = Recording(LocalTransport(4096))
+        >>> (total,) = transport.allreduce(np.ones(2), np.zeros(2))
+        >>> transport.take()
+        ['allreduce']
+        >>> transport.take()
+        []
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.calls: list[str] = []
+        """The names of the collectives that moved data, in order."""
+
+    def before(self, call: str) -> None:
+        if call in self.data:
+            self.calls.append(call)
+
+    def take(self) -> list[str]:
+        """Return the calls since the last time."""
+        taken, self.calls = self.calls, []
+        return taken

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv.board import Board
 from mpikv.config import Config
-from mpikv.testing.faulty import Wrapper, store_over
+from mpikv.testing.faulty import store_over
+from mpikv.testing.wrappers import Wrapper
 from mpikv.transports import open_transport
 from mpikv.world import Group
 

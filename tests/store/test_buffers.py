@@ -13,7 +13,8 @@ import mpikv
 from mpikv import optimizers
 from mpikv.arrays import accumulator
 from mpikv.errors import settled
-from mpikv.testing.faulty import Slow, Wrapper, store_over
+from mpikv.testing.faulty import Slow, store_over
+from mpikv.testing.wrappers import Wrapper
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -29,7 +29,8 @@ from mpikv.plan import build
 from mpikv.store import open_stores
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
-from mpikv.testing.faulty import Failing, Slow, Wrapper, store_over
+from mpikv.testing.faulty import Failing, Slow, store_over
+from mpikv.testing.wrappers import Wrapper
 from mpikv.transports import open_transport
 from mpikv.world import Group, library_of
 

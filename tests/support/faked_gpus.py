@@ -18,7 +18,8 @@ from mpikv.config import launch_of
 from mpikv.errors import TransportUnavailable
 from mpikv.gpu import choose_gpu
 from mpikv.sharing import share_gpus
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 
 

@@ -17,7 +17,8 @@ from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport

@@ -16,7 +16,8 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.errors import PeerFailed, Unsupported
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeArray, FakeGpu, MisuseError
+from mpikv.testing.fakegpu import FakeArray, FakeGpu
+from mpikv.testing.fakestreams import MisuseError
 from mpikv.testing.store import on_host
 
 from .test_device import store_on

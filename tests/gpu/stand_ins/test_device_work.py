@@ -30,8 +30,10 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels, RaceError
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.fakestreams import RaceError
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
 from mpikv.world import connect

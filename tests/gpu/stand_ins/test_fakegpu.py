@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from mpikv import codecs, optimizers
 from mpikv.device import DeviceMemory
 from mpikv.errors import TransportError, Unsupported
-from mpikv.testing.fakegpu import FakeEvent, FakeGpu, FakeGraph, FakeKernels, FakeStream, MisuseError, RaceError
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
+from mpikv.testing.fakestreams import FakeEvent, FakeGraph, FakeStream, MisuseError, RaceError
 
 STREAMS, SIZE = 3, 4
 

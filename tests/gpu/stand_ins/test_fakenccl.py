@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.testing.fakegpu import FakeArray, FakeGpu, FakeStream, RaceError
+from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, MisuseError, NcclError
+from mpikv.testing.fakestreams import FakeStream, RaceError
 
 FLOAT, SUM = FakeNccl.NCCL_FLOAT32, FakeNccl.NCCL_SUM
 

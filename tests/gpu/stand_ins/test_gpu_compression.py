@@ -30,7 +30,8 @@ from mpikv.errors import (
     ValueMismatch,
 )
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels, FakeRanges
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels, FakeRanges
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport

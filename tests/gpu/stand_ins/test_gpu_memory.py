@@ -19,7 +19,8 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeArray, FakeGpu, FakeKernels
+from mpikv.testing.fakegpu import FakeArray, FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.transports.device import open_device_transport
 from mpikv.world import connect

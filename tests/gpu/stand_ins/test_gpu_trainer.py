@@ -15,7 +15,8 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.updater import available
 from mpikv.transports.device import open_device_transport

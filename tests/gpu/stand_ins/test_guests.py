@@ -13,7 +13,8 @@ import pytest
 
 import mpikv
 from mpikv.errors import KeyNotInitialized, PeerFailed, TransportUnavailable, Unsupported, ValueMismatch
-from mpikv.testing.fakegpu import FakeGpu, MisuseError, RaceError
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakestreams import MisuseError, RaceError
 from mpikv.testing.store import on_host
 
 KEYS = {"w": ((3, 4), np.float32), "b": ((5,), np.float64), "big": ((6000,), np.float32), "h": ((7, 3), np.float16)}

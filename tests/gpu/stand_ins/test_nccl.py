@@ -19,8 +19,9 @@ from mpikv.arrays import accumulator, bfloat16
 from mpikv.device import DeviceMemory
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
 from mpikv.testing.device import DeviceTransportContract, InOrder
-from mpikv.testing.fakegpu import FakeGpu, FakeStream, RaceError
+from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
+from mpikv.testing.fakestreams import FakeStream, RaceError
 from mpikv.testing.transport import NAMES
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.nccl import WIRES, NcclTransport

@@ -14,7 +14,8 @@ from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, TransportError
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport

@@ -19,7 +19,8 @@ from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
 from mpikv.store import KVStore
-from mpikv.testing.fakegpu import FakeGpu, FakeKernels
+from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
@@ -726,7 +727,7 @@ def test_the_checks_find_what_is_left_out(comm: Any, monkeypatch: Any, left_out:
     for _ in range(3):
         both.step(step)
     if left_out == "write":
-        monkeypatch.setattr("mpikv.testing.fakegpu.FakeTable.write", lambda *_: None)
+        monkeypatch.setattr("mpikv.testing.fakekernels.FakeTable.write", lambda *_: None)
         with pytest.raises(AssertionError):
             both.step(step)
     else:

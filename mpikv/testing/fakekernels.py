@@ -1,0 +1,190 @@
+"""Kernels of a GPU that is none: the rules of updaters and codecs in numpy, each call one launch of the GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from ..cuda.codes import code_of, has_code
+from ..optimizers.forms import FORMS, call_of
+from ..optimizers.optimizer import Optimizer
+from ..typing import Memory, RangeCodec, Updater
+from .fakestreams import MisuseError
+
+if TYPE_CHECKING:
+    from .fakegpu import FakeArray, FakeGpu
+
+__all__ = ["FakeKernels", "FakeRanges", "FakeTable"]
+
+
+class FakeKernels:
+    """The :class:`~mpikv.typing.Kernels` of a :class:`FakeGpu`: the rules of updaters, in numpy, as one launch each."""
+
+    rules: Sequence[str] = ()
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
+        pass
+
+    def has_rule(self, updater: Updater) -> bool:
+        return type(updater) in FORMS
+
+    def bind(
+        self, updater: Updater, total: FakeArray, value: FakeArray, state: Mapping[str, FakeArray]
+    ) -> Callable[[Any], None]:
+        beneath = {name: array._beneath for name, array in state.items()}
+        several = self._several(
+            [total, value, *state.values()], [updater.bind(total._beneath, value._beneath, beneath)]
+        )
+        return lambda step: several((step,))
+
+    def bind_ranges(
+        self,
+        updater: Updater,
+        total: FakeArray,
+        value: FakeArray,
+        state: Mapping[str, FakeArray],
+        ends: Sequence[int],
+    ) -> Callable[[Sequence[Any]], None]:
+        updates = []
+        for part in (slice(low, high) for low, high in itertools.pairwise((0, *ends))):
+            beneath = {name: array._beneath[part] for name, array in state.items()}
+            updates.append(updater.bind(total._beneath[part], value._beneath[part], beneath))
+        return self._several([total, value, *state.values()], updates)
+
+    def _several(
+        self, arrays: Sequence[FakeArray], updates: Sequence[Callable[[Any], None]]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return what makes all of some updates by one launch."""
+
+        def launch(steps: Sequence[Any]) -> None:
+            rows = [step.memory for step in steps if isinstance(step, FakeRow)]
+            # An updater may overwrite the sum.
+            self._gpu.launch("update", rows, arrays, partial(run, steps))
+
+        def run(steps: Sequence[Any]) -> None:
+            for update, step in zip(updates, steps, strict=True):
+                if isinstance(step, FakeRow):
+                    step.cell.run(update)
+                else:
+                    update(step)
+
+        return launch
+
+    # The arrays of a Whole are numpy's to types, and here of this GPU.
+    def bind_whole(self, updater: Updater, wholes: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        arrays = [array for whole in wholes for array in (whole.total, whole.value, *whole.state.values())]
+        beneath = [
+            (whole.total._beneath, whole.value._beneath, {name: array._beneath for name, array in whole.state.items()})
+            for whole in wholes
+        ]
+
+        norms = self._gpu.empty((3 * len(wholes),), np.dtype(np.float64))
+
+        def launch(steps: Sequence[Any]) -> None:
+            self._gpu.launch("update of whole values", [], [*arrays, norms], partial(run, steps))
+
+        def run(steps: Sequence[Any]) -> None:
+            for step, (total, value, state) in zip(steps, beneath, strict=True):
+                updater.update(step, total, value, state)
+
+        return launch
+
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> FakeTable:
+        return FakeTable(self._gpu, updater, memory, count)
+
+    def bind_adding(self, updater: Updater, value: FakeArray, state: Mapping[str, FakeArray]) -> None:
+        return None
+
+    def codec(self, codec: Any) -> Any:
+        return FakeRanges(self._gpu, codec) if has_code(codec) else codec
+
+
+class FakeRanges:
+    """A codec on a :class:`FakeGpu`, of those that CUDA has kernels for: what it does on the host, in a launch each."""
+
+    elementwise: ClassVar[Literal[True]] = True
+
+    def __init__(self, gpu: FakeGpu, codec: Any) -> None:
+        self.largest = code_of(codec).largest
+        self.codec: RangeCodec = codec
+        self.feedback = self.codec.feedback
+        self._gpu = gpu
+
+    def settings(self) -> str:
+        return self.codec.settings()
+
+    def nbytes(self, count: int) -> int:
+        return self.codec.nbytes(count)
+
+    def encode(self, gradient: FakeArray, payload: FakeArray, residual: FakeArray | None = None) -> None:
+        kept = [] if residual is None else [residual]
+        arrays = gradient._beneath, payload._beneath, None if residual is None else residual._beneath
+        self._gpu.launch("encode", [gradient, *kept], [payload, *kept], partial(self.codec.encode, *arrays))
+
+    def decode_add(self, payload: FakeArray, total: FakeArray) -> None:
+        decode = partial(self.codec.decode_add, payload._beneath, total._beneath)
+        self._gpu.launch("decode_add", [payload, total], [total], decode)
+
+
+class Form:
+    """Which form of an optimizer's rule its present options ask for."""
+
+    def __init__(self, updater: Updater) -> None:
+        assert isinstance(updater, Optimizer)
+        self._optimizer = updater
+        self.name = call_of(updater, updater.step("", 1))[0]
+
+    def fits(self, step: Any) -> bool:
+        """Return whether the options of now ask for the same."""
+        return call_of(self._optimizer, step)[0] == self.name
+
+
+class Cell:
+    """What a row of a table holds. It keeps no memory."""
+
+    def __init__(self, form: Form) -> None:
+        self.step: Any = None
+        self._form = form
+
+    def run(self, update: Callable[[Any], None]) -> None:
+        """Update by the step."""
+        if self.step is None or not self._form.fits(self.step):
+            raise MisuseError(f"an update was queued as {self._form.name} and is run for {self.step}")
+        update(self.step)
+
+
+class FakeRow(NamedTuple):
+    """Stands for a step that an update finds when it runs."""
+
+    memory: Any
+    cell: Cell
+
+
+class FakeTable:
+    """The :class:`~mpikv.typing.StepTable` of :class:`FakeKernels`. As in a kernel's launch, which form of a rule runs
+    is settled when the update is queued.
+    """
+
+    def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:
+        self._gpu, self._form = gpu, Form(updater)
+        self._memory: Any = memory.zeros(count)
+        self.rows = [FakeRow(self._memory[row : row + 1], Cell(self._form)) for row in range(count)]
+
+    def fits(self, step: Any) -> bool:
+        return self._form.fits(step)
+
+    def write(self, steps: Sequence[Any]) -> None:
+        cells = [row.cell for row in self.rows[: len(steps)]]
+
+        def write() -> None:
+            for cell, step in zip(cells, steps, strict=True):
+                cell.step = step
+
+        self._gpu.launch("write steps", [], [self._memory[: len(steps)]], write)
