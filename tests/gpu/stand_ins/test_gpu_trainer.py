@@ -14,6 +14,7 @@ from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, Value
 from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
+from mpikv.located import writable
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
@@ -168,7 +169,7 @@ def test_arrays_without_elements_lie_nowhere(gpu: FakeGpu, monkeypatch: pytest.M
     there = gpu.upload(np.array([3.0, 4.0]))
     assert clip_global_norm([empty, there, empty], 1.0) == 5
     np.testing.assert_allclose(on_host(there), [0.6, 0.8])
-    outline = Parameter(empty).outline
+    outline = writable(empty).outline
     assert (outline.shape, outline.itemsize) == ((2, 0), 2)
 
 
