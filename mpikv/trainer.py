@@ -231,7 +231,7 @@ class Trainer:
         if self._kvstore is None:
             self._kvstore = create(self._makes)
         store = self._kvstore
-        self._on_store = self._check("start", self._decide_where)
+        self._on_store = self._attempt("start", self._decide_where)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
         store.agree(
@@ -293,7 +293,7 @@ class Trainer:
         """
         self.start()
         with ExitStack() as settings:
-            ready = self._check("step", self._begin_update, settings, batch_size, ignore_stale_grad)
+            ready = self._attempt("step", self._begin_update, settings, batch_size, ignore_stale_grad)
             if not self._on_store:
                 steps = self._prepare_steps("step", ready)
                 self._reduce("step", ready)
@@ -321,7 +321,7 @@ class Trainer:
         With a ``loss_scaler``, gradients of which a rank's has overflown become nan on all, and the update is skipped.
         """
         self.start()
-        self._check("allreduce_grads", self._check_halves, "allreduce_grads")
+        self._attempt("allreduce_grads", self._check_halves, "allreduce_grads")
         self._reduce("allreduce_grads", self._fresh())
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
@@ -335,10 +335,10 @@ class Trainer:
             RankMismatch: settings of the optimizer differ between ranks. No weight has changed.
         """
         self.start()
-        self._check("update", self._check_halves, "update")
+        self._attempt("update", self._check_halves, "update")
         with ExitStack() as settings:
-            ready = self._check("update", self._begin_update, settings, batch_size, ignore_stale_grad)
-            self._check("update", _check_summed, ready)
+            ready = self._attempt("update", self._begin_update, settings, batch_size, ignore_stale_grad)
+            self._attempt("update", _check_summed, ready)
             steps = self._prepare_steps("update", ready)
             # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
             self._kvstore.agree(f"update {list(ready)} after {self._updates} updates")
@@ -361,7 +361,7 @@ class Trainer:
             Unsupported: a frozen parameter of integers, which the store does not keep.
         """
         self.start()
-        given = self._check("set_data", self._name_values, values)
+        given = self._attempt("set_data", self._name_values, values)
         weights = [self._own[name].data for name in given]
         self._kvstore.broadcast(list(given), list(given.values()), out=weights)
         for name in given:
@@ -403,7 +403,9 @@ class Trainer:
         """
         self.start()
         if self._on_store:
-            self._kvstore.save_optimizer_states(fname, self._check("save_states", lambda: is_dumpable(self.optimizer)))
+            self._kvstore.save_optimizer_states(
+                fname, self._attempt("save_states", lambda: is_dumpable(self.optimizer))
+            )
         else:
             self._run_together("save_states", self._save(fname))
 
@@ -448,10 +450,10 @@ class Trainer:
 
     # --- What can be wrong on this rank
 
-    def _check(self, verb: str, check: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a local check. What it raises is raised here, and the other ranks are told."""
+    def _attempt(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call what may fail on this rank alone. What it raises is raised here, and the other ranks are told."""
         try:
-            return check(*arguments)
+            return function(*arguments)
         except Exception as error:
             store: KVStoreBase = self._kvstore
             store.refuse(error, verb)
@@ -530,8 +532,8 @@ class Trainer:
 
     def _fresh(self) -> dict[str, Parameter]:
         """Return the parameters that have a new gradient."""
-        trained = {name: one for name, one in self._own.items() if one.fresh and one.grad_req != "null"}
-        return {name: one for name, one in trained.items() if one.grad is not None}
+        fresh = {name: one for name, one in self._own.items() if one.fresh and one.grad is not None}
+        return {name: one for name, one in fresh.items() if one.grad_req != "null"}
 
     def _check_usable(self) -> None:
         if self._broken:
@@ -551,7 +553,21 @@ class Trainer:
         """Raise unless each gradient can become its sum over ranks."""
         if not self._kvstore._assigns:
             raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
-        _check_addable(parameters)
+        first: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            if parameter.summed:
+                text = f"the gradient of {name!r} is the sum over ranks already; call update() or zero_grad() next"
+                raise ConfigError(text)
+            assert parameter.grad is not None
+            if not castable(parameter.grad.dtype, parameter.data.dtype):
+                raise ValueMismatch(
+                    f"the gradient of {name!r} is {parameter.grad.dtype}, its weight {parameter.data.dtype}"
+                )
+            writable(parameter.grad)
+            if (other := first.setdefault(id(parameter.grad), name)) != name:
+                raise ValueMismatch(
+                    f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them"
+                )
 
     def _scale(self, batch_size: Any) -> float:
         real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
@@ -588,7 +604,7 @@ class Trainer:
     # --- The two halves, where the store only sums
 
     def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
-        self._check(verb, self._check_sums, ready)
+        self._attempt(verb, self._check_sums, ready)
         if self._scaler is not None and self._any_overflow(verb, ready):
             # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
             for parameter in ready.values():
@@ -604,7 +620,7 @@ class Trainer:
 
         Optimizers that differ would part the ranks for ever: they are compared whenever one has been changed.
         """
-        steps = self._check(verb, self._local.prepare, self.optimizer, ready)
+        steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
         text = self.optimizer.settings()
         if self.optimizer.opaque:
             text += f" steps {list(dict.fromkeys(steps))}"
@@ -634,7 +650,7 @@ class Trainer:
 
     def _any_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
         assert self._scaler is not None
-        overflow: bool = self._kvstore.vote(self._check(verb, self._scaler.has_overflow, list(ready.values())))
+        overflow: bool = self._kvstore.vote(self._attempt(verb, self._scaler.has_overflow, list(ready.values())))
         return overflow
 
     # --- State that is saved here
@@ -642,7 +658,7 @@ class Trainer:
     def _run_together(self, verb: str, parts: Generator[str]) -> None:
         """Do something in parts, after each of which every rank learns whether one has failed."""
         with closing(parts):
-            while (text := self._check(verb, next, parts, "")) != "":
+            while (text := self._attempt(verb, next, parts, "")) != "":
                 self._kvstore.agree(text, verb)
 
     def _save(self, fname: Any) -> Generator[str]:
@@ -683,20 +699,3 @@ def _check_summed(parameters: Mapping[str, Parameter]) -> None:
                 f"the gradient of {name!r} is not the sum over ranks; call allreduce_grads() first, "
                 "and change it only in place before update(), as clip_global_norm and parameter.grad[...] *= 2 do"
             )
-
-
-def _check_addable(parameters: Mapping[str, Parameter]) -> None:
-    """Raise unless each gradient can hold its sum over ranks."""
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        if parameter.summed:
-            text = f"the gradient of {name!r} is the sum over ranks already; call update() or zero_grad() next"
-            raise ConfigError(text)
-        assert parameter.grad is not None
-        if not castable(parameter.grad.dtype, parameter.data.dtype):
-            raise ValueMismatch(
-                f"the gradient of {name!r} is {parameter.grad.dtype}, its weight {parameter.data.dtype}"
-            )
-        writable(parameter.grad)
-        if (other := first.setdefault(id(parameter.grad), name)) != name:
-            raise ValueMismatch(f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them")
