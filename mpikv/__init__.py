@@ -10,6 +10,7 @@ array([1., 1., 1.])
 
 from . import codecs, optimizers, schedules
 from .asynchronous import AsyncKVStore
+from .create import create
 from .errors import (
     CheckpointError,
     Closed,
@@ -30,7 +31,6 @@ from .errors import (
 from .gradients import LossScaler, clip_global_norm
 from .parameter import Parameter
 from .plugins import KVStoreBase
-from .registry import create
 from .replay import Compiled
 from .rowsparse import RowSparse
 from .scope import Scope

@@ -32,8 +32,8 @@ from .errors import (
     settled,
     text_of,
 )
+from .process_group import ProcessGroup
 from .typing import Key, Transport
-from .world import Group
 
 __all__ = ["JOINED", "Agreement", "Call", "Said", "told"]
 
@@ -80,7 +80,7 @@ class Said(NamedTuple):
 class Agreement:
     """Compares the ranks' calls."""
 
-    def __init__(self, transport: Transport, group: Group, board: Board, check: bool) -> None:
+    def __init__(self, transport: Transport, group: ProcessGroup, board: Board, check: bool) -> None:
         self._transport, self._group, self._board, self.check = transport.control, group, board, check
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size

@@ -11,7 +11,6 @@ is answered afterwards.
 from __future__ import annotations
 
 import copy
-import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,6 +30,7 @@ from .errors import ConfigError, Stalled, TransportError, Unsupported, settled
 from .keys import Entry, parse
 from .ledger import HalfUpdated, Ledger
 from .plan import Plan, digest
+from .process_group import ProcessGroup
 from .renewed import answer
 from .rowarguments import brings_rows
 from .runtime import present
@@ -39,9 +39,8 @@ from .tracebacks import hidden_from_pytest, hide_frames
 from .transports.post import Letter, Post
 from .typing import Array, Key, Transport, Updater
 from .waiting import Waiting
-from .world import Group
 
-__all__ = ["AsyncKVStore", "bound_of", "check_options"]
+__all__ = ["AsyncKVStore", "check_options"]
 
 __tracebackhide__ = hidden_from_pytest
 
@@ -89,7 +88,7 @@ class AsyncKVStore(KVStore):
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         board: Board,
         transport: Transport,
         config: Config,
@@ -510,7 +509,7 @@ class AsyncKVStore(KVStore):
         super()._free()
 
 
-def check_options(config: Config, given: Mapping[str, Any], compression: Any) -> None:
+def check_options(config: Config, given: Mapping[str, Any]) -> None:
     """Raise if a store of this kind cannot have these options, of which some were given and others come from the
     environment. Local.
     """
@@ -519,21 +518,11 @@ def check_options(config: Config, given: Mapping[str, Any], compression: Any) ->
         "kernels": config.kernels != "numpy",
         "deterministic": config.deterministic,
         "check": not config.check,
-        "compression": compression is not None,
+        "compression": given["compression"] is not None,
     }
     if refused := [name for name, other in asked.items() if other]:
-        names = [name if given.get(name) is not None else f"MPIKV_{name.upper()}" for name in refused]
+        names = [name if given[name] is not None else f"MPIKV_{name.upper()}" for name in refused]
         raise Unsupported(f"{', '.join(names)}: not with updates on arrival; leave it out, or use 'dist_sync'")
-
-
-def bound_of(staleness: Any) -> int | None:
-    """Return the bound that was asked for, or raise. Local."""
-    try:
-        if staleness is None or (not isinstance(staleness, (bool, np.bool_)) and operator.index(staleness) >= 0):
-            return None if staleness is None else operator.index(staleness)
-    except TypeError:
-        pass
-    raise ConfigError(f"staleness={staleness!r} is neither None nor an integer from 0")
 
 
 def _owner(entry: Entry) -> int:

@@ -32,8 +32,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from .inquiry import Answer, Inquiry
+from .process_group import ProcessGroup
 from .runtime import present
-from .world import Group
 
 __all__ = ["Board"]
 
@@ -53,7 +53,7 @@ class Board:
 
     _TEXT = 160
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         """Collective."""
         self._rank, self._ranks = group.rank, group.host_ranks
         self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self._head[0])
@@ -68,7 +68,7 @@ class Board:
                 ("text", "u1", self._TEXT),
             ]
         )
-        board = group.share(slot.itemsize * len(self._ranks))
+        board = group.windows.allocate(slot.itemsize * len(self._ranks))
         self._slots = board.view(slot)
         mine = self._slots[group.local_rank : group.local_rank + 1]
         if group.size > 1:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, a_kind, known_names
+from .errors import ConfigError, a_kind
+from .options import check_choice, check_number, check_switch, check_whole
 
 __all__ = [
     "Allocation",
@@ -87,21 +88,15 @@ class Config:
     variable only."""
 
     def __post_init__(self) -> None:
-        _choose("transport", self.transport, TRANSPORTS)
-        _choose("placement", self.placement, PLACEMENTS)
-        _choose("kernels", self.kernels, KERNELS)
-        _bound("bucket_bytes", self.bucket_bytes, 4096, 1 << 30, whole=True)
-        if self.bucket_bytes % 64:
-            raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64")
-        _choose("check", self.check, (False, True))
-        _choose("deterministic", self.deterministic, (False, True))
-        _choose("single_copy", self.single_copy, (False, True))
-        _choose("abort", self.abort, (False, True))
-        _choose("full_traceback", self.full_traceback, (False, True))
-        _choose("gpu_sharing", self.gpu_sharing, (False, True))
-        _bound("ranks_per_host", self.ranks_per_host, 0, 1 << 30, whole=True)
-        _bound("timeout", self.timeout, 1e-3, 1e9)
-        _bound("warn_after", self.warn_after, 1e-3, 1e9)
+        check_choice("transport", self.transport, TRANSPORTS)
+        check_choice("placement", self.placement, PLACEMENTS)
+        check_choice("kernels", self.kernels, KERNELS)
+        for field in fields(self):
+            if field.type in _CHECKS:
+                checked = _CHECKS[field.type](field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, checked)
+        if self.bucket_bytes % 64 or not 4096 <= self.bucket_bytes <= 1 << 30:
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64 from 4096 to 2**30")
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
@@ -119,7 +114,7 @@ class Config:
             if variable not in parsers:
                 near = difflib.get_close_matches(variable, parsers, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                warnings.warn(f"unknown variable {variable}{hint}", stacklevel=4)
+                warnings.warn(f"unknown variable {variable}{hint}", stacklevel=5)
                 continue
             name, parse = parsers[variable]
             try:
@@ -228,17 +223,6 @@ def run_directory(environ: Mapping[str, str] | None = None) -> Path | None:
     return directory if directory.is_absolute() and directory.is_dir() else None
 
 
-def _choose(field: str, value: object, known: tuple[object, ...]) -> None:
-    if type(value) is not type(known[0]) or value not in known:
-        raise ConfigError(known_names(field, value, map(str, known)))
-
-
-def _bound(field: str, value: object, low: float, high: float, *, whole: bool = False) -> None:
-    kinds = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-        raise ConfigError(f"{field}={value!r} is not {'an integer' if whole else 'a number'} from {low} to {high}")
-
-
 _SWITCHES = {"1": True, "true": True, "on": True, "yes": True, "0": False, "false": False, "off": False, "no": False}
 
 
@@ -248,8 +232,13 @@ def _switch(text: str) -> bool:
     return _SWITCHES[text.lower()]
 
 
-# Annotations are strings here, so the table is keyed by them.
+# Annotations are strings here, so the tables are keyed by them.
 _PARSERS: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _switch}
+_CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {
+    "int": check_whole,
+    "float": lambda name, value: check_number(name, value, "[0.001, 1e9]"),
+    "bool": check_switch,
+}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .process_group import ProcessGroup
 from .runtime import present
-from .world import Group
 
 __all__ = ["Answer", "Inquiry"]
 
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
 class Inquiry:
     """Asks the other hosts of a group, and answers for this one."""
 
-    def __init__(self, group: Group, report: Report, call: Callable[[], int]) -> None:
+    def __init__(self, group: ProcessGroup, report: Report, call: Callable[[], int]) -> None:
         """``report`` returns which ranks of this host are late, and what they do; ``call`` the number of this rank's
         call.
         """

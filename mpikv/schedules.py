@@ -12,14 +12,22 @@ from __future__ import annotations
 
 import copy
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import ConfigError, known_names
+from .options import check_choice, check_number, check_whole
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
+
+if not TYPE_CHECKING:  # which would take any name for one of these
+
+    def __getattr__(name: str) -> NoReturn:
+        near = [own for own in __all__ if name.endswith("Scheduler") and own.startswith(name[: -len("Scheduler")])]
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(known_names("schedule", name, __all__, hint))
 
 
 def beginning_with(scheduler: Any, base_lr: float) -> Any:
@@ -39,10 +47,6 @@ def beginning_with(scheduler: Any, base_lr: float) -> Any:
     except AttributeError as error:
         raise ConfigError(f"base_lr of {scheduler!r} cannot be set; leave learning_rate out") from error
     return other
-
-
-def _is(value: object, kind: type[Any]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,10 @@ class Schedule:
     """``linear``: rise evenly to ``base_lr``. ``constant``: stay at ``warmup_begin_lr``, then jump."""
 
     def __post_init__(self) -> None:
-        self._settle_whole("warmup_steps")
-        self._settle_float("base_lr", "warmup_begin_lr")
-        self._require(self.warmup_steps >= 0, "warmup_steps", "not in [0, inf)")
+        self._settle_whole("warmup_steps", 0)
+        self._settle_number("base_lr", "warmup_begin_lr")
         self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
-        if self.warmup_mode not in ("constant", "linear"):
-            raise ConfigError(known_names("warmup_mode", self.warmup_mode, ("constant", "linear")))
+        check_choice("warmup_mode", self.warmup_mode, ("constant", "linear"))
 
     def __call__(self, num_update: int) -> float:
         """Return the rate of the update of this number, 1 at the first."""
@@ -84,18 +86,14 @@ class Schedule:
         """Return the rate of an update after the warm-up."""
         return self.base_lr
 
-    def _settle_float(self, *names: str) -> None:
+    def _settle_number(self, *names: str, interval: str = "[0, inf)") -> None:
         # As floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
         for name in names:
-            value = getattr(self, name)
-            self._require(_is(value, numbers.Real) and 0 <= value < math.inf, name, "not a number in [0, inf)")
-            object.__setattr__(self, name, float(value))
+            value = check_number(f"{type(self).__name__}: {name}", getattr(self, name), interval)
+            object.__setattr__(self, name, value)
 
-    def _settle_whole(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            self._require(_is(value, numbers.Integral) and value < 1 << 63, name, "not a whole number below 2**63")
-            object.__setattr__(self, name, int(value))
+    def _settle_whole(self, name: str, low: int) -> None:
+        object.__setattr__(self, name, check_whole(f"{type(self).__name__}: {name}", getattr(self, name), low))
 
     def _require(self, condition: bool, name: str, fault: str) -> None:
         if not condition:
@@ -121,10 +119,9 @@ class Factor(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_whole("step")
-        self._settle_float("factor", "stop_factor_lr")
-        self._require(self.step >= 1, "step", "not in [1, inf)")
-        self._require(0 < self.factor <= 1, "factor", "not in (0, 1]")
+        self._settle_whole("step", 1)
+        self._settle_number("factor", interval="(0, 1]")
+        self._settle_number("stop_factor_lr")
 
     def decayed(self, num_update: int) -> float:
         changes = max(num_update - 1, 0) // self.step
@@ -148,12 +145,11 @@ class MultiFactor(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_float("factor")
-        object.__setattr__(self, "step", tuple(self.step))
-        whole = all(_is(boundary, numbers.Integral) and 1 <= boundary < 1 << 63 for boundary in self.step)
-        self._require(bool(self.step) and whole, "step", "not a sequence of whole numbers in [1, 2**63)")
-        self._require(all(a < b for a, b in zip(self.step, self.step[1:], strict=False)), "step", "not rising")
-        self._require(0 < self.factor <= 1, "factor", "not in (0, 1]")
+        self._settle_number("factor", interval="(0, 1]")
+        steps = tuple(check_whole("MultiFactor: step", boundary, 1) for boundary in self.step)
+        object.__setattr__(self, "step", steps)
+        self._require(bool(steps), "step", "empty")
+        self._require(all(a < b for a, b in pairwise(steps)), "step", "not rising")
 
     def decayed(self, num_update: int) -> float:
         return self.base_lr * self.factor ** sum(num_update > boundary for boundary in self.step)
@@ -178,8 +174,8 @@ class Polynomial(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_whole("max_update")
-        self._settle_float("pwr", "final_lr")
+        self._settle_whole("max_update", 0)
+        self._settle_number("pwr", "final_lr")
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 
     def decayed(self, num_update: int) -> float:
@@ -209,8 +205,8 @@ class Cosine(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_whole("max_update")
-        self._settle_float("final_lr")
+        self._settle_whole("max_update", 0)
+        self._settle_number("final_lr")
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 
     def decayed(self, num_update: int) -> float:

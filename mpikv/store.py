@@ -36,6 +36,7 @@ from .kernels import find_codec, find_kernels
 from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
+from .process_group import ProcessGroup
 from .replay import Compiled
 from .rows import Rows
 from .runtime import owned
@@ -44,7 +45,6 @@ from .tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from .typing import Array, GpuKernels, Issue, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, makes_calls, urgency
-from .world import Group
 
 __all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
 
@@ -99,7 +99,7 @@ class KVStore(KVStoreBase):
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         board: Board,
         transport: Transport,
         config: Config,
@@ -1111,7 +1111,7 @@ class KVStore(KVStoreBase):
         self._exchange.forget_recorded()
         return True
 
-    def farewell(self) -> tuple[Callable[[], list[int]], float]:
+    def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
         """Tell the other ranks that this one ends without having closed the store together with them. For the end.
 
         Returns:
@@ -1121,7 +1121,7 @@ class KVStore(KVStoreBase):
         return self._parting(), self._config.timeout + _LAST_STEPS
 
     def _parting(self) -> Callable[[], list[int]]:
-        return self._group.farewell()
+        return self._group.announce_shutdown()
 
     def __enter__(self) -> KVStore:
         return self

@@ -14,6 +14,7 @@ from .arguments import optimizer_of
 from .arrays import castable
 from .checkpoint import KeptState, is_dumpable, load_states, save_states
 from .config import updates_on_kvstore
+from .create import check_name, create
 from .errors import (
     Closed,
     ConfigError,
@@ -30,7 +31,6 @@ from .located import writable
 from .optimizers import Optimizer
 from .parameter import Parameter, first_names, name_parameters
 from .plugins import KVStoreBase
-from .registry import check_name, create
 from .tracebacks import hidden_from_pytest, hiding_frames
 from .typing import Array, Key
 from .updating import LocalUpdate, can_update, place_state

@@ -21,8 +21,8 @@ from ..config import TRANSPORTS, Config, Launch, advise_start, find_allocation, 
 from ..errors import MPIKVError
 from ..gpu import survey
 from ..kernels import find_kernels
+from ..process_group import ProcessGroup, connect
 from ..transports import choose
-from ..world import Group, connect
 from .launchers import core_count, environment, find_launcher, find_library
 
 __all__ = ["main"]
@@ -201,7 +201,7 @@ def _describe_ranks(launch: Launch | None) -> Report:
     """Return the chosen transport and where the ranks are. Collective over the ranks of the launch."""
     config, _, _ = _settings()
     try:
-        group = connect(None, config) if launch is not None and launch.size > 1 else Group()
+        group = connect(None, config) if launch is not None and launch.size > 1 else ProcessGroup()
     except MPIKVError as error:
         return {"chosen": {"transport": None, "reason": str(error)}, "ranks": None}
     try:
@@ -214,7 +214,7 @@ def _describe_ranks(launch: Launch | None) -> Report:
         group.close()
 
 
-def _describe_choice(group: Group, config: Config) -> Report:
+def _describe_choice(group: ProcessGroup, config: Config) -> Report:
     try:
         name, reason = choose(group, config)
     except MPIKVError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..config import forced_library
 from ..errors import ConfigError, TransportUnavailable
-from ..world import name_library, why_no_mpi
+from ..mpi_library import name_library, why_no_mpi
 
 __all__ = [
     "Launcher",

@@ -22,7 +22,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 from ..config import FILES, aborts, launch_of
-from ..registry import tell_unseen
+from ..endings import tell_unseen
 from ..tracebacks import place_of, print_last, print_lines
 from ..waiting import until_read
 from .watch import PREFIX, shared_files

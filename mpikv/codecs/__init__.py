@@ -52,6 +52,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ConfigError, known_names
+from ..options import check_names, check_switch
 from ..typing import Codec
 from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
@@ -107,7 +108,7 @@ def create(compression: Any) -> Codec | Auto | BothDirections | None:
 
     Raises:
         ConfigError: a name or an option is unknown, or an option has a bad value.
-        TypeError: it is none of these, or an option is of a wrong type.
+        TypeError: it is none of these.
 
     >>> create("topk")
     ErrorFeedback(TopK(ratio=0.01, count=None))
@@ -131,16 +132,13 @@ def create(compression: Any) -> Codec | Auto | BothDirections | None:
         return _auto(**compression)
     compression = dict(compression)
     both = compression.pop("both_directions", False)
-    if both is not True and both is not False:
-        raise TypeError(f"both_directions is True or False, not {both!r}")
     codec = _named(**compression)
-    return BothDirections(codec) if both else codec
+    return BothDirections(codec) if check_switch("both_directions", both) else codec
 
 
 # In both, ``type`` is MXNet's name in the dict that is unpacked here.
 def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
-    for option in unknown:
-        raise ConfigError(known_names("option of compression 'auto'", option, ["codec"]))
+    check_names("option of compression 'auto'", unknown, ["codec"])
     meant = create(codec)
     if meant is None or isinstance(meant, (Auto, BothDirections)):
         raise ConfigError(f"auto chooses between a codec and none, and codec={codec!r} is no codec")
@@ -151,13 +149,8 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
         raise ConfigError(known_names("compression", type, [*_KINDS, "auto"]))
-    if error_feedback is not True and error_feedback is not False:
-        raise TypeError(f"error_feedback is True or False, not {error_feedback!r}")
-    known = list(inspect.signature(kind).parameters)
-    for option in options:
-        if option not in known:
-            raise ConfigError(
-                known_names(f"option of compression {type!r}", option, [*known, "error_feedback", "both_directions"])
-            )
+    check_switch("error_feedback", error_feedback)
+    known = [*inspect.signature(kind).parameters, "error_feedback", "both_directions"]
+    check_names(f"option of compression {type!r}", options, known)
     codec = checked(kind(**options), _WANTED)
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

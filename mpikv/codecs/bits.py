@@ -24,8 +24,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ..options import check_float32
 from ..typing import Array
-from .options import BLOCK, Scratch, single
+from .options import BLOCK, Scratch
 
 __all__ = ["OneBit", "TwoBit"]
 
@@ -95,7 +96,7 @@ class TwoBit(_Codes):
     per_byte: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", single("2bit: threshold", self.threshold, positive=True))
+        object.__setattr__(self, "threshold", check_float32("2bit: threshold", self.threshold, "(0, inf)"))
 
     def values(self) -> tuple[float, ...]:
         """Return none, none, the negative threshold and the threshold."""
@@ -152,7 +153,7 @@ class OneBit(_Codes):
     per_byte: ClassVar[int] = 8
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", single("1bit: threshold", self.threshold, positive=False))
+        object.__setattr__(self, "threshold", check_float32("1bit: threshold", self.threshold, "(-inf, inf)"))
 
     def values(self) -> tuple[float, ...]:
         """Return -1 and 1."""

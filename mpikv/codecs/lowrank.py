@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from ..options import check_whole
 from ..typing import Array, Rounds, Sum
-from .options import whole
 
 __all__ = ["LowRank"]
 
@@ -49,8 +49,8 @@ class LowRank:
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", whole("lowrank: rank", self.rank))
-        object.__setattr__(self, "seed", whole("lowrank: seed", self.seed, 0))
+        object.__setattr__(self, "rank", check_whole("lowrank: rank", self.rank, low=1))
+        object.__setattr__(self, "seed", check_whole("lowrank: seed", self.seed))
 
     def settings(self) -> str:
         """Return the name and the options."""

@@ -1,21 +1,16 @@
-"""What codecs have in common: memory to work in, and the checks of what they are made of, each of which returns what is
-kept or says what is wrong.
-"""
+"""What codecs have in common: memory to work in, and the check that an object is one."""
 
 from __future__ import annotations
 
-import math
-import numbers
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..errors import ConfigError, a_kind
 from ..typing import Array, Codec, RangeCodec
 
-__all__ = ["BLOCK", "SamePayloads", "Scratch", "checked", "real", "single", "whole"]
+__all__ = ["BLOCK", "SamePayloads", "Scratch", "checked"]
 
 # Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
 BLOCK = 1 << 14
@@ -67,55 +62,3 @@ def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
         raise TypeError(f"{wanted}, not {codec!r}{lack}{advice}")
     # What was looked at above is all that the type promises.
     return codec  # type: ignore[no-any-return]
-
-
-def real(where: str, value: Any, low: float, high: float) -> float:
-    """Return a number in ``(low, high]`` as a float.
-
-    >>> real("topk: ratio", 2, 0, 1)
-    Traceback (most recent call last):
-    mpikv.errors.ConfigError: topk: ratio=2 is not a number above 0 and up to 1
-    """
-    number = _number(where, value)
-    if not low < number <= high:
-        raise ConfigError(f"{where}={value!r} is not a number above {low:g} and up to {high:g}")
-    return number
-
-
-def single(where: str, value: Any, *, positive: bool) -> float:
-    """Return a number that is finite, and perhaps above 0, in float32 too.
-
-    >>> single("2bit: threshold", 1e-50, positive=True)
-    Traceback (most recent call last):
-    mpikv.errors.ConfigError: 2bit: threshold=1e-50 is not a finite number above 0 in float32
-    """
-    number = _number(where, value)
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(number))
-    if not math.isfinite(rounded) or (positive and rounded <= 0):
-        kind = "finite number above 0" if positive else "finite number"
-        raise ConfigError(f"{where}={value!r} is not a {kind} in float32")
-    return number
-
-
-def whole(where: str, value: Any, low: int = 1) -> int:
-    """Return a whole number that is not below ``low``.
-
-    >>> whole("lowrank: rank", 0)
-    Traceback (most recent call last):
-    mpikv.errors.ConfigError: lowrank: rank=0 is not a whole number from 1
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{where} is a whole number, not {a_kind(value)}: {value!r}")
-    if value < low:
-        raise ConfigError(f"{where}={value!r} is not a whole number from {low}")
-    return int(value)
-
-
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where} is a number, not {a_kind(value)}: {value!r}")
-    try:
-        return float(value)
-    except OverflowError:  # of a long int, whose digits may be too many to print
-        raise ConfigError(f"{where} is too large for a float") from None

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError
+from ..options import check_number, check_whole
 from ..typing import Array, Gather, Rounds
-from .options import real, whole
 
 __all__ = ["TopK", "largest"]
 
@@ -51,10 +51,10 @@ class TopK:
         if self.ratio is not None and self.count is not None:
             raise ConfigError(f"topk: ratio={self.ratio!r} and count={self.count!r} exclude each other; give one")
         if self.count is not None:
-            object.__setattr__(self, "count", whole("topk: count", self.count))
+            object.__setattr__(self, "count", check_whole("topk: count", self.count, low=1))
         else:
             ratio = 0.01 if self.ratio is None else self.ratio
-            object.__setattr__(self, "ratio", real("topk: ratio", ratio, 0, 1))
+            object.__setattr__(self, "ratio", check_number("topk: ratio", ratio, "(0, 1]"))
 
     def settings(self) -> str:
         """Return the name and the option."""

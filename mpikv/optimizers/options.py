@@ -7,9 +7,7 @@ into a float, a dict into a read-only copy), so that equal settings have equal d
 
 from __future__ import annotations
 
-import math
 import numbers
-import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field
@@ -17,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError, known_names
+from ..options import check_number, check_switch, check_whole
 
 __all__ = [
     "MULTIPLIERS",
@@ -75,12 +74,12 @@ def rate(default: float) -> Any:
 
 def flag(default: bool) -> Any:
     """Return the field of a truth value."""
-    return field(default=default, metadata={"check": _truth})
+    return field(default=default, metadata={"check": check_switch})
 
 
 def count(default: int) -> Any:
     """Return the field of a whole number that is not negative."""
-    return field(default=default, metadata={"check": _whole})
+    return field(default=default, metadata={"check": check_whole})
 
 
 def suffixes(*default: str) -> Any:
@@ -116,42 +115,24 @@ def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _in_interval(interval: str, *, optional: bool) -> Check:
-    low, high = (float(end) for end in interval[1:-1].split(","))
-    above = operator.ge if interval[0] == "[" else operator.gt
-    below = operator.le if interval[-1] == "]" else operator.lt
-
     def check(where: str, value: Any) -> float | None:
         if value is None and optional:
             return None
-        if not isinstance(value, numbers.Real) or not (above(value, low) and below(value, high)):
-            raise ConfigError(f"{where}={value!r} is not a number in {interval}{' or None' if optional else ''}")
-        return float(value)
+        return check_number(where, value, interval, " or None" if optional else "")
 
     return check
-
-
-def _truth(where: str, value: Any) -> bool:
-    if value not in (True, False):
-        raise ConfigError(f"{where}={value!r} is neither True nor False")
-    return bool(value)
-
-
-def _whole(where: str, value: Any) -> int:
-    if not isinstance(value, numbers.Integral) or not 0 <= int(value) < 1 << 63:
-        raise ConfigError(f"{where}={value!r} is not a whole number in [0, 2**63)")
-    return int(value)
 
 
 def _multipliers(where: str, value: Any) -> Multipliers:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}={value!r} is not a mapping of keys to factors")
-    for key, factor in value.items():
+    for key in value:
         if not isinstance(key, (numbers.Integral, str)):
             raise ConfigError(f"{where} has the key {key!r}, and the keys of a store are integers or strings")
-        if not isinstance(factor, numbers.Real) or not 0 <= float(factor) < math.inf:
-            raise ConfigError(f"{where}[{key!r}]={factor!r} is not a number in [0, inf)")
     # Read-only: a factor changed in place would not be noticed by the store.
-    return MappingProxyType({key: float(factor) for key, factor in value.items()})
+    return MappingProxyType(
+        {key: check_number(f"{where}[{key!r}]", factor, "[0, inf)") for key, factor in value.items()}
+    )
 
 
 def _callable(where: str, value: Any) -> Any:

@@ -15,10 +15,10 @@ from typing import Any
 from ..board import Board
 from ..config import Config
 from ..errors import TransportError
+from ..process_group import connect
 from ..store import KVStore
 from ..transports import open_transport
 from ..typing import Transport
-from ..world import connect
 from .wrappers import Wrapper
 
 __all__ = ["Dying", "Failing", "Slow", "store_over"]

@@ -22,9 +22,9 @@ import pytest
 
 from ..arrays import accumulator, add
 from ..config import Config
+from ..process_group import ProcessGroup
 from ..transports import open_transport
 from ..typing import Array, Placement, Share, Transport
-from ..world import Group
 from .wrappers import Recording
 
 __all__ = ["PlacementContract"]
@@ -43,9 +43,9 @@ class PlacementContract:
     transport = "auto"
     """The name of the transport with which data move."""
 
-    def group(self, comm: Any) -> Group:
+    def group(self, comm: Any) -> ProcessGroup:
         """Return a new group of the ranks, perhaps on several hosts. Collective."""
-        return Group(comm)
+        return ProcessGroup(comm)
 
     def make(self, transport: Transport) -> Placement:
         """Return the placement."""

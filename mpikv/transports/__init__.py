@@ -5,15 +5,15 @@ from __future__ import annotations
 from ..config import Config
 from ..errors import Unsupported
 from ..memory import HOST
+from ..process_group import ProcessGroup
 from ..typing import Memory, Transport
 from ..waiting import Waiting, Waits, Warn
-from ..world import Group
 from .local import LocalTransport
 
 __all__ = ["choose", "open_transport"]
 
 
-def choose(group: Group, config: Config) -> tuple[str, str]:
+def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
     """Return the name of the transport for these ranks, and why.
 
     Raises:
@@ -45,7 +45,7 @@ def choose(group: Group, config: Config) -> tuple[str, str]:
 
 
 def open_transport(
-    group: Group, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
+    group: ProcessGroup, config: Config, warn: Warn | None = None, memory: Memory = HOST, waits: Waits | None = None
 ) -> Transport:
     """Return the transport for these ranks; ``warn`` is told of long waits. Collective over the group.
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import TransportError
+from ..process_group import ProcessGroup
 from ..typing import Array
-from ..world import Group
 
 __all__ = ["Attached", "address_of", "attach"]
 
@@ -71,7 +71,7 @@ class Attached:
             )
 
 
-def attach(group: Group) -> Attached | None:
+def attach(group: ProcessGroup) -> Attached | None:
     """Return access to the memories of the ranks of this host, or None where one rank cannot read another's.
 
     Collective over the host.

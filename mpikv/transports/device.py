@@ -7,9 +7,9 @@ from typing import Any
 
 from ..config import Config
 from ..device import DeviceMemory
+from ..process_group import ProcessGroup
 from ..typing import Transport
 from ..waiting import Waiting, Warn
-from ..world import Group
 from . import open_transport
 from .heeding import Heeding
 from .local import LocalTransport
@@ -18,7 +18,7 @@ __all__ = ["open_device_transport"]
 
 
 def open_device_transport(
-    group: Group, config: Config, memory: DeviceMemory, nccl: Any, warn: Warn | None = None
+    group: ProcessGroup, config: Config, memory: DeviceMemory, nccl: Any, warn: Warn | None = None
 ) -> Transport:
     """Return the transport for the GPUs of these ranks, each of which brings its own. Collective over the group.
 

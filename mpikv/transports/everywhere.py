@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import settled
+from ..process_group import ProcessGroup
 from ..typing import Array
-from ..world import Group
 
 __all__ = ["allocate_everywhere"]
 
 
 def allocate_everywhere(
-    group: Group,
+    group: ProcessGroup,
     agree: Callable[[int], bool],
     make: Callable[[int], Array],
     nbytes: int,

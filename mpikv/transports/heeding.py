@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from ..errors import TransportError
+from ..process_group import ProcessGroup
 from ..waiting import Waits
-from ..world import Group
 
 __all__ = ["Heeding"]
 
@@ -18,7 +18,7 @@ _LOOK_EVERY = 64
 class Heeding:
     """A :class:`~mpikv.waiting.Waits` that ends when another rank has told that it has ended the store."""
 
-    def __init__(self, group: Group, waiting: Waits) -> None:
+    def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
         self._group, self._waiting = group, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:

@@ -17,9 +17,9 @@ import numpy as np
 
 from ..arrays import accumulator, add, zeros
 from ..memory import HOST
+from ..process_group import ProcessGroup
 from ..typing import Array, Memory
 from ..waiting import Waits
-from ..world import Group
 from .mpi import MpiTransport
 from .requests import Requests
 from .routes import Routes, routes_of
@@ -57,7 +57,7 @@ class HostsTransport:
     name = "hosts"
     lends = False
 
-    def __init__(self, group: Group, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
+    def __init__(self, group: ProcessGroup, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
         """Collective. ``limit`` is in bytes."""
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
@@ -89,13 +89,13 @@ class HostsTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        memory = self._flat.allocate_by(self._group.share, nbytes, self._group.take_back)
+        memory = self._flat.allocate_by(self._group.windows.allocate, nbytes, self._group.windows.free_last)
         assert isinstance(memory.base, np.ndarray)
         self._allocated[id(memory.base)] = memory.base
         return memory
 
     def reclaim(self) -> None:
-        self._group.reclaim()
+        self._group.windows.reclaim()
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.reduce_scatter(send, recv, self._all_at(root, send.size))

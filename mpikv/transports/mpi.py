@@ -19,9 +19,9 @@ import numpy as np
 from ..arrays import accumulator, zeros
 from ..halves import widen
 from ..memory import HOST
+from ..process_group import ProcessGroup
 from ..typing import Array, Memory
 from ..waiting import Waits
-from ..world import Group
 from .everywhere import allocate_everywhere
 from .requests import Requests
 
@@ -42,7 +42,7 @@ class MpiTransport:
     lends = False
 
     def __init__(
-        self, group: Group, limit: int, waiting: Waits, *, gathers: bool = False, memory: Memory = HOST
+        self, group: ProcessGroup, limit: int, waiting: Waits, *, gathers: bool = False, memory: Memory = HOST
     ) -> None:
         """Collective. ``limit`` is in bytes.
 

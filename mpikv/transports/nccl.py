@@ -26,9 +26,9 @@ import numpy as np
 from ..arrays import accumulator
 from ..device import DeviceMemory
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
+from ..process_group import ProcessGroup
 from ..typing import Array, Memory, Transport
 from ..waiting import Waiting
-from ..world import Group
 from .everywhere import allocate_everywhere
 from .preflight import preflight, shown
 from .watchdog import Watchdog, Work
@@ -106,7 +106,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         control: Transport,
         memory: DeviceMemory,
         nccl: Any,

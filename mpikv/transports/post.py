@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..arrays import zeros
+from ..process_group import ProcessGroup
 from ..runtime import present
 from ..typing import Array
 from ..waiting import Waits
-from ..world import Group
 
 __all__ = ["Letter", "Post", "Serve", "unserved"]
 
@@ -61,7 +61,7 @@ class Post:
     need a lock of the caller's.
     """
 
-    def __init__(self, group: Group, serve: Serve) -> None:
+    def __init__(self, group: ProcessGroup, serve: Serve) -> None:
         """Collective."""
         self._group, self._serve = group, serve
         with group.translated("making a communicator"):

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..config import nccl_host, nccl_settings
 from ..errors import TransportUnavailable, settled
+from ..process_group import ProcessGroup
 from ..typing import Gpu
-from ..world import Group
 
 __all__ = ["preflight"]
 
@@ -17,7 +17,7 @@ __all__ = ["preflight"]
 _SHARING = 23000
 
 
-def preflight(group: Group, gpu: Gpu, version: int) -> None:
+def preflight(group: ProcessGroup, gpu: Gpu, version: int) -> None:
     """Compare GPUs, libraries and settings. Collective.
 
     Raises:

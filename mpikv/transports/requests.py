@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import Stalled, TransportError
+from ..process_group import ProcessGroup
 from ..runtime import present
 from ..waiting import Waits
-from ..world import Group
 
 __all__ = ["Requests"]
 
@@ -31,7 +31,7 @@ class Requests:
     :class:`~mpikv.errors.TransportError`.
     """
 
-    def __init__(self, group: Group, waiting: Waits) -> None:
+    def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
         self._group, self._comm, self._waiting = group, group.comm, waiting
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:

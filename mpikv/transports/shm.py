@@ -25,9 +25,9 @@ import numpy as np
 from ..arrays import zeros
 from ..errors import Stalled
 from ..memory import HOST
+from ..process_group import ProcessGroup
 from ..typing import Array, Memory
 from ..waiting import Waits
-from ..world import Group
 from .attach import address_of, attach
 from .faster import Faster
 
@@ -63,7 +63,7 @@ class ShmTransport:
 
     def __init__(
         self,
-        group: Group,
+        group: ProcessGroup,
         limit: int,
         waiting: Waits,
         single_copy: bool = True,
@@ -80,13 +80,13 @@ class ShmTransport:
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
         self.neighbours, self.place = self.size, self.rank
         self._group, self._waiting = group, waiting
-        self._flags = group.share(self.size * _SLOT * 8).data.cast("q")
-        self._order = group.ordering()
+        self._flags = group.windows.allocate(self.size * _SLOT * 8).data.cast("q")
+        self._order = group.windows.ordering()
         self._mine = self.rank * _SLOT
         self._peers = [rank * _SLOT for rank in range(self.size) if rank != self.rank]
         self._arrivals = 0
         self._spins = _SPINS if self.size <= group.host_cores else 0
-        staging = group.share(2 * self.size * limit, zeroed=False)
+        staging = group.windows.allocate(2 * self.size * limit, zeroed=False)
         self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
         self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
@@ -105,10 +105,10 @@ class ShmTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        return self._group.share(nbytes)
+        return self._group.windows.allocate(nbytes)
 
     def reclaim(self) -> None:
-        self._group.reclaim()
+        self._group.windows.reclaim()
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))

@@ -16,7 +16,7 @@ AREAS = {
     "agreement": ("agreement.py", "board.py", "ledger.py", "inquiry.py", "waiting.py"),
     "engine": ("exchange.py", "plan.py", "arena.py", "calls.py", "work.py"),
     "placement": ("placement.py", "located.py"),
-    "keys": ("keys.py", "registry.py"),
+    "keys": ("keys.py", "create.py"),
     "rows": ("rows.py", "rowsparse.py", "rowmessages.py", "rowarguments.py"),
     "checkpoint": ("checkpoint/*.py",),
     "compression": ("compression.py", "codecs/*.py"),

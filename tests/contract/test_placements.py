@@ -10,12 +10,12 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.errors import ConfigError
 from mpikv.placement import Owners, Replicated, Root, Sharded, place
+from mpikv.process_group import ProcessGroup
 from mpikv.testing import PlacementContract, Recording
 from mpikv.transports import open_transport
 from mpikv.transports.local import LocalTransport
 from mpikv.typing import Placement, Transport
 from mpikv.updaters import Assign, CallableUpdater
-from mpikv.world import Group
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -76,7 +76,7 @@ class OnHosts:
     transport = "hosts"
 
     def group(self, comm):
-        return Group(comm, -(-comm.size // 2) if comm else 0)
+        return ProcessGroup(comm, -(-comm.size // 2) if comm else 0)
 
 
 class TestRootOverHosts(OnHosts, TestRootOverMpi):
@@ -154,7 +154,7 @@ def test_an_unknown_placement():
 )
 @pytest.mark.feature("placements")
 def test_collectives_of_a_store(comm, placement, updater, push, pull):
-    group, config = Group(comm), Config(transport="mpi", placement=placement, bucket_bytes=4096)
+    group, config = ProcessGroup(comm), Config(transport="mpi", placement=placement, bucket_bytes=4096)
     recording = Recording(open_transport(group, config))
     store = KVStore(group, Board(group), recording, config)
     if updater is print:
@@ -176,7 +176,7 @@ def test_collectives_of_a_store(comm, placement, updater, push, pull):
 
 @pytest.mark.ranks(2, 4)
 def test_a_pull_moves_nothing_in_shared_memory(comm):
-    group, config = Group(comm), Config(transport="shm")
+    group, config = ProcessGroup(comm), Config(transport="shm")
     recording = Recording(open_transport(group, config))
     store = KVStore(group, Board(group), recording, config)
     store.init(["a", "b"], [np.zeros(10), np.zeros((2, 2))])

@@ -11,6 +11,7 @@ from support.dealt import Dealt
 
 from mpikv.config import Config
 from mpikv.errors import Stalled, Unsupported
+from mpikv.process_group import ProcessGroup
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
 from mpikv.transports.hosts import HostsTransport
@@ -20,30 +21,29 @@ from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
 from mpikv.typing import Transport
 from mpikv.waiting import Waiting
-from mpikv.world import Group
 
 
 @pytest.mark.ranks(1)
 class TestLocal(TransportContract):
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         return LocalTransport(limit)
 
 
 @pytest.mark.ranks(2, 3, 4)
 class TestMpi(TransportContract):
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         return MpiTransport(group, limit, Waiting(timeout))
 
 
 @pytest.mark.ranks(2, 3, 4)
 class TestMpiThatGathers(TransportContract):
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         return MpiTransport(group, limit, Waiting(timeout), gathers=True)
 
 
 @pytest.mark.ranks(2, 3, 4)
 class TestShm(TransportContract):
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         return ShmTransport(group, limit, Waiting(timeout))
 
 
@@ -65,7 +65,7 @@ class TestShmThatLends(TestShm):
 
     ways = (1, 1)
 
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         transport = super().make(group, limit, timeout)
         if not transport.lends:
             pytest.skip("the system does not let ranks read each other's memory")
@@ -83,30 +83,30 @@ class TestShmThatChanges(TestShmThatLends):
 class TestHosts(TransportContract):
     """On several hosts of one rank each."""
 
-    def group(self, comm: Any) -> Group:
-        return Group(comm, 1)
+    def group(self, comm: Any) -> ProcessGroup:
+        return ProcessGroup(comm, 1)
 
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         return HostsTransport(group, limit, Waiting(timeout))
 
 
 class TestHostsOfTwo(TestHosts):
     """With three ranks one host has less, and with two there is one host."""
 
-    def group(self, comm: Any) -> Group:
-        return Group(comm, 2)
+    def group(self, comm: Any) -> ProcessGroup:
+        return ProcessGroup(comm, 2)
 
 
 class TestHostsInTurn(TestHosts):
     """The ranks are dealt to two hosts, so that no host has neighbouring ones."""
 
-    def group(self, comm: Any) -> Group:
-        return Group(Dealt(comm))
+    def group(self, comm: Any) -> ProcessGroup:
+        return ProcessGroup(Dealt(comm))
 
 
 @pytest.mark.ranks(1, 2, 4)
 def test_the_transport_is_chosen_by_where_the_ranks_are(comm):
-    group = Group(comm)
+    group = ProcessGroup(comm)
     expected = {"local"} if comm is None else {"shm"}
     transport = open_transport(group, Config(bucket_bytes=4096))
     assert {transport.name} == expected == {choose(group, Config())[0]}
@@ -116,7 +116,7 @@ def test_the_transport_is_chosen_by_where_the_ranks_are(comm):
 
 @pytest.mark.ranks(2, 4)
 def test_the_transport_of_one_rank_is_refused_for_more(comm):
-    group = Group(comm)
+    group = ProcessGroup(comm)
     with pytest.raises(Unsupported, match="'local' is for one rank"):
         choose(group, Config(transport="local"))
     group.close()
@@ -125,7 +125,7 @@ def test_the_transport_of_one_rank_is_refused_for_more(comm):
 @pytest.mark.ranks(2, 4)
 def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
     """Preparing a sum in the outbox is there to save a copy."""
-    group = Group(comm)
+    group = ProcessGroup(comm)
     transport = ShmTransport(group, 1 << 20, Waiting(20.0))
     send = transport.outboxes[transport.turn].view(np.float32)
     copied = []
@@ -143,12 +143,12 @@ def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
 @pytest.mark.ranks(2, 3, 4)
 def test_a_rank_that_gave_up_is_not_heard_by_the_next_group(comm: Any) -> None:
     """MPI gives a new communicator the number of one that was freed, and with it the messages that nobody received."""
-    group = Group(comm)
+    group = ProcessGroup(comm)
     if comm.rank == 0:
         with pytest.raises(Stalled):
             Requests(group, Waiting(0.05)).until(lambda: False, tuple)
     comm.Barrier()
     group.close()
-    following = Group(comm)
+    following = ProcessGroup(comm)
     Requests(following, Waiting(5)).check()
     following.close()

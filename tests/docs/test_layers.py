@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "mpikv"
 
 # A module, or a whole subpackage, imports from lines above its own.
 LAYERS = (
-    ("errors", "runtime", "typing"),
+    ("errors", "options", "runtime", "typing"),
     (
         "arrays",
         "compiling",
@@ -24,12 +24,15 @@ LAYERS = (
         "device",
         "halves",
         "memory",
+        "mpi_library",
+        "process_group",
         "sharing",
+        "shutdown",
         "spare",
         "tracebacks",
         "waiting",
+        "windows",
         "work",
-        "world",
     ),
     ("inquiry",),
     (
@@ -52,8 +55,8 @@ LAYERS = (
         *("autotune", "calls", "checkpoint", "exchange", "located", "replay", "rowarguments", "rowmessages", "rows"),
         "store",
     ),
-    ("asynchronous", "parameter", "storeless", "tracing"),
-    ("gradients", "registry", "updating"),
+    ("asynchronous", "endings", "parameter", "storeless", "tracing"),
+    ("create", "gradients", "updating"),
     ("trainer",),
     ("__init__", "__main__", "cli", "testing"),
 )
@@ -68,10 +71,19 @@ SIDEWAYS = {
     ("memory", "work"),
     ("tracebacks", "config"),
     ("work", "tracebacks"),
-    ("world", "arrays"),
-    ("world", "config"),
-    ("world", "tracebacks"),
-    ("world", "waiting"),
+    ("options", "errors"),
+    ("mpi_library", "config"),
+    ("windows", "arrays"),
+    ("windows", "mpi_library"),
+    ("shutdown", "config"),
+    ("shutdown", "mpi_library"),
+    ("shutdown", "tracebacks"),
+    ("shutdown", "waiting"),
+    ("process_group", "config"),
+    ("process_group", "mpi_library"),
+    ("process_group", "shutdown"),
+    ("process_group", "waiting"),
+    ("process_group", "windows"),
     ("optimizers", "schedules"),
     ("updaters", "rowsparse"),
     ("plan", "keys"),
@@ -98,7 +110,7 @@ SIDEWAYS = {
 
 NUMBA = {"codecs/compiled", "compiling", "optimizers/compiled", "optimizers/compiled_halves"}
 CUPY = {"cuda/loading", "gpu"}
-MPI = {"world", "transports/shm", "cli/rank", "cli/info", "cli/bench/worker"}
+MPI = {"mpi_library", "transports/shm", "cli/rank", "cli/info", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer", "sharing"}
 SPEAKING = {"__main__", "cli", "testing/explore"}
 
@@ -217,10 +229,10 @@ def test_mpikv_keeps_the_rules() -> None:
     [
         ("errors", "from .typing import Key", "layer 0 imports typing of layer 0"),
         ("arrays", "from . import config", "layer 1 imports config of layer 1"),
-        ("config", "def late():\n    from .world import connect", "layer 1 imports world of layer 1"),
+        ("config", "def late():\n    from .process_group import connect", "layer 1 imports process_group of layer 1"),
         ("keys", "from .plan import Plan", "layer 4 imports plan of layer 4"),
-        ("store", "import mpikv.registry", "layer 6 imports registry of layer 8"),
-        ("store", "from mpikv import create", "layer 6 imports __init__ of layer 10"),
+        ("store", "import mpikv.create", "layer 6 imports create of layer 8"),
+        ("store", "from mpikv import KVStoreBase", "layer 6 imports __init__ of layer 10"),
         ("store", "from .utils import anything", "layer 6 imports utils of layer unknown"),
         ("transports/shm", "from ..optimizers import Adam", "layer 3 imports optimizers of layer 3"),
         ("transports/shm", "from ..store import KVStore", "layer 3 imports store of layer 6"),
@@ -246,7 +258,7 @@ def test_each_rule_can_fail(tmp_path: Path, module: str, source: str, complaint:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("world", "from .config import Config\nfrom mpi4py import MPI"),
+        ("mpi_library", "from .config import Config\nfrom mpi4py import MPI"),
         ("config", "import os\nos.environ"),
         ("gpu", "def late():\n    import cupy\n    from cupy.cuda import nccl"),
         ("plan", "from .keys import Entry\nfrom .errors import MPIKVError"),

@@ -10,10 +10,10 @@ import pytest
 
 import mpikv
 from mpikv.errors import PeerFailed, Stalled, TransportError
+from mpikv.process_group import ProcessGroup
 from mpikv.transports.attach import Attached, attach
 from mpikv.transports.faster import Faster
 from mpikv.typing import Sum
-from mpikv.world import Group
 
 SIZE = 100_003
 """Elements: several buckets of the smallest size that is lent."""
@@ -188,7 +188,7 @@ def test_calls_that_nobody_waits_for(kv):
 
 def test_another_process_of_the_same_number(comm, monkeypatch):
     """What can be read must be what was to be found."""
-    group = Group(comm)
+    group = ProcessGroup(comm)
     monkeypatch.setattr(Attached, "read", lambda attached, place, address, into: into.fill(1))
     assert attach(group) is None
     group.close()

@@ -15,8 +15,8 @@ import pytest
 
 import mpikv
 from mpikv.board import Board
+from mpikv.process_group import ProcessGroup
 from mpikv.testing import cluster
-from mpikv.world import Group
 
 REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite
 
@@ -82,7 +82,7 @@ def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting
     """When the time of several is up at once, each names who is late, and not one that it has just waited with."""
 
     def program(comm: Any) -> list[tuple[int, ...]]:
-        group = Group(comm)
+        group = ProcessGroup(comm)
         board, named = Board(group), []
         board.write(1, b"barrier()")
         for gives_up in (False, True):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv.board import Board
 from mpikv.config import Config
+from mpikv.process_group import ProcessGroup
 from mpikv.testing.faulty import store_over
 from mpikv.testing.wrappers import Wrapper
 from mpikv.transports import open_transport
-from mpikv.world import Group
 
 from .test_compression import QUANTISERS, Simulated, gradients
 
@@ -410,7 +410,7 @@ def test_half_as_many_bytes_travel(comm, transport, ranks_per_host, placement):
     sent = []
     for compression in ("bf16", both("bf16")):
         config = Config.read(transport=transport, placement=placement)
-        group = Group(comm, ranks_per_host if transport == "hosts" else 0)
+        group = ProcessGroup(comm, ranks_per_host if transport == "hosts" else 0)
         weighed = Weighed(open_transport(group, config))
         with mpikv.KVStore(group, Board(group), weighed, config) as kv:
             kv.set_gradient_compression(compression)

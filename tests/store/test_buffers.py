@@ -348,7 +348,7 @@ def test_arrays_that_outlive_the_store(comm, transport):
     for holder in (None, 0, -1, None):
         kv = mpikv.create(comm=comm, transport=transport, timeout=10)
         kv.init(["w", "v"], [np.ones(3), np.ones(3, np.float32)])
-        windows = [window.handle for window in kv._group._windows]
+        windows = [window.handle for window in kv._group.windows._windows]
         kept = [kv.view("w"), kv.buffer("w")]
         kept[1].fill(1)
         kv.pushpull("w")

@@ -20,7 +20,7 @@ from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupp
 from mpikv.checkpoint import chunks
 from mpikv.checkpoint.files import Reader
 from mpikv.checkpoint.header import CHUNK
-from mpikv.world import library_of
+from mpikv.mpi_library import library_of
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

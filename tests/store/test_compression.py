@@ -25,14 +25,15 @@ from mpikv.errors import (
     ValueMismatch,
 )
 from mpikv.exchange import Exchange
+from mpikv.mpi_library import library_of
 from mpikv.plan import build
+from mpikv.process_group import ProcessGroup
 from mpikv.store import open_stores
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
 from mpikv.testing.faulty import Failing, Slow, store_over
 from mpikv.testing.wrappers import Wrapper
 from mpikv.transports import open_transport
-from mpikv.world import Group, library_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -419,7 +420,7 @@ def test_a_value_that_starts_anew_has_no_residual(comm, name):
     ],
 )
 def test_collectives_of_a_compressed_push(comm, name, placement, calls):
-    group, config = Group(comm), Config(transport="mpi" if comm else "auto", placement=placement)
+    group, config = ProcessGroup(comm), Config(transport="mpi" if comm else "auto", placement=placement)
     recording = Recording(open_transport(group, config))
     with mpikv.KVStore(group, Board(group), recording, config) as store:
         store.set_gradient_compression(name)

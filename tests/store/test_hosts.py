@@ -18,14 +18,14 @@ import pytest
 from support.dealt import Dealt
 
 import mpikv
-from mpikv import world
+from mpikv import process_group, windows
 from mpikv.cli.launchers import clean
 from mpikv.config import Config
 from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
+from mpikv.process_group import ProcessGroup
 from mpikv.transports import choose
 from mpikv.transports.hosts import HostsTransport
 from mpikv.waiting import Waiting
-from mpikv.world import Group
 
 SEVERAL = pytest.mark.ranks(2, 3, 4)
 VARIABLE = "MPIKV_RANKS_PER_HOST"
@@ -37,7 +37,7 @@ VARIABLE = "MPIKV_RANKS_PER_HOST"
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 100])
 def test_a_group_on_hosts_of_so_many_ranks(comm, ranks, most):
-    group = Group(comm, most)
+    group = ProcessGroup(comm, most)
     size = min(most or ranks, ranks)
     expected = tuple(tuple(range(first, min(first + size, ranks))) for first in range(0, ranks, size))
     assert group.ranks_of_hosts == expected
@@ -45,7 +45,7 @@ def test_a_group_on_hosts_of_so_many_ranks(comm, ranks, most):
     assert group.local_rank == group.rank % size
     assert len(group.hosts) == len(expected)
     assert group.one_host is (len(expected) == 1)
-    memory = group.share(8)
+    memory = group.windows.allocate(8)
     memory[group.local_rank] = 1 + group.rank
     if comm:
         comm.Barrier()
@@ -90,7 +90,7 @@ def test_ranks_of_different_opinions(comm, monkeypatch):
 
 @SEVERAL
 def test_the_choice_on_several_hosts(comm, ranks, ranks_per_host):
-    group = Group(comm, ranks_per_host)
+    group = ProcessGroup(comm, ranks_per_host)
     many = {2: ("mpi", "ranks on 2 hosts")}.get(ranks, ("hosts", "ranks on 2 hosts"))
     assert choose(group, Config()) == many
     assert choose(group, Config(transport="mpi")) == ("mpi", "asked for")
@@ -122,7 +122,7 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, ranks_per_host):
 @pytest.mark.processes
 @SEVERAL
 def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
-    world._warn_once.cache_clear()
+    process_group._warn_once.cache_clear()
     with mpikv.create(comm=Dealt(comm)) as kv:
         assert (kv.transport, kv.local_rank) == ("mpi" if comm.size == 2 else "hosts", comm.rank // 2)
     with mpikv.create(comm=Dealt(comm)):
@@ -154,7 +154,7 @@ def test_shared_memory_is_insisted_on(comm, placement):
 def test_shared_memory_that_cannot_be_had(comm, monkeypatch):
     """Every rank hears of it, and what to do."""
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(world, "_open_memory", refuse)
+        monkeypatch.setattr(windows, "_open_memory", refuse)
     with pytest.raises(TransportError if comm.rank == comm.size - 1 else (TransportError, PeerFailed)) as caught:
         mpikv.create(comm=Dealt(comm), transport="shm")
     assert f"rank {comm.size - 1} cannot share memory with other ranks of this machine: no such" in str(caught.value)
@@ -233,10 +233,10 @@ def adopt(kv, updater):
 def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     monkeypatch.setenv(VARIABLE, str(ranks_per_host))
     kv = mpikv.create(transport="hosts", bucket_bytes=4096, timeout=10)
-    short, windows = kv._group.ranks_of_hosts[-1], len(kv._group._windows)
+    short, windows = kv._group.ranks_of_hosts[-1], len(kv._group.windows._windows)
     with monkeypatch.context() as poor:
         if kv.rank in short:
-            poor.setattr("mpikv.world._free_bytes", lambda: 1 << 20)
+            poor.setattr("mpikv.windows._free_bytes", lambda: 1 << 20)
         with pytest.raises(MemoryError) as caught:
             kv.init("large", np.zeros(4 << 20, np.int8))
     said = str(caught.value)
@@ -244,7 +244,7 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     assert "of shared memory are needed and /dev/shm has" in said
     assert "set MPIKV_TRANSPORT=mpi" in said
     # The other hosts have given back what they had.
-    assert len(kv._group._windows) == windows
+    assert len(kv._group.windows._windows) == windows
     kv.init("small", np.ones(5))
     kv.push("small", np.ones(5))
     np.testing.assert_array_equal(kv.pull("small"), np.full(5, kv.size))
@@ -257,7 +257,7 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
 @pytest.mark.ranks(3, 4)
 def test_a_rank_comes_late_to_its_neighbours(comm, ranks_per_host):
     """It has met the other hosts in time, and must not believe that those of its own go on with it."""
-    group = Group(comm, ranks_per_host)
+    group = ProcessGroup(comm, ranks_per_host)
     transport = HostsTransport(group, 1 << 20, Waiting(0.5))
     if group.rank == 1:
         met = transport._flat.agree
@@ -323,7 +323,7 @@ def wait_for(paths: Iterable[Path], seconds: float = 20) -> None:
 @pytest.mark.parametrize("elements", [64, 1 << 18])
 def test_a_rank_comes_late_to_a_sum(comm, ranks_per_host, elements):
     """The others have begun messages, which are never finished; all can go on without the transport, and end."""
-    group = Group(comm, ranks_per_host)
+    group = ProcessGroup(comm, ranks_per_host)
     transport, late = HostsTransport(group, 1 << 20, Waiting(0.3)), comm.size - 1
     send = np.ones(elements, np.float32)
     counts = [elements // comm.size + (elements % comm.size) * (rank == 0) for rank in range(comm.size)]
@@ -377,7 +377,7 @@ class Counting:
 @pytest.mark.parametrize("per_host", [1, 2])
 def test_what_leaves_a_host(comm, per_host):
     """For a sum of m bytes, (H - 1) / H of it, however many ranks the host has; and as much on the way back."""
-    group, elements = Group(comm, per_host), 4096
+    group, elements = ProcessGroup(comm, per_host), 4096
     hosts = group.size // per_host
     group.comm = counting = Counting(group.comm, [rank // per_host for rank in range(group.size)])
     transport = HostsTransport(group, elements * 4, Waiting(10))
@@ -410,17 +410,17 @@ LEFT = """
 import numpy as np
 from mpi4py import MPI
 import mpikv
-from mpikv.world import Group
+from mpikv.process_group import ProcessGroup
 comm = MPI.COMM_WORLD
 mpikv.create()
-everybody, half = Group(comm), Group(comm.Split(comm.rank % 2))
+everybody, half = ProcessGroup(comm), ProcessGroup(comm.Split(comm.rank % 2))
 if comm.rank % 2:
-    half.share(100)
-everybody.share(100)
+    half.windows.allocate(100)
+everybody.windows.allocate(100)
 if comm.rank % 2:
     half.close()
 # It has the number now that the half's had, on half of the ranks.
-everybody.share(100)
+everybody.windows.allocate(100)
 print("the end", flush=True)
 """
 

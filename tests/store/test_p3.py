@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 
@@ -18,7 +19,6 @@ from mpikv import (
     RankMismatch,
     Unsupported,
     ValueMismatch,
-    registry,
     work,
 )
 from mpikv.exchange import Exchange
@@ -71,7 +71,8 @@ class Held(Recording):
 @pytest.fixture
 def make(comm, monkeypatch):
     """Return what makes a store with messages of 4096 bytes, and the transport that holds them."""
-    opened = registry.open_transport
+    create = sys.modules["mpikv.create"]  # by this name the package has the function
+    opened = create.open_transport
 
     def made(name="p3", **options):
         held = []
@@ -81,7 +82,7 @@ def make(comm, monkeypatch):
             return held[0]
 
         with monkeypatch.context() as patch:
-            patch.setattr(registry, "open_transport", wrapped)
+            patch.setattr(create, "open_transport", wrapped)
             kv = mpikv.create(name, **{"comm": comm, "timeout": 20, "bucket_bytes": 4096, **options})
         return kv, held[0]
 

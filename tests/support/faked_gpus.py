@@ -10,6 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,9 +60,9 @@ def install(count: int) -> FakeGpu:
     def find_nccl() -> FakeNccl:
         return FakeNccl(gpu, comm)
 
-    for module in ("mpikv.gpu", "mpikv.registry", "mpikv.cli.bench.gpus"):
-        mock.patch(f"{module}.find_gpu", find_gpu).start()
-        mock.patch(f"{module}.find_nccl", find_nccl).start()
+    for module in map(import_module, ("mpikv.gpu", "mpikv.create", "mpikv.cli.bench.gpus")):
+        mock.patch.object(module, "find_gpu", find_gpu).start()
+        mock.patch.object(module, "find_nccl", find_nccl).start()
     mock.patch("mpikv.cuda.kernels.CudaKernels", return_value=SparingKernels(gpu)).start()
     return gpu
 

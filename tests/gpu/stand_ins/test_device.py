@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu
@@ -22,7 +24,6 @@ from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
-from mpikv.world import connect
 
 
 def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
@@ -287,8 +288,8 @@ def gpus(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise lacks
             return gpu
 
-        monkeypatch.setattr("mpikv.registry.find_gpu", find)
-        monkeypatch.setattr("mpikv.registry.find_nccl", lambda: FakeNccl(gpu, nccl))
+        monkeypatch.setattr(sys.modules["mpikv.create"], "find_gpu", find)
+        monkeypatch.setattr(sys.modules["mpikv.create"], "find_nccl", lambda: FakeNccl(gpu, nccl))
         monkeypatch.setattr("mpikv.cuda.kernels.CudaKernels", lambda: FakeKernels(gpu))
 
     give(None)
@@ -328,7 +329,9 @@ def test_who_expects_a_gpu_is_told_that_there_is_none(comm: Any, why: str, gpus:
     rank, size = (comm.rank, comm.size) if comm else (0, 1)
     if why == "a GPU of one rank" and rank:
         gpus(rank)
-    monkeypatch.setattr("mpikv.registry.has_cupy", lambda: why == "CuPy without a GPU" and rank == size - 1)
+    monkeypatch.setattr(
+        sys.modules["mpikv.create"], "has_cupy", lambda: why == "CuPy without a GPU" and rank == size - 1
+    )
     with caplog.at_level("INFO", logger="mpikv"), mpikv.create("device", comm=comm) as kv:
         assert not kv.is_capable("gpu")
     (said,) = [record for record in caplog.records if "store 'device'" in record.getMessage()]

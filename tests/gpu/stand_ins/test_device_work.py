@@ -29,6 +29,7 @@ from mpikv import (
 from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
@@ -36,7 +37,6 @@ from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.fakestreams import RaceError
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
-from mpikv.world import connect
 
 from .test_device import KEYS, store_on
 

@@ -29,6 +29,7 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels, FakeRanges
@@ -36,7 +37,6 @@ from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
 from mpikv.typing import Gather, Sum
-from mpikv.world import connect
 
 from .test_device import store_on
 

@@ -5,6 +5,7 @@ For each kind of call each allocation of one rank fails in turn, on a stand-in f
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,12 +19,12 @@ from mpikv import RowSparse
 from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.transports.device import open_device_transport
-from mpikv.world import connect
 
 TIMEOUT, SOON = 30.0, 5.0
 SHAPES = {"w": (30, 7), "b": (5,), "big": (6000,)}
@@ -295,7 +296,7 @@ def test_a_lack_of_memory_while_a_checkpoint_is_written_and_read(comm: Any, fold
 @pytest.mark.ranks(1, 2, 3)
 def test_a_lack_of_memory_for_arrays_in_a_store_of_the_host(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def make(gpu: FakeGpu, comm: Any) -> KVStore:
-        monkeypatch.setattr("mpikv.registry.gpu_of", lambda value: gpu)
+        monkeypatch.setattr(sys.modules["mpikv.create"], "gpu_of", lambda value: gpu)
         return mpikv.create("dist_sync", comm=comm, timeout=TIMEOUT)
 
     found = list(outcomes(comm, strided, {}, make))

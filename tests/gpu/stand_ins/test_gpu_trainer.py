@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.located import writable
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.updater import available
 from mpikv.transports.device import open_device_transport
-from mpikv.world import connect
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -33,8 +34,8 @@ BOTH = pytest.mark.parametrize("on_store", [True, False])
 @pytest.fixture
 def gpu(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = FakeGpu(comm.rank if comm else 0)
-    for module in ("registry", "located"):
-        monkeypatch.setattr(f"mpikv.{module}.gpu_of", lambda value: made)
+    for module in ("create", "located"):
+        monkeypatch.setattr(sys.modules[f"mpikv.{module}"], "gpu_of", lambda value: made)
     yield made
     made.checker.assert_clean()
 

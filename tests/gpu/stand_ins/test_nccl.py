@@ -18,6 +18,7 @@ import pytest
 from mpikv.arrays import accumulator, bfloat16
 from mpikv.device import DeviceMemory
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
+from mpikv.process_group import ProcessGroup
 from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
@@ -29,11 +30,15 @@ from mpikv.transports.shm import ShmTransport
 from mpikv.transports.watchdog import Watchdog, Work
 from mpikv.typing import Transport
 from mpikv.waiting import Waiting
-from mpikv.world import Group
 
 
 def joined(
-    group: Group, nccl: FakeNccl, limit: int = 4096, timeout: float = 20.0, gathers: bool = False, host: Any = None
+    group: ProcessGroup,
+    nccl: FakeNccl,
+    limit: int = 4096,
+    timeout: float = 20.0,
+    gathers: bool = False,
+    host: Any = None,
 ) -> NcclTransport:
     """Return a transport over a fake, with the host's transport of the group to agree by."""
     waiting = Waiting(timeout)
@@ -42,7 +47,7 @@ def joined(
     return NcclTransport(group, control, DeviceMemory(nccl.gpu), nccl, limit, waiting, gathers=gathers)
 
 
-def faked(group: Group, patience: float = 20.0) -> FakeNccl:
+def faked(group: ProcessGroup, patience: float = 20.0) -> FakeNccl:
     """Return NCCL for this rank, which has a GPU of its own."""
     return FakeNccl(FakeGpu(group.rank), group.comm and group.comm.Dup(), patience)
 
@@ -59,7 +64,7 @@ class TestNccl(DeviceTransportContract):
         for gpu in self._gpus:
             gpu.checker.assert_clean()
 
-    def make(self, group: Group, limit: int, timeout: float) -> Transport:
+    def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         nccl = faked(group)
         self._gpus.append(nccl.gpu)
         return InOrder(joined(group, nccl, limit, timeout, self.gathers))
@@ -75,7 +80,7 @@ class TestNcclThatGathers(TestNccl):
 # --- The order of streams, and what is kept
 
 
-def exercise(group: Group, nccl: FakeNccl) -> None:
+def exercise(group: ProcessGroup, nccl: FakeNccl) -> None:
     """Push as a program does that uses streams of its own: what is pushed comes from another stream than the call's."""
     gpu = nccl.gpu
     transport = joined(group, nccl)
@@ -144,7 +149,7 @@ def in_call() -> bool:
 
 @pytest.mark.ranks(1, 2, 3)
 def test_streams_of_a_program_and_of_a_store_are_in_order(comm):
-    group = Group(comm)
+    group = ProcessGroup(comm)
     exercise(group, faked(group))
     group.close()
 
@@ -153,7 +158,7 @@ def test_streams_of_a_program_and_of_a_store_are_in_order(comm):
 @pytest.mark.parametrize("store", [True, False], ids=["of the store", "of the caller"])
 @pytest.mark.parametrize("what", ["wait", "record"])
 def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
-    group = Group(comm)
+    group = ProcessGroup(comm)
     nccl = faked(group)
     getattr(Forgetful(monkeypatch, store), what)()
     with pytest.raises(RaceError, match="nothing orders them"):
@@ -163,7 +168,7 @@ def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_the_checker_finds_arrays_that_are_not_kept(comm, monkeypatch):
-    group = Group(comm)
+    group = ProcessGroup(comm)
     monkeypatch.setattr(DeviceMemory, "_keep", lambda *_: None)
     with pytest.raises(RaceError, match="was freed while"):
         exercise(group, faked(group))
@@ -172,7 +177,7 @@ def test_the_checker_finds_arrays_that_are_not_kept(comm, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_the_checker_finds_a_call_outside_of_the_order(comm):
-    transport = joined(Group(), faked(Group()))
+    transport = joined(ProcessGroup(), faked(ProcessGroup()))
     send = transport.memory.source(np.ones(100, np.int16))
     with pytest.raises(RaceError, match="nothing orders them"):
         transport.allreduce(send, send.copy())
@@ -193,7 +198,7 @@ def test_what_is_received_is_aligned(group, nccl):
 @pytest.fixture
 def nccl(comm: Any) -> Iterator[FakeNccl]:
     """Return NCCL for a rank that waits for others less long than a transport does; at the end it waits no more."""
-    group = Group(comm)
+    group = ProcessGroup(comm)
     fake = faked(group, patience=0.7 * TIMEOUT)
     yield fake
     fake.released.set()
@@ -201,8 +206,8 @@ def nccl(comm: Any) -> Iterator[FakeNccl]:
 
 
 @pytest.fixture
-def group(comm: Any) -> Iterator[Group]:
-    group = Group(comm)
+def group(comm: Any) -> Iterator[ProcessGroup]:
+    group = ProcessGroup(comm)
     yield group
     group.close()
 
@@ -662,7 +667,7 @@ def test_too_little_memory_is_an_error_everywhere(group, nccl, monkeypatch):
 # --- What is looked at before
 
 
-def refused(group: Group, nccl: FakeNccl) -> str:
+def refused(group: ProcessGroup, nccl: FakeNccl) -> str:
     """Return why all ranks refuse to begin, which all say alike, before NCCL is called."""
     with pytest.raises(TransportUnavailable) as caught:
         joined(group, nccl)

@@ -15,12 +15,12 @@ import pytest
 
 from mpikv.device import DeviceMemory
 from mpikv.errors import TransportError
+from mpikv.process_group import ProcessGroup
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.nccl import WIRES, NcclTransport, last_error
 from mpikv.waiting import Waiting
-from mpikv.world import Group
 
 pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 with warnings.catch_warnings():
@@ -115,7 +115,7 @@ def test_arrays_have_only_what_cupys_have():
 def transport() -> NcclTransport:
     """Return a transport over the real NCCL without a communicator, as the first of two ranks."""
     fake = FakeNccl(FakeGpu())
-    made = NcclTransport(Group(), LocalTransport(4096), DeviceMemory(fake.gpu), fake, 4096, Waiting(20.0))
+    made = NcclTransport(ProcessGroup(), LocalTransport(4096), DeviceMemory(fake.gpu), fake, 4096, Waiting(20.0))
     made._nccl, made.size = nccl, 2
     made._comm = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
     return made
@@ -164,7 +164,7 @@ def test_nccl_says_more_of_its_last_error(transport):
 @pytest.mark.skipif(cupy.cuda.is_available(), reason="NCCL finds a GPU here")
 def test_a_communicator_without_a_gpu_is_an_error():
     with pytest.raises(TransportError, match=r"making the communicator: a CUDA call failed \(Cuda failure .*driver"):
-        NcclTransport(Group(), LocalTransport(4096), DeviceMemory(FakeGpu()), nccl, 4096, Waiting(20.0))
+        NcclTransport(ProcessGroup(), LocalTransport(4096), DeviceMemory(FakeGpu()), nccl, 4096, Waiting(20.0))
 
 
 def test_a_version_and_an_id_are_there_without_a_gpu():

@@ -13,13 +13,13 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, TransportError
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
-from mpikv.world import connect
 
 
 def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:

@@ -18,13 +18,13 @@ from mpikv.board import Board
 from mpikv.config import Config
 from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
+from mpikv.process_group import connect
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports.device import open_device_transport
-from mpikv.world import connect
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SOME = pytest.mark.ranks(1, 2, 3)

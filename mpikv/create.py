@@ -1,0 +1,390 @@
+"""How a store is put together: what a name stands for, what the ranks must agree on, and which parts it is made of."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, cast
+
+from . import codecs
+from .asynchronous import AsyncKVStore, check_options
+from .board import Board
+from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
+from .device import DeviceMemory
+from .endings import prepare_endings
+from .errors import (
+    ConfigError,
+    PeerFailed,
+    RankMismatch,
+    TransportUnavailable,
+    Unsupported,
+    known_names,
+    mark_repeated,
+)
+from .gpu import find_gpu, find_nccl, gpu_of, has_cupy
+from .kernels import find_kernels
+from .memory import HostMemory
+from .options import check_whole
+from .plugins import KVStoreBase, plugin
+from .process_group import ProcessGroup, connect
+from .store import KVStore, let_gpus_queue
+from .storeless import AllReduce
+from .tracebacks import hiding_frames
+from .tracing import Tracer, find_tracer
+from .transports import open_transport
+from .transports.device import open_device_transport
+from .typing import GpuKernels, Transport
+
+__all__ = ["check_name", "create"]
+
+
+@dataclass(frozen=True)
+class StoreKind:
+    """What the stores of some names have in common."""
+
+    names: tuple[str, ...]
+    memory: Literal["host", "device", "any"] = "host"
+    """Where sums are made: ``any`` is on GPUs where every rank has one, else on the host."""
+    asynchronous: bool = False
+    """Whether pushes are applied when they arrive."""
+    storeless: bool = False
+    """Whether it keeps no values."""
+    sliced: bool = False
+    """Whether messages are slices, which more urgent calls may pass."""
+    may_slice: bool = False
+    """Whether a variable of MXNet's may ask for that."""
+
+
+_KINDS = (
+    StoreKind(("local", "local_update_cpu", "local_allreduce_cpu")),
+    StoreKind(("dist", "dist_sync"), may_slice=True),
+    StoreKind(("p3",), sliced=True),
+    StoreKind(("horovod", "byteps", "allreduce"), storeless=True),
+    StoreKind(("device", "local_allreduce_device"), memory="any"),
+    StoreKind(("nccl", "dist_device_sync", "dist_sync_device"), memory="device"),
+    StoreKind(("dist_async", "dist_async_device", "dist_device_async"), asynchronous=True),
+)
+_KIND_OF = {name: kind for kind in _KINDS for name in kind.names}
+_NAMES = (*_KIND_OF, "teststore")
+# Where a message is a launch, it may be larger than any cache.
+_BUCKET_OF_GPUS = 64 << 20
+
+
+@dataclass
+class _Request:
+    """What this rank asks for, as far as it could be read: ranks meet with the rest as it is by default."""
+
+    name: Any
+    root: Any
+    kind: StoreKind = _KINDS[0]
+    settings: Config = field(default_factory=Config)
+    sliced: bool = False
+    staleness: int | None = None
+    codec: Any = None
+    compression: str = "None"
+    """The codec's own description."""
+    tracer: Tracer | None = None
+    problem: Exception | None = None
+    """Why this rank cannot have the store."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What ranks that have met make a store of."""
+
+    group: ProcessGroup
+    settings: Config
+    board: Board
+    transport: Transport
+    kernels: GpuKernels | None
+    """Those of the transport's memory, where that is a GPU's."""
+
+
+@hiding_frames
+def create(
+    name: str = "local",
+    *,
+    comm: Any = None,
+    placement: str | None = None,
+    root: int = 0,
+    timeout: float | None = None,
+    warn_after: float | None = None,
+    check: bool | None = None,
+    transport: str | None = None,
+    bucket_bytes: int | None = None,
+    deterministic: bool | None = None,
+    kernels: str | None = None,
+    compression: Any = None,
+    staleness: int | None = None,
+) -> KVStore:
+    """Make a store.
+
+    Collective over ``comm``: every rank calls it with the same arguments. The name says where sums are made; ``comm``
+    says who takes part. Without a launcher it is a store of one rank and needs no MPI library.
+
+    Args:
+        name: ``local``, ``dist`` or ``dist_sync`` for sums on the host (``local_update_cpu`` and
+            ``local_allreduce_cpu`` mean the same); ``nccl`` (``dist_device_sync``, ``dist_sync_device``) for sums on
+            GPUs, one for each rank; ``device`` (``local_allreduce_device``) for the same where every rank has a GPU,
+            else for ``dist_sync``;
+            ``p3`` for a ``dist_sync`` of which calls with ``wait=False`` may be passed between two messages by more
+            urgent ones on other keys, which the variable ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
+            ``dist_async`` (``dist_async_device``, ``dist_device_async``) for an :class:`AsyncKVStore`;
+            ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
+            :class:`KVStoreBase`, as ``teststore``. Case does not matter.
+        comm: an ``mpi4py.MPI.Intracomm``, which is duplicated; None: all ranks of the launch. ``MPI.COMM_SELF``: a
+            private store.
+        placement: ``root``, ``sharded``, ``replicated`` or ``auto`` (the default), which looks at the updater.
+        root: the rank whose values count at ``init`` and which runs Python updaters.
+        timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
+        warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
+        check: False turns the comparison of calls off, for measurements. Default True.
+        transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are. On
+            GPUs data travel by NCCL all the same, and it says by which of these the ranks agree.
+        bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
+            elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
+        deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
+            any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
+            of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
+            excepted, whose lists are rounded before they are sent, and compression, which packs each rank's
+            arrays by themselves. Default False, where ``mpi`` sums in an order of
+            the MPI library's, and ``hosts`` each host first.
+        kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
+            same. On GPUs they are always compiled, and ``nccl`` refuses ``numba``.
+        compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
+        staleness: for ``dist_async``: how many calls of push a rank may be ahead of another, from 0. Default None, any
+            number.
+
+    A default may be changed by the variable ``MPIKV_<ARGUMENT>``, as ``MPIKV_TIMEOUT=5``.
+
+    Raises:
+        ConfigError: the name or an option is unknown, or the launcher belongs to another MPI library.
+        TransportUnavailable: an MPI library, a device, or numba where it was asked for, is missing.
+        Unsupported: the store or the transport cannot be had here.
+        RankMismatch: ranks asked for different stores.
+
+    Example:
+        >>> import mpikv
+        >>> mpikv.create("dist_sync").type
+        'dist_sync'
+    """
+    options = {
+        "placement": placement,
+        "timeout": timeout,
+        "warn_after": warn_after,
+        "check": check,
+        "transport": transport,
+        "bucket_bytes": bucket_bytes,
+        "deterministic": deterministic,
+        "kernels": kernels,
+        "compression": compression,
+        "staleness": staleness,
+    }
+    if (other := _plugin(name)) is not None:
+        given = {"comm": comm, "root": root or None, **options}
+        # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
+        return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
+    request = _Request(name, root)
+    try:
+        _parse(request, options)
+    except Exception as error:
+        request.problem = error
+    group = connect(comm, request.settings)
+    try:
+        parts = _rendezvous(request, group, bucket_bytes)
+    except Exception:
+        group.close()
+        raise
+    prepare_endings(on_gpu=parts.kernels is not None)
+    return _build(request, parts)
+
+
+def check_name(name: str) -> None:
+    """Raise what :func:`create` would raise for a name. Local."""
+    if _plugin(name) is None:
+        _find_kind(name)
+
+
+def _plugin(name: Any) -> Callable[..., KVStoreBase] | None:
+    """Return the class that was registered under a name, or that an installed package has for it."""
+    kind = name.lower() if isinstance(name, str) else ""
+    # Asking for packages takes milliseconds.
+    return KVStoreBase.kv_registry.get(kind) if kind in ("", *_NAMES) else plugin(kind)
+
+
+def _find_kind(name: str) -> StoreKind:
+    """Return the kind of store that a name stands for, in any case."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    if name.lower() not in _KIND_OF:
+        raise ConfigError(known_names("store", name, _NAMES))
+    return _KIND_OF[name.lower()]
+
+
+# --- What this rank asks for
+
+
+def _parse(request: _Request, options: Mapping[str, Any]) -> None:
+    """Read the options into the request, as far as they are good. Local."""
+    request.kind = kind = _find_kind(request.name)
+    request.sliced = kind.sliced or (kind.may_slice and wants_slices())
+    given = {option: value for option, value in options.items() if option not in ("compression", "staleness")}
+    if request.sliced and given["bucket_bytes"] is None:
+        given["bucket_bytes"] = slice_bytes()
+    request.settings = settings = Config.read(**given)
+    request.tracer = find_tracer(settings.trace) if settings.trace else None
+    if kind.memory == "device" and settings.kernels != Config.kernels:
+        asked = f"kernels={given['kernels']!r}" if given["kernels"] else f"MPIKV_KERNELS={settings.kernels}"
+        raise Unsupported(f"{asked} is for stores on the host; on GPUs rules are always compiled: leave it out")
+    find_kernels(settings.kernels)
+    request.codec = codecs.create(options["compression"])
+    staleness = options["staleness"]
+    if kind.asynchronous:
+        check_options(settings, options)
+        request.staleness = None if staleness is None else check_whole("staleness", staleness)
+    elif staleness is not None:
+        raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {request.name!r} updates in rounds")
+    if request.codec is not None:
+        request.compression = request.codec.settings()  # any code, which may raise
+
+
+# --- What the ranks must agree on
+
+
+def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None) -> _Parts:
+    """Return what a store is made of, or raise on every rank. Collective."""
+    settings, problem = request.settings, request.problem or _find_fault(request, group)
+    device, lack = None, ""
+    if problem is None and request.kind.memory != "host":
+        let_gpus_queue()  # a communicator is made by sums
+        device, lack, problem = _find_device(request.kind, group, settings)
+    own = f"{nccl_host()} {device.gpu.uuid}" if device is not None else ""
+    told = _compare(group, _describe(request), problem, [lack, own, device is not None or has_cupy()])
+    if request.kind.memory == "any":
+        lack = _find_lack(told)
+        device = None if lack else device
+        _log_place(request.name, device, lack, expected=group.rank == 0 and any(cupy for *_, cupy in told))
+    if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
+        settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
+    try:
+        board = Board(group)
+        parts = _Parts(group, settings, board, *_open_transport(group, settings, device, board))
+    except Exception as error:
+        problem = error
+    _compare(group, {}, problem)  # one host may have less memory than another
+    return parts
+
+
+def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
+    """Return what of a request cannot be had in this group. Local."""
+    if not isinstance(request.root, int) or not 0 <= request.root < group.size:
+        return ConfigError(f"root={request.root!r} is not a rank from 0 to {group.size - 1}")
+    if request.kind.asynchronous and not group.threads:
+        return Unsupported(f"store {request.name!r} needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+    return None
+
+
+def _describe(request: _Request) -> dict[str, str]:
+    """Return what must be the same on every rank."""
+    settings = {key: repr(value) for key, value in vars(request.settings).items() if key not in OWN_AFFAIRS}
+    own = {key: repr(getattr(request, key)) for key in ("name", "root", "sliced", "staleness")}
+    return {**own, **settings, "compression": request.compression}
+
+
+def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception | None, own: Any = None) -> list[Any]:
+    """Raise on every rank unless all want the same store and can have it; return what is each rank's ``own``."""
+    text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
+    texts = group.gather(text)
+    read = {text: json.loads(text) for text in set(texts)}  # most often one, of many ranks
+    said = [read[text] for text in texts]
+    where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
+    if problem is not None:
+        problem.args = (f"create: {problem}{where}",)
+        failures = [failure for _, failure, _ in said]
+        raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
+    for rank, (other, failure, _) in enumerate(said):
+        if failure:
+            raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
+        if other != (first := said[0][0]):
+            differing = [
+                f"{key} {first[key]} on rank 0, {other[key]} on rank {rank}"
+                for key in first
+                if first[key] != other[key]
+            ]
+            mismatch = RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
+            raise mark_repeated(mismatch, group.rank == 0)
+    return [other for _, _, other in said]
+
+
+def _find_device(
+    kind: StoreKind, group: ProcessGroup, settings: Config
+) -> tuple[DeviceMemory | None, str, Exception | None]:
+    """Return the memory of this rank's GPU; or None, and why there is none, which is an error where only a GPU will do.
+    Local.
+
+    A process has one GPU in all its stores, of whatever ranks they are: that of its number on its host.
+    """
+    try:
+        if group.size > 1:
+            find_nccl()
+        place = place_on_host() or (group.local_rank, len(group.host_ranks))
+        gpu = find_gpu(*place, sharing=settings.gpu_sharing, visible=visible_gpus())
+        return DeviceMemory(gpu), "", None
+    except Exception as error:  # whatever a driver makes of it: the other ranks wait to hear
+        lacks = isinstance(error, TransportUnavailable) and kind.memory == "any"
+        return None, str(error), None if lacks else error
+
+
+def _find_lack(told: Sequence[Sequence[Any]]) -> str:
+    """Return why ranks cannot all have a GPU of their own, given what each lacks and which it has; "" if they can."""
+    gpus = [gpu for _, gpu, _ in told]
+    twice = [rank for rank, gpu in enumerate(gpus) if gpu and gpus.count(gpu) > 1]
+    return next((lack for lack, *_ in told if lack), f"ranks {twice} see the same GPU" if twice else "")
+
+
+def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:
+    """Log where a store is, as a warning where a GPU was ``expected`` and is not used."""
+    where = device.gpu.name if device else f"the host, as a rank finds: {lack}"
+    level = logging.WARNING if expected and device is None else logging.INFO
+    logging.getLogger("mpikv").log(level, "store %r is on %s", name, where)
+
+
+def _open_transport(
+    group: ProcessGroup, settings: Config, device: DeviceMemory | None, board: Board
+) -> tuple[Transport, GpuKernels | None]:
+    """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
+    if device is None:
+        return open_transport(group, settings, board.warn, HostMemory(gpu_of)), None
+    from .cuda.kernels import CudaKernels
+
+    nccl = find_nccl() if group.size > 1 else None
+    return open_device_transport(group, settings, device, nccl, board.warn), CudaKernels()
+
+
+# --- What a store is made of
+
+
+def _build(request: _Request, parts: _Parts) -> KVStore:
+    """Return the store. Collective."""
+    store = _make_store(request, parts)
+    if request.tracer is not None:
+        request.tracer.watch(store)
+    if request.codec is not None:
+        try:
+            store.set_gradient_compression(request.codec)
+        except Exception:
+            store.close()  # nobody else could
+            raise
+    return cast(KVStore, AllReduce(store)) if request.kind.storeless else store
+
+
+def _make_store(request: _Request, parts: _Parts) -> KVStore:
+    name, root = request.name.lower(), request.root
+    shared = parts.group, parts.board, parts.transport, parts.settings
+    if request.kind.asynchronous:
+        again = partial(create, staleness=request.staleness)
+        return AsyncKVStore(*shared, name=name, root=root, found=again, staleness=request.staleness)
+    return KVStore(*shared, name=name, root=root, found=create, passable=request.sliced, kernels=parts.kernels)

@@ -1,0 +1,120 @@
+"""How named options are checked: each check takes where a value was given, as ``"SGD: wd"``, and the value.
+
+It returns what is stored, so that equal settings have equal descriptions, or raises
+:class:`~mpikv.errors.ConfigError`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .errors import ConfigError, brief, known_names, text_of
+
+__all__ = ["check_choice", "check_float32", "check_names", "check_number", "check_switch", "check_whole"]
+
+
+def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise for the first name that is not known.
+
+    >>> check_names("option of topk", ["ration"], ["ratio", "count"])
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: unknown option of topk 'ration' (known: count, ratio); did you mean 'ratio'?
+    """
+    for name in names:
+        if name not in known:
+            raise ConfigError(known_names(what, name, known))
+
+
+def check_choice(where: str, value: Any, known: Sequence[str]) -> None:
+    """Raise where a value is none of those that are known.
+
+    >>> check_choice("placement", "shard", ["root", "sharded"])
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?
+    """
+    if not isinstance(value, str) or value not in known:
+        raise ConfigError(known_names(where, value, known))
+
+
+def check_switch(where: str, value: Any) -> bool:
+    """Return a truth value; numbers are none.
+
+    >>> check_switch("average", 1)
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: average=1 is neither True nor False
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise _describe(where, value, "neither True nor False")
+    return bool(value)
+
+
+def check_number(where: str, value: Any, interval: str, extra: str = "") -> float:
+    """Return a number in an interval as a float. ``extra`` ends the message.
+
+    >>> check_number("topk: ratio", 2, "(0, 1]")
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: topk: ratio=2 is not a number in (0, 1]
+    """
+    number = _read(value)
+    if not _contains(interval, number):
+        raise _describe(where, value, f"not a number in {interval}{extra}")
+    return number
+
+
+def check_float32(where: str, value: Any, interval: str) -> float:
+    """Return a number that is in an interval in float32, too.
+
+    >>> check_float32("2bit: threshold", 1e-50, "(0, inf)")
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: 2bit: threshold=1e-50 is not a number in (0, inf) in float32
+    """
+    number = _read(value)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(number))
+    if not (_contains(interval, number) and _contains(interval, rounded)):
+        raise _describe(where, value, f"not a number in {interval} in float32")
+    return number
+
+
+def check_whole(where: str, value: Any, low: int = 0) -> int:
+    """Return a whole number that is not below ``low``, and no larger than 64 bits hold.
+
+    >>> check_whole("lowrank: rank", 0, low=1)
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: lowrank: rank=0 is not a whole number in [1, 2**63)
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) < 1 << 63:
+        raise _describe(where, value, f"not a whole number in [{low}, 2**63)")
+    return int(value)
+
+
+def _read(value: Any) -> float:
+    """Return a number as a float; NaN, which lies in no interval, for what is none, or too large."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def _contains(interval: str, number: float) -> bool:
+    low, high = _parse_bounds(interval)
+    return low < number < high or (number == low and interval[0] == "[") or (number == high and interval[-1] == "]")
+
+
+@cache
+def _parse_bounds(interval: str) -> tuple[float, float]:
+    low, high = map(float, interval[1:-1].split(","))
+    return low, high
+
+
+def _describe(where: str, value: Any, fault: str) -> ConfigError:
+    # A long int may have too many digits to print.
+    return ConfigError(f"{where}={brief(text_of(value, repr))} is {fault}")
