@@ -7,6 +7,9 @@ interpreter's lock. The signal goes to the thread that makes the calls, which lo
 thread that goes on meanwhile may be gone before they are read, which has killed processes. A process that was stopped,
 or is gone, cannot answer; the kernel tells that.
 
+A rank of another host is asked by a message. Ranks there that wait too answer with what the board of their host says.
+Only ranks that wait look for these messages, beside the calls that they wait for.
+
 The signal is SIGURG, which the kernel drops where no handler waits for it. A program that sets a handler of its own for
 it takes back the answer file at that moment, and is asked no more, unless it keeps what ``signal.signal`` returned.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
 import logging
 import os
 import re
@@ -23,19 +27,18 @@ import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from .inquiry import Answer, Inquiry
 from .process_group import ProcessGroup
 from .runtime import present
 
-__all__ = ["Board"]
+__all__ = ["Board", "Inquiry"]
 
 _QUESTION = signal.SIGURG
 # The file of answers, as /proc calls it.
@@ -43,9 +46,16 @@ _ANSWERS = "mpikv-answers"
 _PATIENCE = 0.5
 # Looks for an answer, 10 ms apart, and those at the end in which it has not grown any more.
 _LOOKS, _AT_REST = 20, 3
+# Of the ranks of a host, so that many ranks on many hosts do not flood the network.
 _MOST_ASKED = 4
+# The tags of the messages between hosts.
+_ASKS, _ANSWERS_OF_HOST = 32103, 32104
+# Seconds until a host has answered, and for how long what was found out about this one is answered again.
+_HOST_PATIENCE, _FRESH = 1.0, 1.0
 _PACKAGE = str(Path(__file__).parent)
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
+
+Report = Callable[[], "tuple[Sequence[int], str]"]
 
 
 class Board:
@@ -57,17 +67,8 @@ class Board:
         """Collective."""
         self._rank, self._ranks = group.rank, group.host_ranks
         self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self._head[0])
-        slot = np.dtype(
-            [
-                ("call", "i8"),
-                ("length", "i8"),
-                ("pid", "i8"),
-                ("thread", "i8"),
-                ("answers", "i8"),
-                ("over", "i8"),
-                ("text", "u1", self._TEXT),
-            ]
-        )
+        numbers = [(name, "i8") for name in ("call", "length", "pid", "thread", "answers", "over")]
+        slot = np.dtype([*numbers, ("text", "u1", self._TEXT)])
         board = group.windows.allocate(slot.itemsize * len(self._ranks))
         self._slots = board.view(slot)
         mine = self._slots[group.local_rank : group.local_rank + 1]
@@ -305,3 +306,69 @@ def _frames(answer: str) -> list[tuple[str, str, str]]:
         if frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text):
             return frames
     return []
+
+
+class Answer(NamedTuple):
+    """What a host says."""
+
+    late: tuple[int, ...]
+    text: str
+
+
+class Inquiry:
+    """Asks the other hosts of a group, and answers for this one."""
+
+    def __init__(self, group: ProcessGroup, report: Report, call: Callable[[], int]) -> None:
+        """``report`` returns which ranks of this host are late, and what they do; ``call`` the number of this rank's
+        call.
+        """
+        self._group, self._report, self._call = group, report, call
+        hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
+        self._others = [(name, ranks) for name, ranks in hosts if group.rank not in ranks]
+        self._number = 0
+        self._known, self._found = (-1, float("-inf")), Answer((), "")
+        group.witness = self.answer
+
+    def ask(self) -> None:
+        """Ask all other hosts. Local."""
+        self._number += 1
+        for _, ranks in self._others:
+            begin = self._group.rank % len(ranks)
+            for rank in (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]:
+                self._group.send_word(str(self._number).encode(), rank, _ASKS)
+
+    def answer(self) -> None:
+        """Answer what other hosts have asked. Local."""
+        while word := self._group.hear_word(_ASKS):
+            source, number = word
+            self._group.send_word(json.dumps([int(number), *self.look()]).encode(), source, _ANSWERS_OF_HOST)
+
+    def look(self) -> Answer:
+        """Return what is to be said of this host."""
+        now, call, (before, when) = present().now, self._call(), self._known
+        # Of an earlier call, in which a question was found that came too late, it would be that nobody is late.
+        if call != before or now() - when > _FRESH:
+            late, text = self._report()
+            self._found, self._known = Answer(tuple(map(int, late)), text), (call, now())
+        return self._found
+
+    def collect(self) -> list[Answer]:
+        """Return what the hosts answer that were asked last; answer their questions meanwhile. Local."""
+        heard: dict[int, Answer] = {}
+        here = present()
+        limit = here.now() + _HOST_PATIENCE
+        while True:
+            self.answer()
+            while word := self._group.hear_word(_ANSWERS_OF_HOST):
+                number, late, text = json.loads(word[1])
+                if number == self._number:
+                    heard[word[0]] = Answer(tuple(late), text)
+            said = [next((heard[rank] for rank in ranks if rank in heard), None) for _, ranks in self._others]
+            if None not in said or here.now() >= limit:
+                return [one or _silence(*host) for one, host in zip(said, self._others, strict=True)]
+            here.nap(0.005, limit)
+
+
+def _silence(name: str, ranks: Sequence[int]) -> Answer:
+    who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
+    return Answer((), f"nobody on host {name} answers: its {who} late or gone, or the network is cut")

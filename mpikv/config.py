@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, a_kind
-from .options import check_choice, check_number, check_switch, check_whole
+from .options import choice, count, flag, number, settle_fields
 
 __all__ = [
     "Allocation",
@@ -51,36 +51,36 @@ class Config:
     :func:`mpikv.create` checks.
     """
 
-    transport: str = "auto"
+    transport: str = choice("auto", TRANSPORTS)
     """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hosts`` (several hosts, with ``shm`` inside
     of each), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
-    placement: str = "auto"
+    placement: str = choice("auto", PLACEMENTS)
     """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: int = count(1 << 20)
     """Bytes of the largest message, a multiple of 64 from 4096 to 1 GiB. About the size of a core's cache is best."""
-    timeout: float = 60.0
+    timeout: float = number(60.0, "[0.001, 1e9]")
     """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
-    warn_after: float = 5.0
+    warn_after: float = number(5.0, "[0.001, 1e9]")
     """Seconds after which a waiting rank logs whom it waits for, and where they are; above 0."""
-    check: bool = True
+    check: bool = flag(True)
     """Whether each call compares the ranks' calls before data move. False is for measurements only."""
-    deterministic: bool = False
+    deterministic: bool = flag(False)
     """Whether sums are added in an order that does not depend on the transport, the placement or the buckets, nor on
     the number of ranks, if that is a power of two and all push lists of equally many arrays."""
-    kernels: str = "numpy"
+    kernels: str = choice("numpy", KERNELS)
     """What runs the rules of optimizers: ``numpy``, or ``numba``, which compiles most of them to code that passes over
     memory once and gives the same bits."""
-    single_copy: bool = True
+    single_copy: bool = flag(True)
     """Whether ranks of one host may read each other's large arrays where they lie, if the system lets them, instead of
     copies in shared memory. A variable only."""
-    abort: bool = True
+    abort: bool = flag(True)
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
-    full_traceback: bool = False
+    full_traceback: bool = flag(False)
     """Whether tracebacks keep the frames of this package, and every rank prints its own. A variable only."""
-    ranks_per_host: int = 0
+    ranks_per_host: int = count(0)
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
-    gpu_sharing: bool = False
+    gpu_sharing: bool = flag(False)
     """For tests: ranks of a host share its GPUs where there are fewer of these. What is measured then means nothing. A
     variable only."""
     trace: str = ""
@@ -88,13 +88,7 @@ class Config:
     variable only."""
 
     def __post_init__(self) -> None:
-        check_choice("transport", self.transport, TRANSPORTS)
-        check_choice("placement", self.placement, PLACEMENTS)
-        check_choice("kernels", self.kernels, KERNELS)
-        for field in fields(self):
-            if field.type in _CHECKS:
-                checked = _CHECKS[field.type](field.name, getattr(self, field.name))
-                object.__setattr__(self, field.name, checked)
+        settle_fields(self)
         if self.bucket_bytes % 64 or not 4096 <= self.bucket_bytes <= 1 << 30:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64 from 4096 to 2**30")
 
@@ -232,13 +226,8 @@ def _switch(text: str) -> bool:
     return _SWITCHES[text.lower()]
 
 
-# Annotations are strings here, so the tables are keyed by them.
+# Annotations are strings here, so the table is keyed by them.
 _PARSERS: Mapping[Any, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _switch}
-_CHECKS: Mapping[Any, Callable[[str, Any], Any]] = {
-    "int": check_whole,
-    "float": lambda name, value: check_number(name, value, "[0.001, 1e9]"),
-    "bool": check_switch,
-}
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,7 @@ from .board import Board
 from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
 from .device import DeviceMemory
 from .endings import prepare_endings
-from .errors import (
-    ConfigError,
-    PeerFailed,
-    RankMismatch,
-    TransportUnavailable,
-    Unsupported,
-    known_names,
-    mark_repeated,
-)
+from .errors import ConfigError, PeerFailed, RankMismatch, TransportUnavailable, Unsupported, known_names, mark_repeated
 from .gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .kernels import find_kernels
 from .memory import HostMemory
@@ -171,18 +163,7 @@ def create(
         >>> mpikv.create("dist_sync").type
         'dist_sync'
     """
-    options = {
-        "placement": placement,
-        "timeout": timeout,
-        "warn_after": warn_after,
-        "check": check,
-        "transport": transport,
-        "bucket_bytes": bucket_bytes,
-        "deterministic": deterministic,
-        "kernels": kernels,
-        "compression": compression,
-        "staleness": staleness,
-    }
+    options = {option: value for option, value in dict(locals()).items() if option not in ("name", "comm", "root")}
     if (other := _plugin(name)) is not None:
         given = {"comm": comm, "root": root or None, **options}
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.

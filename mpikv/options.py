@@ -1,6 +1,7 @@
-"""How named options are checked: each check takes where a value was given, as ``"SGD: wd"``, and the value.
+"""How named options are checked.
 
-It returns what is stored, so that equal settings have equal descriptions, or raises
+An option is a dataclass field whose metadata holds a check. A check takes where a value was given, as ``"SGD: wd"``,
+and the value. It returns what is stored, so that equal settings have equal descriptions, or raises
 :class:`~mpikv.errors.ConfigError`.
 """
 
@@ -9,14 +10,60 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Collection, Iterable, Sequence
-from functools import cache
+from dataclasses import MISSING, field, fields
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from .errors import ConfigError, brief, known_names, text_of
 
-__all__ = ["check_choice", "check_float32", "check_names", "check_number", "check_switch", "check_whole"]
+__all__ = [
+    "check_float32",
+    "check_names",
+    "check_number",
+    "check_switch",
+    "check_whole",
+    "choice",
+    "count",
+    "flag",
+    "number",
+    "settle_fields",
+]
+
+
+def number(default: Any, interval: str) -> Any:
+    """Return the field of a number in an interval, such as ``"[0, 1)"``. None is accepted where it is the default."""
+
+    def check(where: str, value: Any) -> float | None:
+        if value is None and default is None:
+            return None
+        return check_number(where, value, interval, " or None" if default is None else "")
+
+    return field(default=default, metadata={"check": check})
+
+
+def flag(default: bool) -> Any:
+    """Return the field of a truth value."""
+    return field(default=default, metadata={"check": check_switch})
+
+
+def count(default: Any = MISSING, low: int = 0) -> Any:
+    """Return the field of a whole number that is not below ``low``."""
+    return field(default=default, metadata={"check": partial(check_whole, low=low)})
+
+
+def choice(default: str, known: Sequence[str]) -> Any:
+    """Return the field of one of the words that are known."""
+    return field(default=default, metadata={"check": lambda where, value: check_choice(where, value, known)})
+
+
+def settle_fields(options: Any, where: str = "") -> None:
+    """Check all fields of a dataclass that have a check, and store what that returns. ``where`` begins the messages."""
+    for option in fields(options):
+        if check := option.metadata.get("check"):
+            # As this may be frozen.
+            object.__setattr__(options, option.name, check(where + option.name, getattr(options, option.name)))
 
 
 def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None:
@@ -31,15 +78,16 @@ def check_names(what: str, names: Iterable[str], known: Collection[str]) -> None
             raise ConfigError(known_names(what, name, known))
 
 
-def check_choice(where: str, value: Any, known: Sequence[str]) -> None:
-    """Raise where a value is none of those that are known.
+def check_choice(where: str, value: Any, known: Sequence[str]) -> str:
+    """Return a word that is known.
 
     >>> check_choice("placement", "shard", ["root", "sharded"])
     Traceback (most recent call last):
     mpikv.errors.ConfigError: unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?
     """
     if not isinstance(value, str) or value not in known:
-        raise ConfigError(known_names(where, value, known))
+        raise ConfigError(known_names(where.rpartition(" ")[2], value, known))
+    return value
 
 
 def check_switch(where: str, value: Any) -> bool:

@@ -20,7 +20,6 @@ from .errors import ConfigError, Stalled, Unsupported, mark_stalled
 from .mpi_library import TranslatedErrors, check_world, find_mapped_files, library_of, load_mpi, start_mpi
 from .runtime import present
 from .shutdown import abort_on_exception, announce_shutdown, await_shutdown, end_job, receive_shutdowns, was_forked
-from .typing import Array
 from .waiting import Waiting
 from .windows import SHARED, SharedWindows
 
@@ -126,15 +125,7 @@ class ProcessGroup:
         if self.comm is None:
             return [text]
         with self.translated("exchanging texts"):
-            return self._gathered(np.frombuffer(text.encode(), np.uint8))
-
-    def _gathered(self, mine: Array) -> list[str]:
-        lengths = np.empty(self.size, np.int64)
-        self.comm.Allgather(np.array([mine.size], np.int64), lengths)
-        starts = np.concatenate(([0], np.cumsum(lengths)))
-        everything = np.empty(int(starts[-1]), np.uint8)
-        self.comm.Allgatherv(mine, [everything, (lengths, starts[:-1]), self.mpi.BYTE])
-        return [everything[starts[r] : starts[r + 1]].tobytes().decode() for r in range(self.size)]
+            return list(self.comm.allgather(text))
 
     def translated(self, doing: str) -> TranslatedErrors:
         """Raise what MPI raises as TransportError."""
@@ -189,12 +180,10 @@ class ProcessGroup:
         with self._listening:
             if self._may_speak():
                 with self.translated("listening for an end"):
-                    self._end = self._heard_end() or self._end
+                    word = self.hear_word(_ENDED)
+                if word:
+                    self._end = f"rank {word[0]} has left: {word[1].decode(errors='replace')}"
             return self._end
-
-    def _heard_end(self) -> str:
-        word = self.hear_word(_ENDED)
-        return f"rank {word[0]} has left: {word[1].decode(errors='replace')}" if word else ""
 
     def _may_speak(self) -> bool:
         """Return whether this thread may use MPI now."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import ConfigError, known_names
-from .options import check_choice, check_number, check_whole
+from .options import check_whole, choice, count, number, settle_fields
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 
@@ -59,20 +59,19 @@ class Schedule:
     """
 
     _: KW_ONLY
-    base_lr: float = 0.01
+    base_lr: float = number(0.01, "[0, inf)")
     """Rate after the warm-up, in [0, inf)."""
-    warmup_steps: int = 0
+    warmup_steps: int = count(0)
     """The warm-up is over at this number of updates, in [0, inf); 0: no warm-up."""
-    warmup_begin_lr: float = 0.0
+    warmup_begin_lr: float = number(0.0, "[0, inf)")
     """Rate at which the warm-up begins, in [0, base_lr]."""
-    warmup_mode: Literal["constant", "linear"] = "linear"
+    warmup_mode: Literal["constant", "linear"] = choice("linear", ("constant", "linear"))
     """``linear``: rise evenly to ``base_lr``. ``constant``: stay at ``warmup_begin_lr``, then jump."""
 
     def __post_init__(self) -> None:
-        self._settle_whole("warmup_steps", 0)
-        self._settle_number("base_lr", "warmup_begin_lr")
+        # Numbers as floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
+        settle_fields(self, f"{type(self).__name__}: ")
         self._require(self.warmup_begin_lr <= self.base_lr, "warmup_begin_lr", f"above base_lr={self.base_lr!r}")
-        check_choice("warmup_mode", self.warmup_mode, ("constant", "linear"))
 
     def __call__(self, num_update: int) -> float:
         """Return the rate of the update of this number, 1 at the first."""
@@ -85,15 +84,6 @@ class Schedule:
     def decayed(self, num_update: int) -> float:
         """Return the rate of an update after the warm-up."""
         return self.base_lr
-
-    def _settle_number(self, *names: str, interval: str = "[0, inf)") -> None:
-        # As floats, so that Factor(10, factor=1) and Factor(10, factor=1.0) have one repr.
-        for name in names:
-            value = check_number(f"{type(self).__name__}: {name}", getattr(self, name), interval)
-            object.__setattr__(self, name, value)
-
-    def _settle_whole(self, name: str, low: int) -> None:
-        object.__setattr__(self, name, check_whole(f"{type(self).__name__}: {name}", getattr(self, name), low))
 
     def _require(self, condition: bool, name: str, fault: str) -> None:
         if not condition:
@@ -109,23 +99,21 @@ class Factor(Schedule):
     [1.0, 1.0, 0.5, 0.5, 0.25]
     """
 
-    step: int
+    step: int = count(low=1)
     """Updates between two changes, in [1, inf). Those of the warm-up count."""
     _: KW_ONLY
-    factor: float = 1.0
+    factor: float = number(1.0, "(0, 1]")
     """In (0, 1]."""
-    stop_factor_lr: float = 1e-8
+    stop_factor_lr: float = number(1e-8, "[0, inf)")
     """The rate does not fall below this, in [0, inf)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._settle_whole("step", 1)
-        self._settle_number("factor", interval="(0, 1]")
-        self._settle_number("stop_factor_lr")
 
     def decayed(self, num_update: int) -> float:
         changes = max(num_update - 1, 0) // self.step
         return max(self.base_lr * self.factor**changes, self.stop_factor_lr) if changes else self.base_lr
+
+
+def _check_steps(where: str, value: Any) -> tuple[int, ...]:
+    return tuple(check_whole(where, boundary, low=1) for boundary in value)
 
 
 @dataclass(frozen=True)
@@ -137,19 +125,16 @@ class MultiFactor(Schedule):
     [1.0, 0.5, 0.5, 0.25]
     """
 
-    step: Sequence[int]
+    step: Sequence[int] = field(metadata={"check": _check_steps})
     """Numbers of updates, rising, each in [1, inf)."""
     _: KW_ONLY
-    factor: float = 1.0
+    factor: float = number(1.0, "(0, 1]")
     """In (0, 1]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_number("factor", interval="(0, 1]")
-        steps = tuple(check_whole("MultiFactor: step", boundary, 1) for boundary in self.step)
-        object.__setattr__(self, "step", steps)
-        self._require(bool(steps), "step", "empty")
-        self._require(all(a < b for a, b in pairwise(steps)), "step", "not rising")
+        self._require(bool(self.step), "step", "empty")
+        self._require(all(a < b for a, b in pairwise(self.step)), "step", "not rising")
 
     def decayed(self, num_update: int) -> float:
         return self.base_lr * self.factor ** sum(num_update > boundary for boundary in self.step)
@@ -164,18 +149,16 @@ class Polynomial(Schedule):
     [1.0, 0.25, 0.0, 0.0]
     """
 
-    max_update: int
+    max_update: int = count()
     """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
     _: KW_ONLY
-    pwr: float = 2.0
+    pwr: float = number(2.0, "[0, inf)")
     """The power, in [0, inf); 1: a straight line."""
-    final_lr: float = 0.0
+    final_lr: float = number(0.0, "[0, inf)")
     """In [0, inf)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_whole("max_update", 0)
-        self._settle_number("pwr", "final_lr")
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 
     def decayed(self, num_update: int) -> float:
@@ -197,16 +180,14 @@ class Cosine(Schedule):
     [0.5, 1.0, 0.5, 0.0, 0.0]
     """
 
-    max_update: int
+    max_update: int = count()
     """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
     _: KW_ONLY
-    final_lr: float = 0.0
+    final_lr: float = number(0.0, "[0, inf)")
     """In [0, inf)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._settle_whole("max_update", 0)
-        self._settle_number("final_lr")
         self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
 
     def decayed(self, num_update: int) -> float:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..options import check_whole
+from ..options import count, settle_fields
 from ..typing import Array, Rounds, Sum
 
 __all__ = ["LowRank"]
@@ -43,14 +43,13 @@ class LowRank:
         True
     """
 
-    rank: int = 4
-    seed: int = 0
+    rank: int = count(4, low=1)
+    seed: int = count(0)
     elementwise: ClassVar[Literal[False]] = False
     feedback: ClassVar[Literal[False]] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", check_whole("lowrank: rank", self.rank, low=1))
-        object.__setattr__(self, "seed", check_whole("lowrank: seed", self.seed))
+        settle_fields(self, "lowrank: ")
 
     def settings(self) -> str:
         """Return the name and the options."""

@@ -51,13 +51,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, known_names
+from ..options import count, flag, number
 from .adadelta import AdaDelta
 from .adagrad import AdaGrad
 from .adam import Adam, Adamax, AdamW, Nadam
 from .ftrl import FTRL
 from .layerwise import LAMB, LARS
 from .optimizer import BLOCK, Block, Optimizer, Step
-from .options import count, flag, number, rate
+from .options import rate
 from .rmsprop import RMSProp
 from .sgd import SGD, Test
 from .signum import Signum

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..options import flag, number
 from ..typing import Array
 from .optimizer import Block, Optimizer, Step
-from .options import flag, number, rate
+from .options import rate
 from .parts import average, descend
 
 __all__ = ["Adam", "AdamW", "Adamax", "Moments", "Nadam"]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..options import number
 from .optimizer import Block, Optimizer, Step
-from .options import number, rate
+from .options import rate
 
 __all__ = ["FTRL"]
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..options import flag, number
 from ..typing import Array, Key
 from .adam import Moments
 from .optimizer import Block, Optimizer, Step
-from .options import flag, number, rate, suffixes
+from .options import rate, suffixes
 from .parts import descend, descend_with_momentum, sum_of_squares
 
 __all__ = ["LAMB", "LARS"]

@@ -14,9 +14,10 @@ import numpy as np
 
 from ..errors import ConfigError, Unsupported
 from ..halves import narrow, widen
+from ..options import count, flag, number
 from ..schedules import Schedule, beginning_with
 from ..typing import Array, Key, Slots
-from .options import MULTIPLIERS, SCHEDULER, Multipliers, count, describe, flag, number, rate, unknown_option
+from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
 
 __all__ = ["BLOCK", "Block", "Optimizer", "Step"]
 

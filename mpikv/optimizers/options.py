@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError, known_names
-from ..options import check_number, check_switch, check_whole
+from ..options import check_number, number
 
 __all__ = [
     "MULTIPLIERS",
     "SCHEDULER",
     "Multipliers",
-    "count",
     "describe",
-    "flag",
     "in_order",
-    "number",
     "rate",
     "suffixes",
     "unknown_option",
@@ -58,28 +55,10 @@ _ELSEWHERE = {
     "nesterov": "SGD has it, and Nadam is Adam with it",
 }
 
-Check: TypeAlias = Callable[[str, Any], Any]
-"""``check(where, value)`` returns what is stored; ``where`` begins the message of the error."""
-
-
-def number(default: float | None, interval: str) -> Any:
-    """Return the field of a number in an interval, such as ``"[0, 1)"``. None is accepted where it is the default."""
-    return field(default=default, metadata={"check": _in_interval(interval, optional=default is None)})
-
 
 def rate(default: float) -> Any:
     """Return the field ``learning_rate``: a number that is not negative. None stands for the default."""
-    return field(default=None, metadata={"check": _in_interval("[0, inf)", optional=True), "default": default})
-
-
-def flag(default: bool) -> Any:
-    """Return the field of a truth value."""
-    return field(default=default, metadata={"check": check_switch})
-
-
-def count(default: int) -> Any:
-    """Return the field of a whole number that is not negative."""
-    return field(default=default, metadata={"check": check_whole})
+    return field(default=None, metadata={**number(None, "[0, inf)").metadata, "default": default})
 
 
 def suffixes(*default: str) -> Any:
@@ -112,15 +91,6 @@ def describe(value: Any) -> str:
 def in_order(factors: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
     """Return the items of a mapping in an order that does not depend on how it was made."""
     return sorted(factors.items(), key=lambda item: (isinstance(item[0], str), item[0]))
-
-
-def _in_interval(interval: str, *, optional: bool) -> Check:
-    def check(where: str, value: Any) -> float | None:
-        if value is None and optional:
-            return None
-        return check_number(where, value, interval, " or None" if optional else "")
-
-    return check
 
 
 def _multipliers(where: str, value: Any) -> Multipliers:

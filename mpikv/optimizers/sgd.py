@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..options import flag, number
 from .optimizer import Block, Optimizer, Step
-from .options import flag, number, rate
+from .options import rate
 from .parts import descend, descend_with_momentum
 
 __all__ = ["SGD", "Test"]

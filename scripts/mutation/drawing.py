@@ -13,7 +13,7 @@ from pathlib import Path
 
 AREAS = {
     "transports": ("transports/*.py",),
-    "agreement": ("agreement.py", "board.py", "ledger.py", "inquiry.py", "waiting.py"),
+    "agreement": ("agreement.py", "board.py", "ledger.py", "waiting.py"),
     "engine": ("exchange.py", "plan.py", "arena.py", "calls.py", "work.py"),
     "placement": ("placement.py", "located.py"),
     "keys": ("keys.py", "create.py"),

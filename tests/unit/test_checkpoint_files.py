@@ -348,7 +348,7 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (change(*OPTIONS, "lr_scheduler", to={"system": "Factor"}), "cannot be made"),
         (factor(step=1.5), "step=1.5 is not a whole number"),
         (factor(step=True), "step=True is not a whole number"),
-        (factor(step=1 << 63), "is not a whole number below 2**63"),
+        (factor(step=1 << 63), "is not a whole number in [1, 2**63)"),
         (factor(step=1, warmup_steps=True), "warmup_steps=True is not a whole number"),
         (factor(step=1, warmup_steps="1"), "warmup_steps='1' is not a whole number"),
         (factor(step=1, base_lr="0.5"), "base_lr='0.5' is not a number"),

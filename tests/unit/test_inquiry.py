@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpikv.inquiry import Inquiry
+from mpikv.board import Inquiry
 
 
 class Group:

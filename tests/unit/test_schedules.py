@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpikv import schedules
 from mpikv.errors import ConfigError
 from mpikv.schedules import Cosine, Factor, MultiFactor, Polynomial, Schedule
 
@@ -79,8 +80,8 @@ def test_a_schedule_is_its_repr(make):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Factor(0), r"Factor: step=0 is not in \[1, inf\)"),
-        (lambda: Factor(5, factor=1.5), r"factor=1.5 is not in \(0, 1\]"),
+        (lambda: Factor(0), r"Factor: step=0 is not a whole number in \[1, 2\*\*63\)"),
+        (lambda: Factor(5, factor=1.5), r"Factor: factor=1.5 is not a number in \(0, 1\]"),
         (lambda: MultiFactor([5, 5]), "not rising"),
         (lambda: MultiFactor([]), "step="),
         (lambda: MultiFactor([0, 3]), "step="),
@@ -96,3 +97,9 @@ def test_a_schedule_is_its_repr(make):
 def test_bad_options_are_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_other_names_of_schedules_are_told() -> None:
+    for name, own in (("FactorScheduler", "Factor"), ("PolyScheduler", "Polynomial"), ("Cosin", "Cosine")):
+        with pytest.raises(AttributeError, match=f"unknown schedule '{name}' .*did you mean '{own}'"):
+            getattr(schedules, name)
