@@ -506,7 +506,7 @@ def test_bad_calls_concern_one_rank(call, kind, text):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"staleness": -1}, ConfigError, "staleness=-1 is neither None nor"),
+        ({"staleness": -1}, ConfigError, "staleness=-1 is not a whole number"),
         ({"staleness": True}, ConfigError, "staleness=True"),
         ({"staleness": 1.0}, ConfigError, "staleness=1.0"),
         ({"staleness": np.True_}, ConfigError, "staleness=.*True"),

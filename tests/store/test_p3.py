@@ -474,5 +474,5 @@ def test_the_number_of_elements(comm, monkeypatch):
 def test_ranks_with_other_variables(comm, monkeypatch):
     if comm.rank:
         monkeypatch.setenv("DMLC_PS_VAN_TYPE", "p3")
-    with pytest.raises(RankMismatch, match="passable False on rank 0, True on rank 1"):
+    with pytest.raises(RankMismatch, match="sliced False on rank 0, True on rank 1"):
         mpikv.create("dist_sync", comm=comm, bucket_bytes=4096)
