@@ -192,7 +192,7 @@ class Arena:
     def __init__(self, transport: Transport, pooling: bool = True) -> None:
         """Without ``pooling`` every value is a block, so that each has an owner of its own."""
         self._transport = transport
-        pool = _POOL_BYTES if transport.memory.on_host else _POOL_BYTES_OF_GPUS
+        pool = _POOL_BYTES if transport.memory.is_host else _POOL_BYTES_OF_GPUS
         self._pool = min(pool, transport.limit) if pooling else 0
         self._numbers = count()
         self._segments: dict[int, Array] = {}

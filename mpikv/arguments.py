@@ -163,7 +163,7 @@ def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
 def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
     immutable = is_immutable(array)
     if not lies_on_host(array):
-        return immutable and memory.on_host
+        return immutable and memory.is_host
     return immutable or (implied and is_read_only(array))
 
 
@@ -209,7 +209,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
 
 def _readable(value: Any, entry: Entry, several: int = 1) -> Array:
     memory = entry.place.block.memory
-    usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.on_host
+    usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
     array = value if usual else memory.source(value)
     if array.shape != entry.shape:
         raise ValueMismatch(

@@ -17,7 +17,7 @@ from typing import Any, TypeGuard, TypeVar
 import numpy as np
 
 from .errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
-from .halves import add_widened, widen
+from .float16 import add_widened, widen
 from .typing import Array
 
 __all__ = [

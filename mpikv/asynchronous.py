@@ -319,7 +319,7 @@ class AsyncKVStore(KVStore):
 
         def checked() -> Result:
             self._asking.hear()
-            result: Result = self._transport.memory.in_order(run, *arguments)
+            result: Result = self._transport.memory.order.run(run, *arguments)
             return result
 
         self._check_caller(verb)

@@ -92,9 +92,9 @@ def _plan(transport: Transport, placement: Placement, codec: Codec) -> Plan:
 
 
 def _seconds(transport: Transport, run: Callable[[], None]) -> float:
-    transport.memory.wait()  # a GPU has much to do yet when its calls return
+    transport.memory.order.wait()  # a GPU has much to do yet when its calls return
     transport.agree(0)
     started = time.perf_counter()
     run()
-    transport.memory.wait()
+    transport.memory.order.wait()
     return time.perf_counter() - started

@@ -162,7 +162,7 @@ class Calls:
         if ignore_sparse:
             sparse = []
         elif any(sparse):
-            self._memory.check_new()
+            self._memory.order.check_new()
         arrays = self._targets_of(plan, dense)
         return self._planned("pull", plan, priority), (self._run_pull_into_rows, plan, arrays, sparse, out)
 
@@ -191,7 +191,7 @@ class Calls:
         groups = outs_of(key, result, plan.keys).groups
         rows = [[each for each in group if type(each) is RowSparse] for group in groups]
         if any(rows):
-            self._memory.check_new()
+            self._memory.order.check_new()
         asked = [
             paired(entry, [each.indices for each in group], group)
             for entry, group in zip(plan.entries, rows, strict=True)
@@ -229,7 +229,7 @@ class Calls:
         if type(result) is Renewed:
             raise TypeError("each call fills the same arrays, of which one cannot be written; use pushpull, or numpy's")
         self._exchange.staged = None
-        self._memory.forget()  # nothing is to be filled
+        self._memory.order.cancel()  # nothing is to be filled
         return self._planned("compile", self.known(given.key)), (_run_for, given, _nothing)
 
     def bound(self, given: Fixed) -> tuple[Plan, Arrays | None, Arrays, Any]:
@@ -262,7 +262,7 @@ class Calls:
         self._exchange.check_storable(arrays)
         table = self._exchange.table
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(form.keys, arrays, strict=True)]
-        if out is None and not self._memory.on_host and any(map(self._exchange.is_view, arrays)):
+        if out is None and not self._memory.is_host and any(map(self._exchange.is_view, arrays)):
             raise TypeError("a value is a view of a stored one, which is not to be filled; pass out=, or a copy")
         fill = partial(self._places, key, form.keys, stored)
         outs, result = self._fillable(fill, given_to_fill(key, value, out), out is None)
@@ -297,7 +297,7 @@ class Calls:
         if isinstance(meant, codecs.BothDirections):
             # What packs as a cast does knows its largest number, too.
             packing = cast("Cast", self._found(meant.cast))
-            if not self._memory.on_host and packing is meant.cast:
+            if not self._memory.is_host and packing is meant.cast:
                 raise Unsupported(
                     f"compression {settings} has no CUDA kernel, which both_directions needs on a GPU (known: bf16, "
                     "fp16); use one of these, or leave both_directions out"
@@ -309,7 +309,7 @@ class Calls:
         """Return what does the work of a codec, whose payloads messages can hold."""
         self._exchange.check_codec(codec)
         found = self._found(codec)
-        if self._memory.on_host or found is not codec:
+        if self._memory.is_host or found is not codec:
             return found
         logging.getLogger("mpikv").warning(
             "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
@@ -377,7 +377,7 @@ class Calls:
             plan, out = self.known(flatten(key, out, "out")[0]), key
         plan = plan or self.known(key)
         if out is None:
-            self._memory.check_new()
+            self._memory.order.check_new()
             out = new_arrays(key, plan, self._memory)
         return plan, *self.filled(plan, key, out)
 
@@ -459,7 +459,7 @@ class Calls:
         except TypeError as error:
             if not is_unwritable(error):
                 raise
-        self._memory.forget()  # some were to be filled already
+        self._memory.order.cancel()  # some were to be filled already
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
         return fill(renewed.arrays), renewed
 
@@ -576,15 +576,15 @@ class Calls:
     def _wanted(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> tuple[Sequence[Wanted], Array]:
         """Return what :meth:`_pull_rows` is given, for which a GPU may have too little memory. Local."""
         every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
-        if self._memory.on_host:
+        if self._memory.is_host:
             return every, _NO_SPARE
         return every, self._memory.empty((spare_of(plan.entries, every),), _NO_SPARE.dtype)
 
     def _pull_rows(self, plan: Plan, every: Sequence[Wanted], spare: Array) -> None:
-        if self._memory.on_host:
+        if self._memory.is_host:
             self._fill_rows(plan, every)
             return
-        with self._memory.tables.over(spare):
+        with self._memory.workspace.over(spare):
             self._fill_rows(plan, every)
 
     def _fill_rows(self, plan: Plan, every: Sequence[Wanted]) -> None:

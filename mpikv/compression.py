@@ -218,7 +218,7 @@ class RangeCompression:
         zeros = private(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
-        if not self._memory.on_host:
+        if not self._memory.is_host:
             # The first exchange may take memory, too, and makes the ways: here nothing is lost if it fails.
             transport.all_to_all(transport.outboxes[transport.turn][:_HEADER], None)
 
@@ -229,7 +229,7 @@ class RangeCompression:
             plan.memo["messages"] = messages
         # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
         told = None
-        if not self._memory.on_host:
+        if not self._memory.is_host:
             told = gather(self._transport.control, np.array([len(layers)])).reshape(-1).tolist()
         return lambda bucket: self._sum(plan, bucket, messages[bucket], layers, told)
 
@@ -272,7 +272,7 @@ class RangeCompression:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
             usual = array.dtype == np.float32 and array.flags.c_contiguous
-            if usual and (not self._memory.on_host or array.flags.aligned):
+            if usual and (not self._memory.is_host or array.flags.aligned):
                 return array[piece.begin : piece.end]
         gradient = self._gradient[: bucket.value.size]
         self._memory.copy(
@@ -284,7 +284,7 @@ class RangeCompression:
     def _write(self, message: _Message, gradient: Array | None, residual: Array | None, said: int) -> None:
         """Pack what the gradient has of a message into the outbox."""
         send = self._transport.outboxes[self._transport.turn]
-        for at in message.headers if self._memory.on_host else ():
+        for at in message.headers if self._memory.is_host else ():
             send[at] = said
         if gradient is None:
             return

@@ -26,8 +26,7 @@ from .store import KVStore, let_gpus_queue
 from .storeless import AllReduce
 from .tracebacks import hiding_frames
 from .tracing import Tracer, find_tracer
-from .transports import open_transport
-from .transports.device import open_device_transport
+from .transports import open_gpu_transport, open_transport
 from .typing import GpuKernels, Transport
 
 __all__ = ["check_name", "create"]
@@ -342,7 +341,7 @@ def _open_transport(
     from .cuda.kernels import CudaKernels
 
     nccl = find_nccl() if group.size > 1 else None
-    return open_device_transport(group, settings, device, nccl, board.warn), CudaKernels()
+    return open_gpu_transport(group, settings, device, nccl, board.warn), CudaKernels()
 
 
 # --- What a store is made of

@@ -84,7 +84,7 @@ class Exchange:
         self.transport, self._root, self._wanted = transport, root, placement
         self._in_pairs, self._add = deterministic, add_in_pairs if deterministic else add
         self._add_received: Add = self._add
-        if deterministic and not transport.memory.on_host:
+        if deterministic and not transport.memory.is_host:
             self._add_received = partial(_add_over, transport.rank)
         self.summed = transport.size
         """Over how many ranks the sums go that are given to the updater; 0: it is given each rank's own."""
@@ -163,7 +163,7 @@ class Exchange:
         plan.prepare()
         wanted = self._whole and not self.updater.fallible and "owned" not in plan.memo
         if wanted and self._whole_kernels is not None:
-            self._memory.in_order(self._bound, self._whole_kernels, plan)
+            self._memory.order.run(self._bound, self._whole_kernels, plan)
 
     def forget_recorded(self) -> None:
         """Have those that keep what was made of plans let go of it. Local."""
@@ -247,7 +247,7 @@ class Exchange:
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
-        if not self._memory.on_host:
+        if not self._memory.is_host:
             return  # the store's stream does that, in the order of the calls
         # What is compressed changes residuals, for which it is too early; what stays where it lies is not prepared.
         if plan.buckets and self.compression is None and not plan.buckets[0].direct:
@@ -261,9 +261,9 @@ class Exchange:
         A codec of ranges packs each array by itself.
         """
         by_array = self.compression is not None and self.compression.codec.elementwise
-        if self._memory.on_host or by_array or all(len(group) == 1 for group in sources):
+        if self._memory.is_host or by_array or all(len(group) == 1 for group in sources):
             return sources
-        added: Arrays = self._memory.in_order(run_quietly, self._sums_of_lists, plan, sources)
+        added: Arrays = self._memory.order.run(run_quietly, self._sums_of_lists, plan, sources)
         return added
 
     def _sums_of_lists(self, plan: Plan, sources: Arrays) -> Arrays:
@@ -276,9 +276,9 @@ class Exchange:
         """Return ``confirm``, which brings residuals back to what they are now where it raises. Local."""
         if self.compression is None or confirm is None:
             return confirm
-        if self._memory.on_host:
+        if self._memory.is_host:
             return restoring(plan, confirm)
-        kept: Confirm = self._memory.in_order(restoring, plan, confirm)
+        kept: Confirm = self._memory.order.run(restoring, plan, confirm)
         return kept
 
     def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
@@ -363,7 +363,7 @@ class Exchange:
             return
         # Whether copies may be early is this rank's affair; the order of the exchanges is not.
         groups = _groups(sources), _groups(targets)
-        early = self._memory.on_host and disjoint(*groups)
+        early = self._memory.is_host and disjoint(*groups)
         flat = _flat_copies(plan, groups[1]) if early else ()
         self._reduce(plan, sources, steps, flat)
         self._count(plan)
@@ -425,7 +425,7 @@ class Exchange:
 
     def _copy(self, pairs: Iterable[tuple[Array, Array]]) -> None:
         """Copy to the first of each pair from the second; on a GPU by as few launches as can be."""
-        if self._memory.on_host:
+        if self._memory.is_host:
             for target, source in pairs:
                 np.copyto(target, source, casting="unsafe")
             return
@@ -439,7 +439,7 @@ class Exchange:
         (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
         if array is None or others or array.dtype != bucket.dtype:
             return None
-        if self._memory.on_host:
+        if self._memory.is_host:
             # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
             apart = array.base is None or not np.may_share_memory(array, bucket.value)
             fits = apart and array.flags.c_contiguous and array.flags.aligned
@@ -516,7 +516,7 @@ class Exchange:
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
-        if self._memory.on_host or self.updater.fallible:
+        if self._memory.is_host or self.updater.fallible:
             self.updater.update(step, total, value, state)
         else:
             self._kernels.bind(self.updater, total, value, state)(step)
@@ -575,14 +575,14 @@ class Exchange:
         """Return an array that is to be filled with a value: its view for one over the memory of that value, where
         there is nothing to fill. Local.
         """
-        if self._memory.on_host and _is_same(out, entry.value):
+        if self._memory.is_host and _is_same(out, entry.value):
             return entry.view
         self.check_own(out)
         return out
 
     def check_own(self, out: Array) -> None:
         """Raise TypeError if what is to be filled lies in the memory of values, one of which would be lost. Local."""
-        if self._memory.on_host and self.is_view(out):
+        if self._memory.is_host and self.is_view(out):
             raise TypeError(
                 "what is to be filled lies in the memory of the store's values, one of which would be lost; pass "
                 "an out= that has memory of its own"
@@ -592,9 +592,9 @@ class Exchange:
         """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
         which there may be too little memory. Local.
         """
-        if self._memory.on_host or self.transport.rank != self._root or not any(map(self._arena.holds, arrays)):
+        if self._memory.is_host or self.transport.rank != self._root or not any(map(self._arena.holds, arrays)):
             return arrays
-        kept: Sequence[Array] = self._memory.in_order(lambda given: list(map(self.apart, given)), arrays)
+        kept: Sequence[Array] = self._memory.order.run(lambda given: list(map(self.apart, given)), arrays)
         return kept
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
@@ -650,7 +650,7 @@ class Exchange:
     def _brought(self, plan: Plan) -> Arrays:
         """Return this rank's buffers as what a caller would bring."""
         buffers = self.buffers(plan)
-        return buffers if self._memory.on_host else [(buffer.reshape(-1),) for buffer in buffers]
+        return buffers if self._memory.is_host else [(buffer.reshape(-1),) for buffer in buffers]
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
@@ -667,7 +667,7 @@ class Exchange:
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         """Store the root's arrays, so that every rank can read them; of a GPU such as :meth:`set_apart` returns."""
-        apart = [self.apart(array) for array in arrays] if self._memory.on_host else arrays
+        apart = [self.apart(array) for array in arrays] if self._memory.is_host else arrays
         for key, array in zip(keys, apart, strict=True):
             entry = self.table[key]
             if self.transport.rank == self._root:

@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from .arrays import accumulator
 from .config import launch_of
-from .cuda import norms
+from .cuda import copies, norms
+from .cuda import rows as cuda_rows
 from .errors import TransportError, TransportUnavailable, Unsupported, a_kind, brief
 from .sharing import share_gpus
 from .typing import Array, Event, Graph, Kernels, Stream
@@ -233,18 +234,33 @@ def _translated(method: Method) -> Method:
                     raise self._lacking(error) from error
                 raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
 
-    # CuPy has no types to check: what it returns is Any here, and in the methods below.
-    return translated  # type: ignore[return-value]
+    return cast(Method, translated)
+
+
+def _failing(text: str) -> Callable[[Method], Method]:
+    """Make the GPU of a method's object the present one, and let what CUDA raises leave as TransportError: this text,
+    with the name of the GPU, and why.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def translated(self: Any, *arguments: Any) -> Any:
+            gpu = self.gpu
+            with gpu.cuda.Device(gpu.ordinal):
+                try:
+                    return method(self, *arguments)
+                except gpu.cuda.runtime.CUDARuntimeError as error:
+                    raise TransportError(f"{text.format(gpu.name)}: {error}") from error
+
+        return cast(Method, translated)
+
+    return decorate
 
 
 class CupyGpu:
     """The :class:`~mpikv.typing.Gpu` of CuPy. Threads that copy to the host or from it do so one after the other."""
 
     def __init__(self, cupy: Any, ordinal: int) -> None:
-        from .cuda import rows
-        from .cuda.copies import copy, exceeding
-
-        self._copy, self._exceeding, self._rows = copy, exceeding, rows
         self.cupy = cupy
         self.cuda = cupy.cuda
         self.ordinal = ordinal
@@ -319,7 +335,7 @@ class CupyGpu:
         self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
         if out is None or out is whole:
             return whole  # type: ignore[no-any-return]
-        self._copy((out,), (whole,))
+        copies.copy((out,), (whole,))
         return out  # type: ignore[no-any-return]
 
     @_translated
@@ -364,7 +380,7 @@ class CupyGpu:
         whole = [self.cupy.ascontiguousarray(array) for array in arrays]
         norms.scale(whole, factor)
         apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
-        self._copy([array for array, _ in apart], [copied for _, copied in apart])
+        copies.copy([array for array, _ in apart], [copied for _, copied in apart])
 
     def kernels(self) -> Kernels:
         from .cuda.kernels import CudaKernels
@@ -376,7 +392,7 @@ class CupyGpu:
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         with self.present():
-            self._copy(targets, sources)
+            copies.copy(targets, sources)
 
     @_translated
     def mark(self) -> CupyMark:
@@ -386,7 +402,7 @@ class CupyGpu:
     @_translated
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
         flags.fill(0)
-        self._exceeding(arrays, flags, bound)
+        copies.exceeding(arrays, flags, bound)
         found = np.empty(len(arrays), np.bool_)
         self._stage().download(self.address(flags), found.view(np.uint8))
         flagged: list[bool] = found.tolist()
@@ -398,39 +414,25 @@ class CupyGpu:
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         with self.present():
-            self._rows.prepare(dtype, accumulator(dtype))
+            cuda_rows.prepare(dtype, accumulator(dtype))
 
     @_translated
-    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        there, ends = self.upload(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
-        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
-
-    @_translated
-    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
-        if out is None:
-            out = self.empty((ids.size, *table.shape[1:]), table.dtype)
-        self._rows.take(table, self._uploaded(ids), out)
-        return out
+    def take_rows(self, table: Array, ids: Array, out: Array) -> None:
+        cuda_rows.take(table, ids, out)
 
     @_translated
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        if rows is not None and rows.dtype != table.dtype:
-            given, rows = rows, self.empty(rows.shape, table.dtype)
-            self.copy((rows,), (given,))
-        self._rows.put(table, self._uploaded(ids), rows)
+        cuda_rows.put(table, ids, rows)
 
     @_translated
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        self._rows.add(table, self._uploaded(ids), rows)
-
-    def _uploaded(self, ids: Array) -> Array:
-        return ids if self.owns(ids) else self.upload(ids)
+        cuda_rows.add(table, ids, rows)
 
     @_translated
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
         total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
         numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
-        self._rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
+        cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
         return total
 
 
@@ -460,42 +462,26 @@ class CupyStream:
 
     # CUDA knows the default stream, and makes an event, of the present GPU only.
 
+    @_failing("nothing can be queued on {0}")
     def record(self) -> Event:
-        with self.gpu.present():
-            try:
-                return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
-            except self.gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"nothing can be queued on {self.gpu.name}: {error}") from error
+        return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
 
+    @_failing("nothing can be queued on {0}")
     def wait(self, event: Any) -> None:
-        with self.gpu.present():
-            try:
-                self.beneath.wait_event(event.beneath)
-            except self.gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"nothing can be queued on {self.gpu.name}: {error}") from error
+        self.beneath.wait_event(event.beneath)
 
+    @_failing("what was queued on {0} failed")
     def synchronize(self) -> None:
-        with self.gpu.present():
-            try:
-                self.beneath.synchronize()
-            except self.gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"what was queued on {self.gpu.name} failed: {error}") from error
+        self.beneath.synchronize()
 
+    @_failing("work of {0} cannot be recorded")
     def begin_capture(self) -> None:
         # Relaxed: other threads, as the watchdog's, may ask for their events meanwhile.
-        mode = self.gpu.cuda.runtime.streamCaptureModeRelaxed
-        with self.gpu.present():
-            try:
-                self.beneath.begin_capture(mode)
-            except self.gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"work of {self.gpu.name} cannot be recorded: {error}") from error
+        self.beneath.begin_capture(self.gpu.cuda.runtime.streamCaptureModeRelaxed)
 
+    @_failing("work of {0} could not be recorded")
     def end_capture(self) -> Graph:
-        with self.gpu.present():
-            try:
-                return CupyGraph(self.gpu, self.beneath.end_capture())
-            except self.gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"work of {self.gpu.name} could not be recorded: {error}") from error
+        return CupyGraph(self.gpu, self.beneath.end_capture())
 
     def __enter__(self) -> CupyStream:
         # Few are entered of those that are made for each call.
@@ -523,18 +509,14 @@ class CupyGraph:
     """The :class:`~mpikv.typing.Graph` of CuPy, which destroys CUDA's when nothing refers to its own any more."""
 
     def __init__(self, gpu: CupyGpu, graph: Any) -> None:
-        self._gpu = gpu
+        self.gpu = gpu
         self._graph = graph
 
+    @_failing("CUDA failed on {0}, in a graph")
     def launch(self) -> None:
-        graph = self._graph
-        if graph is None:
-            raise TransportError(f"what was recorded on {self._gpu.name} was given up")
-        with self._gpu.present():
-            try:
-                graph.launch()
-            except self._gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"CUDA failed on {self._gpu.name}, in a graph: {error}") from error
+        if (graph := self._graph) is None:  # another thread gives it up
+            raise TransportError(f"what was recorded on {self.gpu.name} was given up")
+        graph.launch()
 
     def close(self) -> None:
         self._graph = None
@@ -561,21 +543,17 @@ class CupyMark:
     """A point in the work of a stream, and when the GPU came there."""
 
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
-        self.beneath = beneath
-        self._gpu = gpu
+        self.gpu, self.beneath = gpu, beneath
 
+    @_failing("what was queued on {0} failed")
     def seconds_to(self, later: CupyMark) -> float:
         """Wait until the GPU has come to a later mark, and return the seconds between them.
 
         Raises:
             TransportError: what was queued has failed.
         """
-        with self._gpu.present():
-            try:
-                later.beneath.synchronize()
-                return float(self._gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
-            except self._gpu.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"what was queued on {self._gpu.name} failed: {error}") from error
+        later.beneath.synchronize()
+        return float(self.gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
 
 
 class Staging:

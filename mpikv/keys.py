@@ -44,7 +44,10 @@ class Entry:
     @cached_property
     def view(self) -> Array:
         """The same memory, read-only where arrays can be."""
-        return self.place.block.memory.view(self.value)
+        view: Array = self.value.view()
+        if self.place.block.memory.is_host:
+            view.flags.writeable = False
+        return view
 
     @property
     def updated(self) -> Array:

@@ -5,52 +5,39 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from . import arrays
 from .errors import Unsupported
+from .stream_order import HostOrder
 from .typing import Array, Gpu, Transport
 from .work import makes_calls
 
 __all__ = ["HOST", "HostMemory", "private"]
 
 
-_OPEN = nullcontext()
-
-
-class _StandIn(NamedTuple):
-    """What a call fills, and the array of a GPU to which it is copied then."""
-
-    array: Array
-    gpu: Gpu
-    out: Array
-    whole: Array | None
-    """Memory there, where the array has gaps, into which nothing is copied from the host at once."""
-
-
 class HostMemory:
     """numpy arrays; all that is done to them is done when a call returns. A :class:`~mpikv.typing.Memory`, and its
-    :class:`~mpikv.typing.StoreTables`.
+    :class:`~mpikv.typing.Workspace`.
 
     An array of a GPU is copied here while its call is prepared, on the caller's present stream, which is waited for.
     One that is to be filled is given what stands for it here, when the call is done, on the same stream.
     """
 
-    on_host = True
-    failed = False
+    is_host = True
 
     def __init__(self, find: Callable[[Any], Gpu] | None = None) -> None:
         """``find`` returns the GPU of another library's array that lies on one; without it such arrays are refused."""
         self._find = find
-        self._stand_ins: list[_StandIn] = []
         self._said = False
-        self.orders = False
+        self.order = HostOrder()
 
     @property
-    def tables(self) -> HostMemory:
+    def workspace(self) -> HostMemory:
         return self
 
     def zeros(self, nbytes: int) -> Array:
@@ -58,9 +45,6 @@ class HostMemory:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.empty(shape, dtype)
-
-    def check_new(self) -> None:
-        pass
 
     # What is of the host passes without being looked at here: training calls these thousands of times.
 
@@ -89,17 +73,12 @@ class HostMemory:
                 raise
             return self._stand_in(out)
 
-    def view(self, array: Array) -> Array:
-        view: Array = array.view()
-        view.flags.writeable = False
-        return view
-
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target[...] = source  # which begins in half the time that copyto takes
 
     def over(self, memory: Array) -> AbstractContextManager[None]:
-        return _OPEN
+        return nullcontext()
 
     def clear(self, array: Array) -> None:
         array.fill(0)
@@ -135,45 +114,6 @@ class HostMemory:
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
         return [array.size > 0 and not _largest(array) <= bound for array in every]
 
-    def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            result = run(*arguments)
-            for array, gpu, out, whole in self._stand_ins:
-                gpu.upload(array, out if whole is None else whole)
-                if whole is not None:
-                    gpu.copy((out,), (whole,))
-            return result
-        finally:
-            self.forget()
-
-    def forget(self) -> None:
-        self._stand_ins.clear()
-        self.orders = False
-
-    def aside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def check_order(self) -> None:
-        pass
-
-    def issue(self) -> None:
-        return None
-
-    def rejoin(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-    def abandon(self, why: str) -> None:
-        pass
-
     # --- Arrays of GPUs
 
     def _fetched(self, value: Any) -> Array:
@@ -187,9 +127,8 @@ class HostMemory:
         gpu, there = self._found(out)
         arrays.check_apart(there)
         array = np.empty(there.shape, there.dtype)
-        whole = None if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
-        self._stand_ins.append(_StandIn(array, gpu, there, whole))
-        self.orders = True
+        whole = there if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
+        self.order.add(partial(_fill, gpu, there, whole, array))
         return array
 
     def _found(self, value: Any) -> tuple[Gpu, Array]:
@@ -220,10 +159,17 @@ def private(transport: Transport) -> Callable[[int], Array]:
     """Return what makes zeroed memory for each rank alone. On GPUs it is collective, and raises MemoryError on every
     rank if one has too little; the host gives pages when they are written, so that it does not lack memory here.
     """
-    if not transport.memory.on_host:
+    if not transport.memory.is_host:
         return transport.allocate
     # A huge page would hold a piece of every rank's shard.
     return transport.memory.zeros if transport.size == 1 else arrays.zeros
+
+
+def _fill(gpu: Gpu, out: Array, whole: Array, array: Array) -> None:
+    """Copy an array of the host to one of a GPU: by contiguous memory there, as nothing is copied into gaps at once."""
+    gpu.upload(array, whole)
+    if whole is not out:
+        gpu.copy((out,), (whole,))
 
 
 def _largest(array: Array) -> float:

@@ -38,7 +38,7 @@ class Passing:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._transport, self._tables = transport, transport.memory.tables
+        self._transport, self._tables = transport, transport.memory.workspace
         self._rooms: dict[Hashable, Array] = {}
         self.sent = 0
         """How many bytes this rank has sent to others so far, padding included. A transport may carry what goes to all

@@ -289,7 +289,7 @@ def build(
         rows=_rows([entry.index for entry in entries]),
         digest=digest("\n".join(texts)),
         label=label(keys),
-        on_host=transport.memory.on_host,
+        on_host=transport.memory.is_host,
         memo={},
         _cutter=_Cutter(entries, placement, transport, updater, kernels, scratch, adding),
     )
@@ -371,7 +371,7 @@ class _Cutter:
         self._updater, self._kernels, self._scratch = updater, kernels, scratch
         self._adding = adding and not self.whole
         # Those that update keys together though their steps differ.
-        together = not (self.whole or updater.assigns or transport.memory.on_host)
+        together = not (self.whole or updater.assigns or transport.memory.is_host)
         self._gpu_kernels: Any = kernels if together and isinstance(kernels, GpuKernels) else None
 
     def total_of(self, entry: Entry) -> Array | None:
@@ -442,7 +442,7 @@ class _Cutter:
         """Yield what this rank owns of the ranges, which are in elements of the bucket."""
         again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
         # On a GPU there is no cache to stay in, and each part is a launch.
-        most = BLOCK if block.memory.on_host else block.values.size
+        most = BLOCK if block.memory.is_host else block.values.size
         for item, begin, end in ranges:
             last = min(end, share.high) - share.low
             for low in range(max(begin, share.low) - share.low, last, most):

@@ -56,7 +56,7 @@ class Publication:
 
     def __init__(self, cast: Cast, transport: Transport) -> None:
         """Collective: it takes memory that neighbours share."""
-        self._cast, self._transport, self._on_host = cast, transport, transport.memory.on_host
+        self._cast, self._transport, self._on_host = cast, transport, transport.memory.is_host
         elements = transport.limit // 4
         self._memory = transport.allocate(cast.nbytes(elements) + 2 * _ALIGNMENT * transport.size)
         self._change = private(transport)(4 * elements).view(np.float32)

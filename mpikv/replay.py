@@ -197,7 +197,7 @@ class Compiled:
         graph, lack = None, ""
         with self._exchange.uncounted(known.plan):
             try:
-                graph = memory.record(self._queue, known)
+                graph = memory.order.record(self._queue, known)
             except RuntimeError as error:  # of CUDA, in whatever words
                 lack = str(error)
         known = self._known = replace(known, graph=graph, lack=self._lack_anywhere(lack))
@@ -211,7 +211,7 @@ class Compiled:
     def _launch(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
         assert known.graph is not None
         self._write(known, steps)
-        memory.replay(known.graph, f"pushpull({known.plan.label})")
+        memory.order.replay(known.graph, f"pushpull({known.plan.label})")
         self._exchange.pushed_again(known.plan)
         return known.result
 

@@ -14,8 +14,8 @@ from .arrays import accumulator, castable, is_array, run_quietly
 from .errors import Unsupported, ValueMismatch, a_kind
 from .keys import Entry, parse
 from .rowsparse import RowSparse, cast_rows, merged_rows, row_ids
-from .spare import ALIGNMENT
 from .typing import Array, Key, Memory
+from .workspace import ALIGNMENT
 
 __all__ = [
     "Asked",
@@ -136,7 +136,7 @@ def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
     """Return what is to be pulled of a value, with the memory for it. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
-    if memory.on_host:
+    if memory.is_host:
         return Wanted(ids, rows, asked, (_NOTHING_MADE,) * len(asked))
     return Wanted(ids, rows, asked, [_made(entry, ids, each, memory) for each in asked])
 
@@ -171,13 +171,13 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
             some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
         if isinstance(each.out, RowSparse):
             each.out.replace(each.ids.copy(), _like(each.out, some, memory, made.cast))
-        elif memory.on_host:
+        elif memory.is_host:
             each.out[...] = 0
             each.out[each.ids] = some
         else:
-            whole = memory.tables.empty(entry.shape, entry.dtype)
+            whole = memory.workspace.empty(entry.shape, entry.dtype)
             whole.fill(0)
-            memory.tables.put_rows(whole, each.ids, some)
+            memory.workspace.put_rows(whole, each.ids, some)
             memory.copy((each.out,), (whole,))
 
 
@@ -233,7 +233,7 @@ def _empty(entry: Entry) -> RowSparse:
 
 def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
     """Return rows whose values lie in this memory: these, if theirs do."""
-    if memory.on_host and rows.on_host:
+    if memory.is_host and rows.on_host:
         return rows
     values = memory.source(rows.values)
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
@@ -242,7 +242,7 @@ def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
 def _taken(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
     """Return rows for a caller to keep."""
     made = memory.empty((ids.size, *table.shape[1:]), table.dtype) if made is None else made
-    return memory.tables.take_rows(table, ids, made)
+    return memory.workspace.take_rows(table, ids, made)
 
 
 def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
@@ -273,15 +273,15 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     (only, *others) = (_in_memory(each, memory) for each in group)
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
-        tables, wide = memory.tables, accumulator(entry.dtype)
+        tables, wide = memory.workspace, accumulator(entry.dtype)
         ids, rows = run_quietly(merged_rows, terms, wide, in_pairs, tables.empty, tables)
     else:
         ids, rows = only.indices, apart(only.values)
         # What is given may be out as well, and have other rows before a GPU has read these.
-        if memory.on_host and rows is only.values and rows.dtype == entry.dtype:
+        if memory.is_host and rows is only.values and rows.dtype == entry.dtype:
             return only
     summed = _empty(entry)
-    summed.replace(ids, run_quietly(cast_rows, memory.tables, rows, entry.dtype))
+    summed.replace(ids, run_quietly(cast_rows, memory.workspace, rows, entry.dtype))
     return summed
 
 
@@ -302,7 +302,7 @@ def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], s
         )
     memory = entry.place.block.memory
     if what == "out" and not rows.on_host:
-        if memory.on_host:
+        if memory.is_host:
             raise Unsupported(
                 f"out of key {entry.key!r} has its rows on a GPU and the store its values on the host; pull to a "
                 "RowSparse of the host"

@@ -150,7 +150,7 @@ RowMessages: TypeAlias = "Together | Apart"
 
 def row_messages(transport: Transport) -> RowMessages:
     """Return what passes on rows that lie in the memory of a transport. Local."""
-    return Together(transport) if transport.memory.on_host else Apart(transport)
+    return Together(transport) if transport.memory.is_host else Apart(transport)
 
 
 # --- Rows as bytes

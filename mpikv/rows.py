@@ -21,9 +21,9 @@ from .keys import Entry
 from .plan import Plan
 from .rowmessages import Kind, Selected, row_messages
 from .rowsparse import RowSparse, cast_rows, merged_rows
-from .spare import ALIGNMENT
-from .typing import Array, Key, Placement, Tables
+from .typing import Array, Key, Placement, Workspace
 from .updaters import CallableUpdater
+from .workspace import ALIGNMENT
 
 __all__ = ["Rows", "check_updater"]
 
@@ -55,10 +55,10 @@ class Rows:
         """Local."""
         self._exchange, self._root = exchange, root
         self._transport, self._memory = exchange.transport, exchange.transport.memory
-        self._tables = self._memory.tables
+        self._tables = self._memory.workspace
         self._messages = row_messages(exchange.transport)
         # A push on a GPU has memory of its own, which is taken where all ranks learn whether there was any.
-        self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.on_host else 0)
+        self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.is_host else 0)
 
     @property
     def sent(self) -> int:
@@ -67,7 +67,7 @@ class Rows:
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
         """Compile what moves rows of values of these dtypes, unless it is there. Local."""
-        if not self._memory.on_host:
+        if not self._memory.is_host:
             for dtype in dict.fromkeys(dtypes):
                 self._tables.prepare_rows(dtype)
 
@@ -117,7 +117,7 @@ class Rows:
         Raises:
             MemoryError: on every rank, if one has too little.
         """
-        if not self._memory.on_host:
+        if not self._memory.is_host:
             # Each rank as much as it needs: what lies there is nobody else's.
             held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
 
@@ -143,7 +143,7 @@ class Rows:
             terms = self._exchanged(entries, given, held)
         else:
             terms = [given]
-            if not self._memory.on_host:
+            if not self._memory.is_host:
                 self._reserve(self._needed(entries, [ids for ids, _ in given], (), ()), held)
         return [
             merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
@@ -222,7 +222,7 @@ class Rows:
         sent = mine if self._transport.rank == self._root else []
         numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
         received = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), ready)
-        if sent or not self._memory.on_host:
+        if sent or not self._memory.is_host:
             return sent or received[self._root]
         # What was received may be overwritten while keys are given their memory.
         return [(ids.copy(), values.copy()) for ids, values in received[self._root]]
@@ -346,7 +346,7 @@ class Rows:
 class _Kept:
     """Memory that is handed out again from the start of each push on."""
 
-    def __init__(self, tables: Tables, most: int) -> None:
+    def __init__(self, tables: Workspace, most: int) -> None:
         """``most`` is how many bytes may be kept."""
         self._tables, self._most = tables, most
         self._memory = tables.empty((0,), _BYTES)
@@ -369,7 +369,7 @@ class _Kept:
         return memory
 
 
-def _taken(tables: Tables, table: Array, ids: Array, kept: _Kept) -> Array:
+def _taken(tables: Workspace, table: Array, ids: Array, kept: _Kept) -> Array:
     """Return some rows of a table, in memory of their own."""
     return tables.take_rows(table, ids, kept((ids.size, table.shape[1]), table.dtype))
 

@@ -13,7 +13,8 @@ from .arrays import is_array, source
 from .device import found, read
 from .errors import ValueMismatch, a_kind
 from .memory import HOST
-from .typing import Array, Tables
+from .typing import Array, Workspace
+from .workspace import GpuWorkspace
 
 __all__ = ["Presence", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
 
@@ -62,7 +63,7 @@ class RowSparse:
         ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
         _check_dimensions(indices)
         rows, gpu = found(values)
-        self._tables: Tables = HOST if gpu is None else gpu
+        self._tables: Workspace = HOST if gpu is None else GpuWorkspace(gpu)
         if rows.shape != (ids.size, *self.shape[1:]):
             raise ValueMismatch(
                 f"values of {ids.size} rows of an array of shape {self.shape} have the shape "
@@ -248,7 +249,7 @@ def _check_dimensions(numbers: Any) -> None:
         raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
 
 
-def _summed(tables: Tables, ids: Array, rows: Array) -> tuple[Array, Array]:
+def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
     """Return the numbers in order, each once, and the sum of the rows of each."""
     if ids.size < 2 or (ids[1:] > ids[:-1]).all():
         return ids, rows
@@ -260,7 +261,7 @@ def _summed(tables: Tables, ids: Array, rows: Array) -> tuple[Array, Array]:
     return ids[starts], tables.sum_runs(rows, order, starts)
 
 
-def cast_rows(tables: Tables, rows: Array, dtype: np.dtype[Any]) -> Array:
+def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
     """Return rows in another dtype: these, if it is theirs."""
     if rows.dtype == dtype:
         return rows
@@ -274,7 +275,7 @@ def merged_rows(
     dtype: np.dtype[Any],
     in_pairs: bool = False,
     empty: Callable[[Any, Any], Array] = np.empty,
-    tables: Tables = HOST,
+    tables: Workspace = HOST,
 ) -> tuple[Array, Array]:
     """Return the sum of several arrays' rows, each given by the rising numbers of the rows and the rows: its numbers,
     and the rows, in memory of ``dtype`` that ``empty`` has given. The rows are arrays of ``tables``.

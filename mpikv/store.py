@@ -42,7 +42,7 @@ from .rows import Rows
 from .runtime import owned
 from .scope import Scope
 from .tracebacks import hidden_from_pytest, hide_frames, hiding_frames
-from .typing import Array, GpuKernels, Issue, Key, Transport, Updater
+from .typing import Array, GpuKernels, Key, Transport, Updater
 from .updaters import Assign, CallableUpdater
 from .work import Pending, Work, makes_calls, urgency
 
@@ -123,13 +123,13 @@ class KVStore(KVStoreBase):
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root)
         self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
-        aside = board.aside if transport.memory.on_host else self._aside
-        self._pending = Pending(self._least, aside, lambda: bool(self._running))
+        self._pending = Pending(self._least, self._on_worker, lambda: bool(self._running))
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         open_stores().append(self)
         self._running = ""
+        self._order = transport.memory.order
         # Whether calls are made in the order of streams.
-        self._in_order = transport.memory.orders
+        self._in_order = self._order.needed
         self._in_join = False
         self._compiled = 0
         # Calls that are made within others cannot share a context.
@@ -227,7 +227,7 @@ class KVStore(KVStoreBase):
         """
         if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
-        known = _CAPABILITIES if self._transport.memory.on_host else _CAPABILITIES_OF_GPUS
+        known = _CAPABILITIES if self._transport.memory.is_host else _CAPABILITIES_OF_GPUS
         return known[capability.lower()]
 
     def statistics(self) -> dict[str, Any]:
@@ -572,7 +572,7 @@ class KVStore(KVStoreBase):
         """
         self._check_open("view")
         self._pending.drain()
-        self._transport.memory.rejoin()
+        self._order.rejoin()
         self._check_open("view")  # a pending call may have ended it
         plan = self._calls.known(key)
         return in_form(key, plan, plan.views)
@@ -1042,7 +1042,7 @@ class KVStore(KVStoreBase):
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         self._pending.drain()
-        self._transport.memory.rejoin()
+        self._order.rejoin()
         self._in_join = True
         try:
             yield
@@ -1098,7 +1098,7 @@ class KVStore(KVStoreBase):
         """
         if self._leave(why):
             lost_stores().append(self)
-            self._transport.memory.abandon(why if tell else "")
+            self._order.abandon(why if tell else "")
 
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""
@@ -1146,7 +1146,7 @@ class KVStore(KVStoreBase):
                 self._agreement.refuse(Call(verb, 0, _shown(arguments)), unseen)
             try:
                 if self._in_order:
-                    self._transport.memory.check_order()
+                    self._order.begin()
                 call, work = prepare(*arguments)
             except BaseException as error:
                 if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
@@ -1160,7 +1160,7 @@ class KVStore(KVStoreBase):
                 raise
         except BaseException as error:
             self._exchange.staged = None
-            self._transport.memory.forget()
+            self._order.cancel()
             self._end_unless_settled(verb, error)
             hide_frames(error)
             raise
@@ -1217,23 +1217,19 @@ class KVStore(KVStoreBase):
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         text = partial(_called, verb, arguments[:1])
         keys = None if self._exchange.pause is None else _keys_of(arguments[0])
-        self._check_order(verb)
-        work, rejoin = partial(self._collective, verb, prepare, *arguments), None
-        if (issue := self._transport.memory.issue()) is not None:
-            let_gpus_queue(self)
-            work = partial(issue.make, partial(self._collective, verb, partial(_started, issue, prepare), *arguments))
-            rejoin = issue.rejoin
-        return self._pending.add(urgency(arguments[-1]), text, work, keys, rejoin)
-
-    def _check_order(self, verb: str) -> None:
         try:
-            self._transport.memory.check_order()
+            issue = self._order.issue()
         except Unsupported as error:
             self.refuse(error, verb)
+        work = partial(self._collective, verb, prepare, *arguments)
+        if issue is None:
+            return self._pending.add(urgency(arguments[-1]), text, work, keys)
+        let_gpus_queue(self)
+        return self._pending.add(urgency(arguments[-1]), text, partial(issue.run, work), keys, issue.rejoin)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        with self._board.aside(), self._transport.memory.aside():
+    def _on_worker(self) -> Iterator[None]:
+        with self._board.aside(), self._order.on_worker():
             yield
 
     def _pause(self) -> None:
@@ -1256,12 +1252,11 @@ class KVStore(KVStoreBase):
     def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
         """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
         quietly = run_quietly if self._exchange.updater.fallible else self._quiet
-        memory = self._transport.memory
-        if not memory.orders:
+        if not self._order.needed:
             return quietly(run, *arguments)
-        if not memory.on_host:
+        if self._in_order:
             let_gpus_queue(self)
-        result: Result = memory.in_order(quietly, run, *arguments)
+        result: Result = self._order.run(quietly, run, *arguments)
         return result
 
     def _check_open(self, verb: str) -> None:
@@ -1271,7 +1266,7 @@ class KVStore(KVStoreBase):
     def _end_unless_settled(self, verb: str, error: BaseException) -> None:
         """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
         if is_settled(error):
-            if self._transport.memory.failed:  # whoever has been told of it
+            if self._order.failed:  # whoever has been told of it
                 self._abandon_after(error)
             return
         if isinstance(error, Stalled):
@@ -1302,9 +1297,9 @@ class KVStore(KVStoreBase):
                         failure = error
                     self._agreement.confirm(call, failure)
                     if work:
-                        if not self._transport.memory.on_host:
+                        if self._in_order:
                             let_gpus_queue(self)
-                        self._transport.memory.in_order(work)
+                        self._order.run(work)
         except BaseException as error:
             self._end_unless_settled("join", error)
             hide_frames(error)
@@ -1351,7 +1346,6 @@ class KVStore(KVStoreBase):
     def _free(self) -> None:
         self._exchange.close()
         self._transport.close()  # it may wait, and warn by the board
-        self._transport.memory.release()
         self._board.close()
         self._group.close()
 
@@ -1371,14 +1365,8 @@ def lost_stores() -> list[KVStore]:
 def let_gpus_queue(but: KVStore | None = None) -> None:
     """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
     for store in () if makes_calls() else tuple(open_stores()):
-        if store is not but and store._pending.active and not store._transport.memory.on_host:
+        if store is not but and store._pending.active and store._in_order:
             store._pending.drain()
-
-
-def _started(issue: Issue, prepare: Callable[..., Prepared], *arguments: Any) -> Prepared:
-    """Prepare a call that another thread has issued."""
-    issue.start()
-    return prepare(*arguments)
 
 
 def _nothing() -> None:

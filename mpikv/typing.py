@@ -32,15 +32,15 @@ __all__ = [
     "Slots",
     "Span",
     "StepTable",
-    "StoreTables",
     "Stream",
+    "StreamOrder",
     "Sum",
-    "Tables",
     "Transport",
     "Updater",
     "ValueCodec",
     "Whole",
     "WholeKernels",
+    "Workspace",
 ]
 
 Array: TypeAlias = "npt.NDArray[Any]"
@@ -53,13 +53,21 @@ Slots: TypeAlias = "Mapping[str, np.dtype[Any]]"
 """The optimizer state that one element of a value needs: the name and the dtype of each state array."""
 
 
-class Tables(Protocol):
+class Workspace(Protocol):
     """Moves rows of arrays, by their numbers: the host's by numpy, a GPU's on the thread's present stream.
+
+    On a GPU it may do so in memory that was taken beforehand.
 
     All methods are local. Tables and rows are arrays of one memory, in a GPU's contiguous; rows lie along their first
     dimension, and the others are alike. Numbers are int64 and in range: arrays of the host, or what :meth:`numbers`
     has made of one.
     """
+
+    def over(self, memory: Array) -> AbstractContextManager[None]:
+        """Return a block in which new arrays are parts of this one (uint8), as far as they fit, and memory for numbers
+        is. On the host they are not, where memory is not scarce.
+        """
+        ...
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array of any content."""
@@ -107,35 +115,23 @@ class Tables(Protocol):
         ...
 
 
-class StoreTables(Tables, Protocol):
-    """What moves rows of a store's arrays."""
-
-    def over(self, memory: Array) -> AbstractContextManager[None]:
-        """Return a block in which new arrays are parts of this one (uint8), as far as they fit, and memory for numbers
-        is. On the host they are not, where memory is not scarce.
-        """
-        ...
-
-
 class Memory(Protocol):
-    """Where a store's arrays lie, and what copies them: the host's memory, or a GPU's.
+    """An allocator: where a store's arrays lie, the host's memory or a GPU's, and what copies them.
 
     All methods are local. Those that copy in a GPU's memory return before it is done; whatever comes after them on the
     store's stream finds it done.
     """
 
-    on_host: bool
-    orders: bool
-    """Whether what a call does has to be run by :meth:`in_order`."""
+    is_host: bool
 
     @property
-    def failed(self) -> bool:
-        """Whether what was queued is known to have failed, so that nothing that follows can be right."""
+    def order(self) -> StreamOrder:
+        """In what order calls and copies happen."""
         ...
 
     @property
-    def tables(self) -> StoreTables:
-        """What moves rows of its arrays. What that returns is the store's, where :meth:`in_order` runs a call."""
+    def workspace(self) -> Workspace:
+        """What moves rows of its arrays. What it returns is the store's, where :meth:`StreamOrder.run` runs a call."""
         ...
 
     def zeros(self, nbytes: int) -> Array:
@@ -144,10 +140,6 @@ class Memory(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array of any content, for a caller to keep."""
-        ...
-
-    def check_new(self) -> None:
-        """Raise Unsupported if whoever has issued the call that is prepared can be given no arrays of :meth:`empty`."""
         ...
 
     def source(self, value: Any) -> Array:
@@ -172,10 +164,6 @@ class Memory(Protocol):
         """
         ...
 
-    def view(self, array: Array) -> Array:
-        """Return the same memory for callers to read, read-only where arrays can be."""
-        ...
-
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, of the same shape, cast where the dtypes differ. One of the two may be an
         array of the host, whatever this memory is.
@@ -193,26 +181,56 @@ class Memory(Protocol):
         """
         ...
 
-    def in_order(self, run: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``run(*arguments)``, which is all that a call does to arrays, on the store's stream: after what the
-        caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
+
+class StreamOrder(Protocol):
+    """In what order the calls of a store and the work of its callers happen. On the host each is done when it returns.
+
+    All methods are local.
+    """
+
+    needed: bool
+    """Whether what a call does has to be run by :meth:`run`."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether what was queued is known to have failed, so that nothing that follows can be right."""
+        ...
+
+    def begin(self) -> None:
+        """Let what a call prepares come after what the stream had to do on which the call was issued, at that moment.
+
+        Raises:
+            Unsupported: no call can be made in the order of this thread's present stream.
+            TransportError: the GPU has failed.
         """
         ...
 
-    def forget(self) -> None:
+    def check_new(self) -> None:
+        """Raise Unsupported if whoever has issued the call that is prepared can be given no arrays of
+        :meth:`Memory.empty`.
+        """
+        ...
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``function(*arguments)``, which is all that a call does to arrays, on the store's stream: after what
+        the caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
+        """
+        ...
+
+    def cancel(self) -> None:
         """Take note that the call is not made for which arrays were prepared."""
         ...
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread makes calls that others have issued."""
-        ...
-
-    def check_order(self) -> None:
-        """Raise Unsupported if no call can be made in the order of this thread's present stream."""
-        ...
-
     def issue(self) -> Issue | None:
-        """Return a note of a call that this thread leaves to another; None where what it is given needs no order."""
+        """Return a note of a call that this thread leaves to another; None where what it is given needs no order.
+
+        Raises:
+            Unsupported: as in :meth:`begin`.
+        """
+        ...
+
+    def on_worker(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread makes calls that others have issued."""
         ...
 
     def rejoin(self) -> None:
@@ -224,11 +242,7 @@ class Memory(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait, and give up what was recorded. The memory can be used again."""
-        ...
-
-    def release(self) -> None:
-        """Give back to the GPU what nothing uses any more, when all else of a store has ended."""
+        """Wait, give up what was recorded, and give back to the GPU what nothing uses any more. More can be queued."""
         ...
 
     def abandon(self, why: str) -> None:
@@ -241,16 +255,9 @@ class Memory(Protocol):
 class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
-    def make(self, run: Callable[[], Any]) -> Any:
-        """Return ``run()``, which prepares the call and makes it, and keeps what that uses. In :meth:`Memory.aside`."""
-        ...
-
-    def start(self) -> None:
-        """Let what is done to arrays from now on come after what the stream had to do on which the call was issued, at
-        that moment. In :meth:`make`.
-
-        Raises:
-            TransportError: the GPU has failed.
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Return ``call()``, which prepares the call and makes it, and keeps what that uses. In
+        :meth:`StreamOrder.on_worker`.
         """
         ...
 
@@ -321,7 +328,7 @@ class Graph(Protocol):
         ...
 
 
-class Gpu(Tables, Protocol):
+class Gpu(Protocol):
     """One GPU as far as a store needs it: CuPy's (``mpikv/gpu.py``), or one that stands for it where there is none.
 
     Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
@@ -357,6 +364,10 @@ class Gpu(Tables, Protocol):
         Raises:
             MemoryError: the GPU has too little.
         """
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a new array of any content. Raises as :meth:`zeros`."""
         ...
 
     def release(self, stream: Stream) -> None:
@@ -418,6 +429,20 @@ class Gpu(Tables, Protocol):
         ``flags`` is memory for the results: a byte for each array (uint8). It takes no other for contiguous arrays.
         """
         ...
+
+    # Rows: as in a Workspace, whose numbers lie here.
+
+    def clear(self, array: Array) -> None: ...
+
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None: ...
+
+    def take_rows(self, table: Array, ids: Array, out: Array) -> None: ...
+
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None: ...
+
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None: ...
+
+    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array: ...
 
 
 class Transport(Protocol):

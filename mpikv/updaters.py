@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ConfigError, ValueMismatch
-from .halves import narrow
+from .float16 import narrow
 from .rowsparse import RowSparse
 from .typing import Array, Key, Slots, Updater
 

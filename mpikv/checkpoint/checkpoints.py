@@ -193,7 +193,7 @@ class Checkpoints:
 
         def on_host(array: Array) -> Array:
             """Return an array of the host to fill in place of this one, which becomes zero where it is not filled."""
-            if self._memory.on_host:
+            if self._memory.is_host:
                 return array
             copies.append((array, np.zeros(array.shape, array.dtype)))
             return copies[-1][1]

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..halves import add_widened, narrow
+from ..float16 import add_widened, narrow
 from ..typing import Array
 from .options import BLOCK, Scratch
 

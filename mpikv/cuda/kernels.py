@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from ..arrays import accumulator
 from ..errors import TransportError, Unsupported
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer, Step
@@ -92,7 +93,7 @@ class CudaKernels:
         """
         if updater.assigns:
             # The sum of half precision is float32.
-            prepare(np.dtype(np.float32) if _is_half(dtype) else dtype, dtype)
+            prepare(accumulator(dtype), dtype)
         elif isinstance(updater, Optimizer):
             updater.slots(dtype)
             if not self.has_rule(updater):
@@ -178,7 +179,7 @@ def _check_runs(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
     ran = _ran.setdefault(optimizer, set())
     if dtype in ran or type(optimizer).step is not Optimizer.step or not optimizer.elementwise:
         return  # who knows of which keys, or of which shapes
-    slots, wide = optimizer.slots(dtype), np.dtype(np.float32) if _is_half(dtype) else dtype
+    slots, wide = optimizer.slots(dtype), accumulator(dtype)
     state = {name: zeros(1, each) for name, each in slots.items()}
     try:
         copy_of(optimizer).bind(zeros(1, wide), zeros(1, dtype), state)(Step(1.0, 0.0, optimizer.correction(1)))
@@ -224,7 +225,7 @@ class _Updates:
         self._dtype, self._room = value.dtype.name, room
         self._ends = np.array(ends, np.int64)
         self._arguments = np.zeros(1, update_of(room))
-        wide = np.dtype(np.float32) if _is_half(value.dtype) else value.dtype
+        wide = accumulator(value.dtype)
         given = self._given = self._arguments[0]
         self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
         given["total"] = address_of("the sum", total, wide, value.size)
@@ -274,7 +275,3 @@ class _Updates:
 
 def _kernel_of(form: str, dtype: str, room: Room) -> Kernel:
     return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {room.name}>")
-
-
-def _is_half(dtype: np.dtype[Any]) -> bool:
-    return dtype.name in ("float16", "bfloat16")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import accumulator
 from ..optimizers.layerwise import LAMB, LARS
 from ..optimizers.optimizer import Optimizer, Step
 from ..typing import Whole
@@ -104,7 +105,7 @@ def _point(given: Any, number: int, optimizer: Optimizer, whole: Whole) -> None:
     """Write down where the arrays of a value are."""
     total, value, state = whole
     slots, size = optimizer.slots(value.dtype), value.size
-    wide = np.dtype(np.float32) if value.dtype.itemsize == 2 else value.dtype
+    wide = accumulator(value.dtype)
     given["size"][number] = size
     given["total"][number] = address_of("the sum", total, wide, size)
     given["value"][number] = address_of("the value", value, value.dtype, size)

@@ -1,6 +1,6 @@
 """ASSIGN of half precision as compiled loops: two terms are widened, added and rounded in one pass over memory.
 
-The bits are those of :mod:`mpikv.halves` (a NaN is a NaN: its sign and payload are as it happens). All is done with
+The bits are those of :mod:`mpikv.float16` (a NaN is a NaN: its sign and payload are as it happens). All is done with
 the bits of numbers, which no compiler reorders, but for the additions and one multiplication by a power of two.
 
 This module imports numba, and is imported when numba's kernels are asked for.
@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from ..compiling import inner, kept
-from ..halves import add_widened, subnormals_vanish, widen
+from ..float16 import add_widened, subnormals_vanish, widen
 from ..typing import Array
 from .optimizer import BLOCK
 
@@ -92,7 +92,7 @@ def _power_of(word: Any) -> Any:
 @inner
 def _float16_of(word: Any, significand: Any, power: Any) -> Any:
     """Return the bits of the float16 to which a float32 is rounded, of those of its magnitude added to the power. See
-    :func:`mpikv.halves.narrow`.
+    :func:`mpikv.float16.narrow`.
     """
     u = np.uint32
     magnitude = word & u(0x7FFFFFFF)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..errors import ConfigError, Unsupported
-from ..halves import narrow, widen
+from ..float16 import narrow, widen
 from ..options import count, flag, number
 from ..schedules import Schedule, beginning_with
 from ..typing import Array, Key, Slots

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,30 +18,10 @@ __all__ = ["DeviceTransportContract", "InOrder"]
 class InOrder(Wrapper):
     """Makes the calls that move data as a store does: in the order of the caller's stream."""
 
-    def ordered(self, verb: str, *arguments: Any) -> Any:
-        return self.memory.in_order(getattr(self._transport, verb), *arguments)
-
-    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
-        terms: Sequence[Array] = self.ordered("reduce", send, recv, root)
-        return terms
-
-    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        terms: Sequence[Array] = self.ordered("allreduce", send, recv)
-        return terms
-
-    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        terms: Sequence[Array] = self.ordered("reduce_scatter", send, recv, counts)
-        return terms
-
-    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        parts: Sequence[Array] = self.ordered("all_to_all", send, counts)
-        return parts
-
-    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        self.ordered("all_gather", buffer, counts)
-
-    def broadcast(self, buffer: Array, root: int) -> None:
-        self.ordered("broadcast", buffer, root)
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        for verb in self.data:
+            setattr(self, verb, partial(self.memory.order.run, getattr(transport, verb)))
 
 
 class DeviceTransportContract(TransportContract):

@@ -365,33 +365,22 @@ class FakeGpu:
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
 
-    def numbers(self, every: Sequence[Array]) -> list[FakeArray]:
-        there, ends = self.upload(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
-        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
-
-    def _uploaded(self, ids: Any) -> FakeArray:
-        return ids if isinstance(ids, FakeArray) else self.upload(ids)
-
-    def take_rows(self, table: FakeArray, ids: Any, out: FakeArray | None = None) -> FakeArray:
-        ids = self._uploaded(ids)
-        if out is None:
-            out = self.empty((ids.size, *table.shape[1:]), table.dtype)
+    def take_rows(self, table: FakeArray, ids: FakeArray, out: FakeArray) -> None:
         if (out.shape, out.dtype) != ((ids.size, *table.shape[1:]), table.dtype):
             raise TypeError(f"{ids.size} rows of {table!r} do not fit {out!r}")
         into, beneath, numbers = out._beneath, table._beneath, ids._beneath
         self._launch_rows("take_rows", [table], [out], ids, lambda: np.copyto(into, beneath[numbers]))
-        return out
 
-    def put_rows(self, table: FakeArray, ids: Any, rows: FakeArray | None) -> None:
-        ids = _unique(self._uploaded(ids))
+    def put_rows(self, table: FakeArray, ids: FakeArray, rows: FakeArray | None) -> None:
+        ids = _unique(ids)
         if rows is not None and rows.dtype != table.dtype:
-            rows = rows.astype(table.dtype)
+            raise TypeError(f"{rows!r} are not put into {table!r}")
         into, values, numbers = table._beneath, 0 if rows is None else rows._beneath, ids._beneath
         reads = [] if rows is None else [rows]
         self._launch_rows("put_rows", reads, [table], ids, lambda: into.__setitem__(numbers, values))
 
-    def add_rows(self, table: FakeArray, ids: Any, rows: FakeArray) -> None:
-        ids = _unique(self._uploaded(ids))
+    def add_rows(self, table: FakeArray, ids: FakeArray, rows: FakeArray) -> None:
+        ids = _unique(ids)
         if table.dtype not in (rows.dtype, accumulator(rows.dtype)):
             raise TypeError(f"{rows!r} is not added to {table!r}")
         into, values, numbers = table._beneath, rows._beneath, ids._beneath

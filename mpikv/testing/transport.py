@@ -469,7 +469,7 @@ class Exchange:
 
     def spoil(self) -> None:
         """Change what this rank has sent."""
-        if self._transport.memory.on_host:
+        if self._transport.memory.is_host:
             self.send.flags.writeable = True
         write(self._transport, self.send, read(self._transport, self.send) + 1)
         self._private = False
@@ -496,13 +496,13 @@ def sum_of(transport: Transport, terms: Sequence[Array], recv: Array) -> Array:
 def write(transport: Transport, target: Array, content: Array) -> None:
     """Fill memory of the transport with an array of the host, in the order of its calls."""
     memory = transport.memory
-    memory.in_order(memory.copy, (target,), (memory.source(content),))
+    memory.order.run(memory.copy, (target,), (memory.source(content),))
 
 
 def read(transport: Transport, array: Array) -> Array:
     """Return an array of the transport's memory as one of the host, after all calls so far."""
     memory = transport.memory
-    found: Array = memory.in_order(memory.to_host, array)
+    found: Array = memory.order.run(memory.to_host, array)
     return found
 
 

@@ -27,7 +27,7 @@ class Wrapper:
 
     @property
     def control(self) -> Transport:
-        return self if self.memory.on_host else self._transport.control
+        return self if self.memory.is_host else self._transport.control
 
     def allocate(self, nbytes: int) -> Array:
         return self._transport.allocate(nbytes)

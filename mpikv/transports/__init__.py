@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from ..config import Config
+from ..device import DeviceMemory
 from ..errors import Unsupported
 from ..memory import HOST
 from ..process_group import ProcessGroup
@@ -10,7 +14,7 @@ from ..typing import Memory, Transport
 from ..waiting import Waiting, Waits, Warn
 from .local import LocalTransport
 
-__all__ = ["choose", "open_transport"]
+__all__ = ["choose", "open_gpu_transport", "open_transport"]
 
 
 def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
@@ -66,3 +70,29 @@ def open_transport(
     from .mpi import MpiTransport
 
     return MpiTransport(group, config.bucket_bytes, waiting, gathers=config.deterministic, memory=memory)
+
+
+def open_gpu_transport(
+    group: ProcessGroup, config: Config, memory: DeviceMemory, nccl: Any, warn: Warn | None = None
+) -> Transport:
+    """Return the transport for the GPUs of these ranks, each of which brings its own. Collective over the group.
+
+    Args:
+        group: the ranks.
+        config: ``transport`` is that by which ranks agree.
+        memory: that of this rank's GPU.
+        nccl: the module ``cupy.cuda.nccl``; of one rank anything.
+        warn: is told of long waits.
+
+    Raises:
+        TransportUnavailable: NCCL cannot join these GPUs.
+    """
+    if group.size == 1:
+        return LocalTransport(config.bucket_bytes, memory)
+    from .nccl import NcclTransport
+    from .requests import AbortableWaiting
+
+    own = min(config.bucket_bytes, Config.bucket_bytes)
+    waiting = Waiting(config.timeout, config.warn_after, warn)
+    control = open_transport(group, replace(config, bucket_bytes=own), warn, waits=AbortableWaiting(group, waiting))
+    return NcclTransport(group, control, memory, nccl, config.bucket_bytes, waiting, gathers=config.deterministic)

@@ -20,6 +20,7 @@ from ..memory import HOST
 from ..process_group import ProcessGroup
 from ..typing import Array, Memory
 from ..waiting import Waits
+from .allocation import allocate_collectively
 from .mpi import MpiTransport
 from .requests import Requests
 from .routes import Routes, routes_of
@@ -89,7 +90,9 @@ class HostsTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        memory = self._flat.allocate_by(self._group.windows.allocate, nbytes, self._group.windows.free_last)
+        memory = allocate_collectively(
+            self._group, self._flat.agree, self._group.windows.allocate, nbytes, self._group.windows.free_last
+        )
         assert isinstance(memory.base, np.ndarray)
         self._allocated[id(memory.base)] = memory.base
         return memory

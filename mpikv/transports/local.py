@@ -31,7 +31,7 @@ class LocalTransport:
 
     @property
     def control(self) -> LocalTransport:
-        return self if self.memory.on_host else LocalTransport(self.limit)
+        return self if self.memory.is_host else LocalTransport(self.limit)
 
     def allocate(self, nbytes: int) -> Array:
         try:
@@ -47,7 +47,7 @@ class LocalTransport:
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        if self.memory.on_host:
+        if self.memory.is_host:
             np.copyto(recv, send, casting="safe")
         else:
             self.memory.copy((recv,), (send,))
@@ -73,4 +73,4 @@ class LocalTransport:
 
     def close(self) -> None:
         self.outboxes = (np.empty(0, np.uint8),)
-        self.memory.close()
+        self.memory.order.close()

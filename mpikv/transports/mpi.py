@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from ..arrays import accumulator, zeros
-from ..halves import widen
+from ..float16 import widen
 from ..memory import HOST
 from ..process_group import ProcessGroup
 from ..typing import Array, Memory
 from ..waiting import Waits
-from .everywhere import allocate_everywhere
+from .allocation import allocate_collectively
 from .requests import Requests
 
 __all__ = ["MpiTransport"]
@@ -67,15 +67,7 @@ class MpiTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
-        return self.allocate_by(partial(zeros, huge_pages=True), nbytes, lambda: None)
-
-    def allocate_by(self, make: Callable[[int], Array], nbytes: int, take_back: Callable[[], None]) -> Array:
-        """Return the memory that ``make(nbytes)`` returns; where another rank has too little, ``take_back`` is called.
-
-        Raises:
-            MemoryError: on every rank, if it was raised on one.
-        """
-        return allocate_everywhere(self._group, self.agree, make, nbytes, take_back)
+        return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
 
     def reclaim(self) -> None:
         pass  # it goes back with the last array over it

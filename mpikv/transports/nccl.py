@@ -29,7 +29,7 @@ from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..process_group import ProcessGroup
 from ..typing import Array, Memory, Transport
 from ..waiting import Waiting
-from .everywhere import allocate_everywhere
+from .allocation import allocate_collectively
 from .preflight import preflight, shown
 from .watchdog import Watchdog, Work
 
@@ -129,7 +129,8 @@ class NcclTransport:
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self.control = control
         self.memory: Memory = memory
-        self._group, self._nccl, self._gpu, self._stream = group, nccl, memory.gpu, memory.stream
+        self._group, self._nccl, self._gpu = group, nccl, memory.gpu
+        self._order, self._stream = memory.order, memory.order.stream
         self._gathers = gathers
         self._process = os.getpid()
         self._comm: Any = None
@@ -138,8 +139,7 @@ class NcclTransport:
         self._queueing = threading.Lock()
         self._looks = itertools.count(1)
         self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail, self.rank)
-        self._device = memory
-        memory.watch(self._check, self.abandon, self._queued)
+        self._order.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())
         self.outboxes: tuple[Array, ...] = (self._for_messages(limit),)
         self.turn = 0
@@ -227,11 +227,11 @@ class NcclTransport:
         self._stream.synchronize()
 
     def allocate(self, nbytes: int) -> Array:
-        return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes)
+        return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes)
 
     def _for_messages(self, nbytes: int) -> Array:
         what = f"messages (bucket_bytes is {self.limit})"
-        return allocate_everywhere(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
+        return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
 
     def reclaim(self) -> None:
         pass  # it goes back with the last array over it
@@ -384,7 +384,8 @@ class NcclTransport:
         if self._process != os.getpid() or not self.outboxes[0].size:
             return
         try:
-            self.memory.close()
+            self._order.wait()
+            self._order.drop_graphs()
             self._check()
             self.agree(0)
             with self._queueing:
@@ -398,6 +399,7 @@ class NcclTransport:
         nothing = self.memory.zeros(0)
         self.outboxes, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
         self.control.close()
+        self._gpu.release(self._stream)
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -420,7 +422,7 @@ class NcclTransport:
             comm, self._comm = self._comm, None
             try:
                 # The end of a communicator waits for that of all graphs that use it.
-                self._device.drop_graphs()
+                self._order.drop_graphs()
             finally:
                 if comm is not None:
                     _abort(comm, self._gpu.use)
@@ -437,7 +439,7 @@ class NcclTransport:
         try:
             with self._queueing:
                 self._check()
-                if self._device.recording:
+                if self._order.recording:
                     yield self._comm
                     return
                 self._watchdog.look_after(work)

@@ -1,7 +1,7 @@
-"""Waiting for MPI's messages and collectives, some of which never come: a rank that gives up tells the others.
+"""Waiting for other ranks, some of which never come: a rank that gives up, or has ended the store, tells the others.
 
-A wait that failed leaves operations behind that MPI may still carry out, hence their memory must stay; one that
-succeeded leaves nothing.
+A wait of :class:`Requests` that failed leaves operations behind that MPI may still carry out, hence their memory must
+stay; one that succeeded leaves nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ..errors import Stalled, TransportError
@@ -16,14 +17,48 @@ from ..process_group import ProcessGroup
 from ..runtime import present
 from ..waiting import Waits
 
-__all__ = ["Requests"]
+__all__ = ["AbortableWaiting", "Requests"]
 
 # The tag of the message of a rank that has given up.
 _GONE = 1
-# Polls between two looks for that message, which take longer than those.
+# Polls between two looks for what other ranks tell, which take longer than those.
 _LOOK_EVERY = 64
 # Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
 _unfinished: list[Any] = []
+
+
+def _looking(
+    ready: Callable[[], bool], look: Callable[[], Exception | None], every: int = _LOOK_EVERY
+) -> Callable[[], bool]:
+    """Return a function that asks ``ready``, and now and then raises what ``look`` returns."""
+    polls = itertools.count(1)
+
+    def ready_or_raise() -> bool:
+        if ready():
+            return True
+        if next(polls) % every or not (failure := look()):
+            return False
+        if ready():
+            return True  # whoever tells of a failure has come here before
+        raise failure
+
+    return ready_or_raise
+
+
+class AbortableWaiting:
+    """A :class:`~mpikv.waiting.Waits` that raises TransportError when another rank has told that it has ended the
+    store, and why.
+    """
+
+    def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
+        self._group, self._waiting = group, waiting
+
+    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+        self._waiting.until(_looking(ready, self._look), missing)
+
+    def _look(self) -> TransportError | None:
+        why = self._group.told_end()
+        return TransportError(why) if why else None
 
 
 class Requests:
@@ -53,19 +88,11 @@ class Requests:
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         # A simulated rank polls only where something may have changed.
-        polls, every = itertools.count(1), min(_LOOK_EVERY, present().polls + 1)
-
-        def ready_or_deserted() -> bool:
-            if ready():
-                return True
-            # Some operations need the others to go on, so that one that they have left may never complete.
-            if next(polls) % every == 0:
-                self._look(missing)
-            return False
-
+        every = min(_LOOK_EVERY, present().polls + 1)
         try:
             with self._group.translated("waiting"):
-                self._waiting.until(ready_or_deserted, missing)
+                # Some operations need the others to go on, so that one that they have left may never complete.
+                self._waiting.until(_looking(ready, partial(self._look, missing), every), missing)
         except BaseException:
             self._give_up()
             raise
@@ -102,17 +129,18 @@ class Requests:
         """Raise Stalled if another rank has given up."""
         with self._group.translated("waiting"):
             # MPICH's first probe only makes progress, by which the second sees the message.
-            self._look(tuple)
-            self._look(tuple)
+            if failure := self._look(tuple) or self._look(tuple):
+                raise failure
 
-    def _look(self, missing: Callable[[], Sequence[int]]) -> None:
-        """Raise if another rank has given up; this one says for whom it waited itself, if it can tell."""
+    def _look(self, missing: Callable[[], Sequence[int]]) -> Exception | None:
+        """Return a failure if another rank has given up; this one says for whom it waited itself, if it can tell."""
         if not self._comm.Iprobe():  # most often there is no message of any kind
-            return
+            return None
         self._group.witness()
-        if self._comm.Iprobe(tag=_GONE):
-            if why := self._group.told_end():  # by the rank for which they have
-                raise TransportError(why)
-            who = missing()
-            about = f", and this one still waited for ranks {list(who)}" if who else ""
-            raise Stalled(f"other ranks have given up waiting in this call{about}", who)
+        if not self._comm.Iprobe(tag=_GONE):
+            return None
+        if why := self._group.told_end():  # by the rank for which they have
+            return TransportError(why)
+        who = missing()
+        about = f", and this one still waited for ranks {list(who)}" if who else ""
+        return Stalled(f"other ranks have given up waiting in this call{about}", who)

@@ -28,8 +28,7 @@ from ..memory import HOST
 from ..process_group import ProcessGroup
 from ..typing import Array, Memory
 from ..waiting import Waits
-from .attach import address_of, attach
-from .faster import Faster
+from .cma import CopyChoice, address_of, attach
 
 __all__ = ["ShmTransport"]
 
@@ -96,7 +95,7 @@ class ShmTransport:
         self._attached = attach(group) if single_copy else None
         self.lends = self._attached is not None
         self._lent: Array | None = None
-        self._faster = Faster()
+        self._choice = CopyChoice()
         # A row for each rank. Pages that are never written take no memory.
         self._inbox = zeros(self.size * limit if self.lends else 0).reshape(self.size, -1)
 
@@ -183,7 +182,7 @@ class ShmTransport:
         """Do the same where each rank decides by itself whether it copies its message or lends it."""
         low, high = _part(self.rank, counts, send.size)
         apart = send.base is not self._halves.base
-        way, attached = self._faster.next(), self._attached
+        way, attached = self._choice.next(), self._attached
         lending = apart and way == _LENDING and attached is not None and attached.can_lend(send)
         if lending:
             self._flags[self._mine + _ADDRESS + self.turn] = address_of(send)
@@ -205,14 +204,14 @@ class ShmTransport:
         outbox, began = self.outboxes[self.turn][: send.nbytes].view(send.dtype), perf_counter()
         outbox[:low], outbox[high:] = send[:low], send[high:]
         if copied := send.size - (high - low):
-            self._faster.took(_COPYING, perf_counter() - began, copied * send.itemsize)
+            self._choice.took(_COPYING, perf_counter() - began, copied * send.itemsize)
 
     def _read(self, place: int, address: int, like: Array) -> Array:
         """Return a copy of what a rank has lent, as large as this rank's own part."""
         assert self._attached is not None
         copy, began = self._inbox[place, : like.nbytes].view(like.dtype), perf_counter()
         self._attached.read(place, address, copy)
-        self._faster.took(_LENDING, perf_counter() - began, like.nbytes)
+        self._choice.took(_LENDING, perf_counter() - began, like.nbytes)
         return copy
 
     def _exchange(self, send: Array) -> int:

@@ -26,7 +26,6 @@ AREAS = {
 
 ON_GPUS = (
     "transports/nccl.py",
-    "transports/device.py",
     "transports/preflight.py",
     "transports/watchdog.py",
     "codecs/hosted.py",

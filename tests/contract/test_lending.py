@@ -7,7 +7,7 @@ import pytest
 
 import mpikv
 from mpikv.errors import TransportError
-from mpikv.transports.attach import Attached
+from mpikv.transports.cma import Attached
 
 SIZE = 100_003
 """Elements: more than the smallest size that is lent."""

@@ -69,7 +69,7 @@ class TestShmThatLends(TestShm):
         transport = super().make(group, limit, timeout)
         if not transport.lends:
             pytest.skip("the system does not let ranks read each other's memory")
-        transport._large, transport._faster = 1, Chosen(*self.ways[group.rank % 2 :])
+        transport._large, transport._choice = 1, Chosen(*self.ways[group.rank % 2 :])
         return transport
 
 

@@ -22,17 +22,18 @@ LAYERS = (
         "compiling",
         "config",
         "device",
-        "halves",
+        "float16",
         "memory",
         "mpi_library",
         "process_group",
         "sharing",
         "shutdown",
-        "spare",
+        "stream_order",
         "tracebacks",
         "waiting",
         "windows",
         "work",
+        "workspace",
     ),
     (
         *(
@@ -63,10 +64,12 @@ LEVELS = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
 # The imports inside one layer, besides those inside a subpackage.
 SIDEWAYS = {
-    ("arrays", "halves"),
+    ("arrays", "float16"),
     ("device", "arrays"),
-    ("device", "spare"),
+    ("device", "stream_order"),
+    ("device", "workspace"),
     ("memory", "arrays"),
+    ("memory", "stream_order"),
     ("memory", "work"),
     ("tracebacks", "config"),
     ("work", "tracebacks"),

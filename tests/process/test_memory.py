@@ -10,7 +10,7 @@ import pytest
 
 import mpikv
 from mpikv.cli.bench.memory import Memory, release_freed
-from mpikv.transports.attach import Attached
+from mpikv.transports.cma import Attached
 
 MIB = 1 << 20
 FEW = pytest.mark.ranks(1, 3)

@@ -11,8 +11,7 @@ import pytest
 import mpikv
 from mpikv.errors import PeerFailed, Stalled, TransportError
 from mpikv.process_group import ProcessGroup
-from mpikv.transports.attach import Attached, attach
-from mpikv.transports.faster import Faster
+from mpikv.transports.cma import Attached, CopyChoice, attach
 from mpikv.typing import Sum
 
 SIZE = 100_003
@@ -26,7 +25,7 @@ def kv(request, comm, monkeypatch):
     """A store of which some ranks are slow to read what the others have lent."""
     if request.param != "by time":
         way = int(request.param == "all lend" or comm.rank % 2)
-        monkeypatch.setattr(Faster, "next", lambda faster: way)
+        monkeypatch.setattr(CopyChoice, "next", lambda faster: way)
     read = Attached.read
     store = mpikv.create("dist_sync", comm=comm, bucket_bytes=128 << 10)
     if not store._exchange.transport.lends:
@@ -226,7 +225,7 @@ def test_ranks_that_give_up_while_another_reads(comm, monkeypatch):
         read(attached, place, address, into)
 
     monkeypatch.setattr(Attached, "read", read_too_late)
-    monkeypatch.setattr(Faster, "next", lambda faster: 1)
+    monkeypatch.setattr(CopyChoice, "next", lambda faster: 1)
     kv = mpikv.create("dist_sync", comm=comm, timeout=0.5)
     if not kv._exchange.transport.lends:
         kv.close()

@@ -121,7 +121,7 @@ def test_their_streams_go_on(kv, cupy, late, stream):
     end = stream.record()
     while not work.done:
         time.sleep(1e-3)
-    kv._transport.memory.stream.synchronize()
+    kv._transport.memory.order.stream.synchronize()
     assert not end.done, "the call has waited for what came after it"
     work.wait()
     assert (kv.pull("w").get() == kv.size**2).all()

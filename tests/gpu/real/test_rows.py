@@ -9,6 +9,7 @@ import mpikv
 from mpikv import RowSparse
 from mpikv.config import visible_gpus
 from mpikv.gpu import find_gpu
+from mpikv.workspace import GpuWorkspace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 
@@ -16,21 +17,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "bool", "complex128"])
 @pytest.mark.parametrize("shape", [(5000, 64), (5000,), (300, 1000), (50, 3, 7)])
 def test_rows_are_moved_and_summed_as_by_numpy(cupy, shape, dtype):
-    gpu, random = find_gpu(0, 1, sharing=True, visible=visible_gpus()), np.random.default_rng(1)
-    gpu.prepare_rows(np.dtype(dtype))
+    random = np.random.default_rng(1)
+    workspace = GpuWorkspace(find_gpu(0, 1, sharing=True, visible=visible_gpus()))
+    workspace.prepare_rows(np.dtype(dtype))
     table, ids = random.integers(0, 5, shape).astype(dtype), random.permutation(shape[0])[: shape[0] // 3]
     some = random.integers(0, 5, (ids.size, *shape[1:])).astype(dtype)
     there = cupy.asarray(table)
-    assert (gpu.take_rows(there, ids).get() == table[ids]).all()
-    gpu.add_rows(there, ids, cupy.asarray(some))
+    assert (workspace.take_rows(there, ids).get() == table[ids]).all()
+    workspace.add_rows(there, ids, cupy.asarray(some))
     table[ids] += some
     assert (there.get() == table).all()
-    gpu.put_rows(there, ids[::2], cupy.asarray(some[::2]))
-    gpu.put_rows(there, ids[1::2], None)
+    workspace.put_rows(there, ids[::2], cupy.asarray(some[::2]))
+    workspace.put_rows(there, ids[1::2], None)
     table[ids[::2]], table[ids[1::2]] = some[::2], 0
     assert (there.get() == table).all()
     starts = np.arange(0, ids.size, 3)
-    found = gpu.sum_runs(there, ids, starts).get()
+    found = workspace.sum_runs(there, ids, starts).get()
     assert (found == [table[run].sum(axis=0, dtype=dtype) for run in np.split(ids, starts[1:])]).all()
 
 

@@ -16,7 +16,7 @@ from mpikv.device import DeviceMemory
 from mpikv.gpu import find_gpu, find_nccl
 from mpikv.testing import StoreContract
 from mpikv.testing.device import DeviceTransportContract, InOrder
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(60)]
 
@@ -75,7 +75,7 @@ class TestTransport(DeviceTransportContract):
     def make(self, group, limit, timeout):
         config = Config.read(bucket_bytes=limit, timeout=timeout, deterministic=self.gathers)
         gpu = find_gpu(group.local_rank, len(group.host_ranks), sharing=config.gpu_sharing, visible=visible_gpus())
-        return InOrder(open_device_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None))
+        return InOrder(open_gpu_transport(group, config, DeviceMemory(gpu), find_nccl() if group.size > 1 else None))
 
 
 @pytest.mark.ranks(2)

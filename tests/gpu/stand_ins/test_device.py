@@ -23,7 +23,7 @@ from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 
 def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
@@ -31,7 +31,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
     config = Config.read(**{"bucket_bytes": 1 << 14, **options})
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup()) if comm else None
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     return KVStore(group, Board(group), mover, config, root=root, kernels=FakeKernels(gpu))
 
 

@@ -20,6 +20,7 @@ from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakestreams import MisuseError
 from mpikv.testing.store import on_host
+from mpikv.workspace import GpuWorkspace
 
 from .test_device import store_on
 
@@ -297,12 +298,12 @@ def test_rows_of_a_gpu_and_a_store_on_the_host(
 
 @pytest.mark.ranks(1)
 def test_the_stand_in_finds_rows_that_are_written_twice(gpu: FakeGpu) -> None:
-    table, rows = gpu.upload(np.zeros((3, 2))), gpu.upload(np.ones((2, 2)))
-    for call in (gpu.put_rows, gpu.add_rows):
+    table, rows, workspace = gpu.upload(np.zeros((3, 2))), gpu.upload(np.ones((2, 2))), GpuWorkspace(gpu)
+    for call in (workspace.put_rows, workspace.add_rows):
         with pytest.raises(MisuseError, match="some of them twice"):
             call(table, np.array([1, 1]), rows)
     with pytest.raises(MisuseError, match="not contiguous"):
-        gpu.take_rows(gpu.upload(np.zeros((3, 4)))[:, ::2], np.array([1]))
+        workspace.take_rows(gpu.upload(np.zeros((3, 4)))[:, ::2], np.array([1]))
 
 
 # --- What is pulled, and where to
@@ -445,7 +446,7 @@ def test_a_kernel_that_cannot_be_compiled_on_one_rank(
     for call in calls:
         with monkeypatch.context() as patch:
             if last:
-                patch.setattr(gpu, "prepare_rows", fail)
+                patch.setattr(filled._transport.memory.workspace, "prepare_rows", fail)
             with pytest.raises(mpikv.TransportUnavailable if last else PeerFailed, match="on purpose"):
                 call()
     np.testing.assert_array_equal(on_host(filled.pull("s")), VALUE)

@@ -36,7 +36,7 @@ from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.fakestreams import RaceError
 from mpikv.testing.store import on_host
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 from .test_device import KEYS, store_on
 
@@ -90,7 +90,7 @@ def full(gpu: FakeGpu, value: float) -> Any:
 @ALL
 def test_it_comes_after_what_its_stream_had_to_do_and_nothing_else(gpu, kv):
     """Neither waits for the other beyond that: not the store for what comes next, nor the caller for the call."""
-    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.stream
+    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.order.stream
     before = gpu.current().clock[stream.number]
     with caller:
         gradient, out = full(gpu, 3), gpu.empty((SIZE,), np.dtype(np.float32))
@@ -117,7 +117,7 @@ def test_it_comes_after_what_its_stream_had_to_do_and_nothing_else(gpu, kv):
 def test_rows_that_are_pushed_wait_for_nothing_else_either(gpu, kv, verb):
     shape, floats = (40, 3), np.dtype(np.float32)
     kv.init("rows", RowSparse([0], gpu.upload(np.ones((1, 3), np.float32)), shape))
-    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.stream
+    caller, released, stream = gpu.stream(), held(kv), kv._transport.memory.order.stream
     with caller:
         rows, out = RowSparse([1], gpu.upload(np.ones((1, 3), np.float32)), shape), gpu.empty(shape, floats)
         work = getattr(kv, verb)("rows", rows, **({"out": out} if verb == "pushpull" else {}), wait=False)
@@ -473,7 +473,7 @@ def test_urgent_calls_pass_between_messages(gpu, comm):
     """As those of ``p3``, which is of the host, where a store of a GPU is made so."""
     config = Config.read(bucket_bytes=1 << 12, timeout=20)
     group = connect(comm, config)
-    mover = open_device_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
     kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu), passable=True)
     with kv:
         kv.init(["large", "late"], [full(gpu, 0), full(gpu, 0)])
@@ -607,7 +607,7 @@ def test_work_that_does_not_end_is_over_everywhere(gpu, comm):
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
     board = Board(group)
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
     kv = KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
     kv.init("w", np.zeros(5))
     if kv.rank == 0:

@@ -16,6 +16,7 @@ from mpikv.errors import TransportError, Unsupported
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakestreams import FakeEvent, FakeGraph, FakeStream, MisuseError, RaceError
+from mpikv.workspace import GpuWorkspace
 
 STREAMS, SIZE = 3, 4
 
@@ -161,21 +162,21 @@ def test_arrays_compute_as_numpys(gpu):
     host += 1
     wide = array.reshape(-1).astype(np.float64)
     assert (wide.dtype, wide.shape, wide.ndim, wide.nbytes, len(wide)) == (np.float64, (12,), 1, 96, 12)
-    assert (memory.in_order(memory.to_host, wide) == host.reshape(-1)).all()
+    assert (memory.order.run(memory.to_host, wide) == host.reshape(-1)).all()
     assert np.may_share_memory(array, array[1])
     assert not np.may_share_memory(array[0], array[1])
     array.fill(3)
-    assert (memory.in_order(memory.to_host, np.maximum(array, 5)) == 5).all()
+    assert (memory.order.run(memory.to_host, np.maximum(array, 5)) == 5).all()
     assert (
-        memory.in_order(memory.to_host, array.view(np.uint8)) == np.full((3, 4), 3, np.float32).view(np.uint8)
+        memory.order.run(memory.to_host, array.view(np.uint8)) == np.full((3, 4), 3, np.float32).view(np.uint8)
     ).all()
     gpu.checker.assert_clean()
 
 
 ROWS = {
-    "take_rows reads": lambda gpu, table, rows, ids: gpu.take_rows(table, ids, rows),
-    "put_rows writes": lambda gpu, table, rows, ids: gpu.put_rows(table, ids, rows),
-    "add_rows reads": lambda gpu, table, rows, ids: gpu.add_rows(table, ids, rows),
+    "take_rows reads": lambda gpu, table, rows, ids: GpuWorkspace(gpu).take_rows(table, ids, rows),
+    "put_rows writes": lambda gpu, table, rows, ids: GpuWorkspace(gpu).put_rows(table, ids, rows),
+    "add_rows reads": lambda gpu, table, rows, ids: GpuWorkspace(gpu).add_rows(table, ids, rows),
     "sum_runs reads": lambda gpu, table, rows, ids: gpu.sum_runs(table, ids, np.arange(1)),
 }
 
@@ -323,12 +324,12 @@ def test_a_download_and_events_of_a_capture(gpu):
 
 def test_a_table_is_read_when_an_update_runs(gpu):
     memory, sgd = DeviceMemory(gpu), optimizers.SGD(learning_rate=0.5, momentum=0.5)
-    kernels, stream = FakeKernels(gpu), memory.stream
+    kernels, stream = FakeKernels(gpu), memory.order.stream
     total, value, state = (gpu.upload(np.ones(3)) for _ in range(3))
     table = kernels.table(sgd, memory, 1, [np.dtype(np.float64)])
     update = kernels.bind(sgd, total, value, {"momentum": state})
     stream.wait(gpu.current().record())
-    graph = memory.record(in_stream, stream, update, table.rows[0])
+    graph = memory.order.record(in_stream, stream, update, table.rows[0])
     with stream, pytest.raises(MisuseError, match="was queued as momentum and is run for None"):
         graph.launch()
     for rate in (0.5, 0.25):
@@ -352,14 +353,14 @@ def test_a_table_is_read_when_an_update_runs(gpu):
 
 def test_waiting_keeps_graphs_and_closing_ends_them(gpu):
     memory, array = DeviceMemory(gpu), gpu.upload(np.zeros(3))
-    memory.stream.wait(gpu.current().record())
-    graph = memory.record(in_stream, memory.stream, array.fill, 7)
-    memory.wait()
-    with memory.stream:
+    memory.order.stream.wait(gpu.current().record())
+    graph = memory.order.record(in_stream, memory.order.stream, array.fill, 7)
+    memory.order.wait()
+    with memory.order.stream:
         graph.launch()
     assert (memory.to_host(array) == 7).all()
-    memory.close()
-    with memory.stream, pytest.raises(TransportError, match="was given up"):
+    memory.order.close()
+    with memory.order.stream, pytest.raises(TransportError, match="was given up"):
         graph.launch()
 
 
@@ -371,12 +372,12 @@ def in_stream(stream: FakeStream, run: Any, *arguments: Any) -> None:
 def test_a_capture_that_fails_is_over(gpu):
     memory = DeviceMemory(gpu)
     with pytest.raises(ZeroDivisionError):
-        memory.record(lambda: 1 / 0)
-    assert memory.stream.capture is None
+        memory.order.record(lambda: 1 / 0)
+    assert memory.order.stream.capture is None
     gpu.capture_fails = "why not"
     with pytest.raises(TransportError, match="could not be recorded: why not"):
-        memory.record(lambda: None)
-    assert not memory.recording
+        memory.order.record(lambda: None)
+    assert not memory.order.recording
 
 
 steps = st.lists(

@@ -23,10 +23,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv.config import Launch, visible_gpus
-from mpikv.device import _PER_THREAD
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
 from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
 from mpikv.sharing import sharing
+from mpikv.stream_order import _PER_THREAD
 
 ROOT = Path(__file__).parents[3]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
@@ -449,7 +449,7 @@ def test_hosts_arrays_come_and_go(gpu, monkeypatch):
 
 
 def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
-    monkeypatch.setattr(gpu, "_copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host))
+    monkeypatch.setattr("mpikv.gpu.copies.copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host))
     for filled in (np.zeros((3, 4)), np.zeros((3, 8))[:, ::2], np.zeros((0, 2))):
         array, out = np.random.default_rng(1).random(filled.shape), StandinArray(filled, 1)
         assert gpu.upload(array, out) is out
@@ -487,7 +487,7 @@ def test_arrays_of_any_layout_are_scaled(gpu, cupy, monkeypatch):
             target.host[...] = source.host
 
     monkeypatch.setattr("mpikv.gpu.norms.scale", scale)
-    monkeypatch.setattr(gpu, "_copy", copy)
+    monkeypatch.setattr("mpikv.gpu.copies.copy", copy)
     gpu.scale([StandinArray(contiguous, 1), StandinArray(strided, 1)], 2.0)
     assert contiguous.tolist() == [0, 2, 4]
     assert strided.tolist() == [0, 4, 8]
@@ -546,7 +546,7 @@ def test_each_thread_copies_by_itself(monkeypatch):
     assert found[0] is not found[1]
 
 
-def test_arrays_are_looked_at_on_their_gpu(gpu, cupy):
+def test_arrays_are_looked_at_on_their_gpu(gpu, cupy, monkeypatch):
     """All flags come back by one copy."""
     seen = []
 
@@ -554,7 +554,7 @@ def test_arrays_are_looked_at_on_their_gpu(gpu, cupy):
         seen.append((arrays, flags.host.tolist(), bound, cupy.present))
         flags.host[1] = 1
 
-    gpu._exceeding = look
+    monkeypatch.setattr("mpikv.gpu.copies.exceeding", look)
     arrays = [object() for _ in range(3)]
     flags = gpu.zeros(3)
     assert gpu.exceeding(arrays, 7.0, flags) == [False, True, False]

@@ -35,7 +35,7 @@ from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels, FakeRanges
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 from mpikv.typing import Gather, Sum
 
 from .test_device import store_on
@@ -360,7 +360,7 @@ def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
     gpu, config = FakeGpu(comm.rank), Config(timeout=0.8, placement="sharded")
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
     kv.set_gradient_compression(name)
     kv.init("w", np.zeros(500, F32))
@@ -386,7 +386,7 @@ def test_a_call_of_nccl_that_fails_ends_the_store_everywhere(comm):
     gpu, config = FakeGpu(comm.rank), Config(timeout=0.8)
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
     kv.set_gradient_compression("1bit")
     kv.init("w", np.zeros(500, F32))
@@ -719,7 +719,7 @@ def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
         monkeypatch.setattr(of, verb, lambda *given: (calls.append(verb), call(*given))[1])
 
     with store_on(gpu, comm, placement="sharded") as kv:
-        note(kv._transport.memory, "wait")
+        note(kv._transport.memory.order, "wait")
         note(kv._transport, "reduce_scatter")
         note(kv._transport, "all_to_all")
         kv.set_gradient_compression({"type": "auto", "codec": "2bit"})

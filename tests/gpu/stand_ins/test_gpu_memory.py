@@ -24,7 +24,7 @@ from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 TIMEOUT, SOON = 30.0, 5.0
 SHAPES = {"w": (30, 7), "b": (5,), "big": (6000,)}
@@ -45,7 +45,7 @@ def store_on(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
     config = Config.read(**{"bucket_bytes": 1 << 13, "timeout": TIMEOUT, **options})
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3) if comm else None
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     return KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
 
 

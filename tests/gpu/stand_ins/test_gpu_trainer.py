@@ -22,7 +22,7 @@ from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.updater import available
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 
@@ -49,7 +49,7 @@ def store(comm: Any, gpu: FakeGpu) -> Callable[[bool], Any]:
             return mpikv.create(comm=comm, timeout=5)
         config = Config.read(bucket_bytes=1 << 14, timeout=5)
         group = connect(comm, config)
-        mover = open_device_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
+        mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
         return KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
 
     return make

@@ -162,12 +162,12 @@ def test_a_call_that_is_not_made_fills_nothing(comm: Any, gpu: Any) -> None:
         # Prepared on all ranks but the last, which has another key.
         with pytest.raises(KeyNotInitialized if last else PeerFailed):
             kv.pull("v" if last else "w", out=out)
-        assert not kv._transport.memory.orders
+        assert not kv._transport.memory.order.needed
         kv.push("w", gpu.upload(np.ones(3)))
         np.testing.assert_array_equal(out.get(), sevens)
         kv.pull("w", out=out)
         np.testing.assert_array_equal(out.get(), np.full(3, kv.size))
-        assert not kv._transport.memory.orders
+        assert not kv._transport.memory.order.needed
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -19,6 +19,7 @@ from mpikv.arrays import accumulator, bfloat16
 from mpikv.device import DeviceMemory
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
 from mpikv.process_group import ProcessGroup
+from mpikv.stream_order import GpuOrder
 from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
@@ -95,9 +96,9 @@ def exercise(group: ProcessGroup, nccl: FakeNccl) -> None:
                 send = gpu.upload(np.ones(100, dtype))
             calling.wait(made.record())
             with calling:
-                memory.in_order(transport.allreduce, send, recv)
+                memory.order.run(transport.allreduce, send, recv)
                 recv += 1
-                memory.in_order(transport.reduce, send, recv, 0)
+                memory.order.run(transport.reduce, send, recv, 0)
                 send += 1
             del send
             found = np.empty(recv.shape, recv.dtype)
@@ -144,7 +145,7 @@ STORE = 1
 
 def in_call() -> bool:
     """Return whether a store's call asks, not the test."""
-    return sys._getframe(2).f_code.co_name == "in_order"
+    return sys._getframe(2).f_code is GpuOrder.run.__code__
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -169,7 +170,7 @@ def test_the_checker_finds_what_is_left_out(comm, monkeypatch, what, store):
 @pytest.mark.ranks(1, 2, 3)
 def test_the_checker_finds_arrays_that_are_not_kept(comm, monkeypatch):
     group = ProcessGroup(comm)
-    monkeypatch.setattr(DeviceMemory, "_keep", lambda *_: None)
+    monkeypatch.setattr(GpuOrder, "_keep", lambda *_: None)
     with pytest.raises(RaceError, match="was freed while"):
         exercise(group, faked(group))
     group.close()
@@ -187,7 +188,7 @@ def test_the_checker_finds_a_call_outside_of_the_order(comm):
 def test_what_is_received_is_aligned(group, nccl):
     transport = joined(group, nccl, gathers=True)
     send, recv = (transport.memory.source(np.ones(7, np.int8)) for _ in range(2))
-    terms = transport.memory.in_order(transport.allreduce, send, recv)
+    terms = transport.memory.order.run(transport.allreduce, send, recv)
     assert not [nccl.gpu.address(term) % 16 for term in terms if nccl.gpu.address(term) % 16]
     transport.close()
 
@@ -230,7 +231,7 @@ def push(transport: NcclTransport, verb: str = "allreduce") -> None:
         "all_gather": (send, uneven),
         "broadcast": (send, 0),
     }
-    memory.in_order(getattr(transport, verb), *arguments[verb])
+    memory.order.run(getattr(transport, verb), *arguments[verb])
 
 
 def failure_of(transport: NcclTransport) -> MPIKVError:
@@ -292,7 +293,7 @@ def test_work_that_never_ends_is_given_up(group, nccl, verb):
     started = time.monotonic()
     push(transport, verb)
     # A rank that waits for its GPU meanwhile is let go, too.
-    transport.memory.stream.synchronize()
+    transport.memory.order.stream.synchronize()
     failure = failure_of(transport)
     assert TIMEOUT / 2 < time.monotonic() - started < 5
     assert isinstance(failure, Stalled)
@@ -307,9 +308,9 @@ def test_what_was_aborted_is_not_given_to_a_caller(group, nccl):
     nccl.stick_at.add(FIRST)
     memory = transport.memory
     send, recv = (memory.source(np.ones(4)) for _ in range(2))
-    memory.in_order(transport.allreduce, send, recv)
+    memory.order.run(transport.allreduce, send, recv)
     with pytest.raises(Stalled, match="allreduce of 4 float64 in flight"):
-        memory.in_order(memory.to_host, recv)
+        memory.order.run(memory.to_host, recv)
     transport.close()
 
 
@@ -630,7 +631,7 @@ def test_an_abandoned_transport_leaves_nothing_in_flight(group, nccl):
     transport.abandon()
     transport.abandon()
     assert nccl.communicators[0].state == "aborted"
-    transport.memory.stream.synchronize()
+    transport.memory.order.stream.synchronize()
     assert "the store ended" in str(failure_of(transport))
 
 

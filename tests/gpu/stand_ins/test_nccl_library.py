@@ -138,7 +138,7 @@ def test_nccl_takes_bytes(transport, verb):
 
 def refused(transport: NcclTransport, verb: str, *given: Any) -> None:
     with pytest.raises(TransportError, match=r"NCCL 2\.\d+\.\d+ failed in \w+: invalid argument") as caught:
-        transport.memory.in_order(getattr(transport, verb), *given)
+        transport.memory.order.run(getattr(transport, verb), *given)
     cause = caught.value.__cause__
     assert isinstance(cause, nccl.NcclError)
     assert cause.status == 4

@@ -19,7 +19,7 @@ from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 
 def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
@@ -27,7 +27,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
     config = Config.read(**options)
     group = connect(comm, config)
     board = Board(group)
-    mover = open_device_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()), board.warn)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()), board.warn)
     return KVStore(group, board, mover, config, root=root, kernels=FakeKernels(gpu))
 
 
@@ -66,7 +66,7 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
     kv = KVStore(
         group,
         board := Board(group),
-        open_device_transport(group, config, DeviceMemory(gpu), nccl, board.warn),
+        open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn),
         config,
         kernels=FakeKernels(gpu),
     )
@@ -90,7 +90,7 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(comm, ranks_pe
     config = Config(timeout=60.0, transport=transport, ranks_per_host=ranks_per_host if transport == "hosts" else 0)
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
     kv.init("w", np.zeros(5))
     began = time.monotonic()
@@ -105,7 +105,7 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(comm, ranks_pe
     else:
         kv.push("w", np.ones(5))
         if waits == "for the GPU":
-            mover.memory.stream.synchronize()
+            mover.memory.order.stream.synchronize()
         elif waits == "for nothing":
             time.sleep(1.0)
         with pytest.raises(TransportError, match=r"rank 0 has left: .*ZeroDivisionError\('planned'\)"):
@@ -121,7 +121,7 @@ def test_a_store_that_is_left_by_an_error_ends_what_is_in_flight(comm):
     gpu = FakeGpu(comm.rank)
     nccl = FakeNccl(gpu, comm.Dup())
     group = connect(comm, Config())
-    mover = open_device_transport(group, Config(), DeviceMemory(gpu), nccl)
+    mover = open_gpu_transport(group, Config(), DeviceMemory(gpu), nccl)
     with pytest.raises(ZeroDivisionError), KVStore(group, Board(group), mover, Config(), kernels=FakeKernels(gpu)):
         raise ZeroDivisionError
     assert nccl.communicators[0].state == "aborted"

@@ -20,11 +20,12 @@ from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
 from mpikv.process_group import connect
 from mpikv.store import KVStore
+from mpikv.stream_order import GpuOrder
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
-from mpikv.transports.device import open_device_transport
+from mpikv.transports import open_gpu_transport
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SOME = pytest.mark.ranks(1, 2, 3)
@@ -36,7 +37,7 @@ def store_on(gpu: FakeGpu, comm: Any, patience: float = 20.0, **options: Any) ->
     group = connect(comm, config)
     board = Board(group)
     nccl = FakeNccl(gpu, comm.Dup(), patience) if comm else None
-    mover = open_device_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
+    mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
     return KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
 
 
@@ -414,7 +415,7 @@ def test_a_rank_whose_schedule_fails(comm: Any) -> None:
 
 def count_captures(both: Both) -> None:
     """Count captures from now on."""
-    stream: Any = both.here._transport.memory.stream
+    stream: Any = both.here._transport.memory.order.stream
     original, stream.begun = type(stream).begin_capture, 0
 
     def begin() -> None:
@@ -434,14 +435,14 @@ def test_steps_that_are_equal_for_once_take_no_new_capture(comm: Any) -> None:
     count_captures(both)
     for _ in range(8):
         both.step(step)
-    assert both.here._transport.memory.stream.begun == 1
+    assert both.here._transport.memory.order.stream.begun == 1
     # Without multipliers one update is made for all keys again.
     for kv in (both.here, both.there):
         kv.optimizer.lr_mult = {}
     for _ in range(3):
         both.step(step)
     assert step._known.uniform
-    assert both.here._transport.memory.stream.begun == 2
+    assert both.here._transport.memory.order.stream.begun == 2
     both.close()
 
 
@@ -459,7 +460,7 @@ def test_rates_that_are_set_take_no_new_capture(comm: Any) -> None:
             kv.optimizer.wd = 0.125 * (number % 2)
         both.step(step)
     assert step.captured
-    assert both.here._transport.memory.stream.begun == 1
+    assert both.here._transport.memory.order.stream.begun == 1
     both.close()
 
 
@@ -641,7 +642,7 @@ def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monk
     for _ in range(2):
         both.step(step)
     kept = step._known.graph
-    monkeypatch.setattr(DeviceMemory, "drop_graphs", lambda memory: None)
+    monkeypatch.setattr(GpuOrder, "drop_graphs", lambda memory: None)
     if end == "close":
         both.here.close()
     else:

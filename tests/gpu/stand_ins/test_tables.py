@@ -18,7 +18,8 @@ from mpikv.cuda import loading
 from mpikv.gpu import CupyGpu
 from mpikv.memory import HOST
 from mpikv.testing.fakegpu import FakeGpu
-from mpikv.typing import Array, Tables
+from mpikv.typing import Array, Workspace
+from mpikv.workspace import GpuWorkspace
 
 from .test_gpu import Standin
 
@@ -46,7 +47,7 @@ class CupyOnHost(Standin):
 class Kind(NamedTuple):
     """One of the three."""
 
-    tables: Tables
+    tables: Workspace
     there: Callable[[Array], Array]
     here: Callable[[Array], Array]
 
@@ -64,7 +65,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
         yield Kind(HOST, np.copy, np.copy)
     elif request.param == "stand-in":
         fake = FakeGpu()
-        yield Kind(fake, fake.upload, lambda array: array.get())
+        yield Kind(GpuWorkspace(fake), fake.upload, lambda array: array.get())
         fake.checker.assert_clean()
     else:
         kernels = request.getfixturevalue("kernels")
@@ -72,7 +73,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
         monkeypatch.setitem(sys.modules, "cupy", cupy_on_host(kernels, []))
         standin = CupyOnHost()
         gpu = CupyGpu(standin, 1)
-        yield Kind(gpu, gpu.upload, np.asarray)
+        yield Kind(GpuWorkspace(gpu), gpu.upload, np.asarray)
         assert standin.present == 0
         assert {present for _, present in standin.notes} == {1}
         loading.loaded.cache_clear()

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv import halves
+from mpikv import float16
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -52,12 +52,12 @@ def quietly() -> Any:
 def test_every_half_is_widened(dtype: np.dtype[Any]) -> None:
     expected = every(dtype).astype(np.float32)
     wide = np.empty(1 << 16, np.float32)
-    halves.widen(every(dtype), wide)
+    float16.widen(every(dtype), wide)
     assert (bits(wide) == bits(expected)).all()
     # Without those that are left to the libraries, so that each other one is shown to be right by itself.
     finite = every(dtype)[np.isfinite(expected)]
     wide = np.empty(finite.size, np.float32)
-    halves.widen(finite, wide)
+    float16.widen(finite, wide)
     assert (bits(wide) == bits(finite.astype(np.float32))).all()
 
 
@@ -68,7 +68,7 @@ def test_what_lies_around_every_half_is_rounded(dtype: np.dtype[Any], finite: bo
     if finite:
         numbers = numbers[np.isfinite(numbers.astype(dtype).astype(np.float32))]
     narrow = np.empty(numbers.size, dtype)
-    halves.narrow(numbers, narrow)
+    float16.narrow(numbers, narrow)
     assert (bits(narrow) == bits(numbers.astype(dtype))).all()
 
 
@@ -82,7 +82,7 @@ def test_any_bits_are_rounded(dtype: np.dtype[Any], seed: int, size: int) -> Non
         words = words & np.uint32(0x807FFFFF) | (words >> 3 & np.uint32(31)) + np.uint32(100) << np.uint32(23)
     numbers = words.view(np.float32)
     narrow = np.empty(size, dtype)
-    halves.narrow(numbers, narrow)
+    float16.narrow(numbers, narrow)
     expected = numbers.astype(dtype)
     assert (np.isnan(expected.astype(np.float32)) == np.isnan(numbers)).all()
     assert (bits(narrow) == bits(expected)).all()
@@ -119,7 +119,7 @@ def test_halves_are_added_in_float32(dtype: np.dtype[Any], size: int) -> None:
     total, given = random.standard_normal(size).astype(np.float32), random.standard_normal(2 * size).astype(dtype)
     for part in (given[:size], given[::2]):
         expected = total + part.astype(np.float32)
-        halves.add_widened(total, part)
+        float16.add_widened(total, part)
         assert (bits(total) == bits(expected)).all()
 
 
@@ -159,9 +159,9 @@ def test_halves_do_not_vanish_with_subnormal_numbers(kernels: str) -> None:
     with flushing():
         vanished = np.multiply(np.float32(2.0**-149), np.float32(2.0**100)) == 0
         if kernels == "numpy":
-            halves.widen(finite, wide)
-            halves.add_widened(total, finite)
-            halves.narrow(total, value)
+            float16.widen(finite, wide)
+            float16.add_widened(total, finite)
+            float16.narrow(total, value)
         else:
             compiled_halves.adding(value)(finite, finite, None)
     assert vanished

@@ -11,45 +11,37 @@ import numpy as np
 
 from .typing import Array, Gpu
 
-__all__ = ["ALIGNMENT", "SpareTables"]
+__all__ = ["ALIGNMENT", "GpuWorkspace"]
 
 ALIGNMENT = 256
-"""What an array in spare memory may take besides its bytes. CUDA's allocator begins arrays at such places, too."""
+"""What an array in a workspace may take besides its bytes. CUDA's allocator begins arrays at such places, too."""
 
 
-class SpareTables:
-    """The :class:`~mpikv.typing.StoreTables` of a GPU. Of one thread at a time."""
+class GpuWorkspace:
+    """The :class:`~mpikv.typing.Workspace` of a GPU. Of one thread at a time."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._spare: Array | None = None
+        self.copy, self.clear, self.prepare_rows, self.sum_runs = gpu.copy, gpu.clear, gpu.prepare_rows, gpu.sum_runs
+        self._memory: Array | None = None
         self._used = 0
 
     @contextmanager
     def over(self, memory: Array) -> Iterator[None]:
-        outer = self._spare, self._used
-        self._spare, self._used = memory, 0
+        outer = self._memory, self._used
+        self._memory, self._used = memory, 0
         try:
             yield
         finally:
-            self._spare, self._used = outer
+            self._memory, self._used = outer
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
-        if self._spare is None or begin + nbytes > self._spare.size:
+        if self._memory is None or begin + nbytes > self._memory.size:
             return self._gpu.empty(shape, dtype)
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        array: Array = self._spare[begin : begin + nbytes].view(dtype).reshape(shape)
+        array: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
         return array
-
-    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        self._gpu.copy(targets, sources)
-
-    def clear(self, array: Array) -> None:
-        self._gpu.clear(array)
-
-    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
-        self._gpu.prepare_rows(dtype)
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
         there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
@@ -57,7 +49,8 @@ class SpareTables:
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
         rows = self.empty((ids.size, *table.shape[1:]), table.dtype) if out is None else out
-        return self._gpu.take_rows(table, self._there(ids), rows)
+        self._gpu.take_rows(table, self._there(ids), rows)
+        return rows
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
         if rows is not None and rows.dtype != table.dtype:
@@ -67,9 +60,6 @@ class SpareTables:
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
         self._gpu.add_rows(table, self._there(ids), rows)
-
-    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        return self._gpu.sum_runs(rows, order, starts)
 
     def _there(self, ids: Array) -> Array:
         return ids if self._gpu.owns(ids) else self._gpu.upload(ids, self.empty(ids.shape, ids.dtype))

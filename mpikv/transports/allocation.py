@@ -8,10 +8,10 @@ from ..errors import settled
 from ..process_group import ProcessGroup
 from ..typing import Array
 
-__all__ = ["allocate_everywhere"]
+__all__ = ["allocate_collectively"]
 
 
-def allocate_everywhere(
+def allocate_collectively(
     group: ProcessGroup,
     agree: Callable[[int], bool],
     make: Callable[[int], Array],

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpikv.transports.everywhere import allocate_everywhere
+from mpikv.transports.allocation import allocate_collectively
 
 GROUP = SimpleNamespace(gather=lambda reason: ["", reason or "no more", ""])
 
@@ -24,10 +24,10 @@ def short(nbytes: int) -> np.ndarray:
 def test_too_little_memory_on_one_rank(make, given_back, reason):
     told, calls = [], []
     with pytest.raises(MemoryError, match=rf"^8 bytes for values are needed and ranks \[1\] .* \({reason}\)"):
-        allocate_everywhere(GROUP, lambda had: told.append(had), make, 8, lambda: calls.append("back"))
+        allocate_collectively(GROUP, lambda had: told.append(had), make, 8, lambda: calls.append("back"))
     assert told == [bool(given_back)]
     assert calls == ["back"] * given_back
 
 
 def test_enough_memory():
-    assert allocate_everywhere(GROUP, lambda had: had, np.zeros, 8).size == 8
+    assert allocate_collectively(GROUP, lambda had: had, np.zeros, 8).size == 8
