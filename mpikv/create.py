@@ -44,7 +44,7 @@ class StoreKind:
     storeless: bool = False
     """Whether it keeps no values."""
     sliced: bool = False
-    """Whether messages are slices, which more urgent calls may pass."""
+    """Whether messages are as large as MXNet's slices."""
     may_slice: bool = False
     """Whether a variable of MXNet's may ask for that."""
 
@@ -72,7 +72,6 @@ class _Request:
     root: Any
     kind: StoreKind = _KINDS[0]
     settings: Config = field(default_factory=Config)
-    sliced: bool = False
     staleness: int | None = None
     codec: Any = None
     compression: str = "None"
@@ -121,8 +120,8 @@ def create(
             ``local_allreduce_cpu`` mean the same); ``nccl`` (``dist_device_sync``, ``dist_sync_device``) for sums on
             GPUs, one for each rank; ``device`` (``local_allreduce_device``) for the same where every rank has a GPU,
             else for ``dist_sync``;
-            ``p3`` for a ``dist_sync`` of which calls with ``wait=False`` may be passed between two messages by more
-            urgent ones on other keys, which the variable ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
+            ``p3`` for a ``dist_sync`` with messages as large as MXNet's slices, which the variable
+            ``DMLC_PS_VAN_TYPE=p3`` makes of ``dist`` and ``dist_sync``;
             ``dist_async`` (``dist_async_device``, ``dist_device_async``) for an :class:`AsyncKVStore`;
             ``horovod``, ``byteps`` or ``allreduce`` for an :class:`AllReduce`, which keeps no values; or a registered
             :class:`KVStoreBase`, as ``teststore``. Case does not matter.
@@ -210,9 +209,9 @@ def _find_kind(name: str) -> StoreKind:
 def _parse(request: _Request, options: Mapping[str, Any]) -> None:
     """Read the options into the request, as far as they are good. Local."""
     request.kind = kind = _find_kind(request.name)
-    request.sliced = kind.sliced or (kind.may_slice and wants_slices())
+    sliced = kind.sliced or (kind.may_slice and wants_slices())
     given = {option: value for option, value in options.items() if option not in ("compression", "staleness")}
-    if request.sliced and given["bucket_bytes"] is None:
+    if sliced and given["bucket_bytes"] is None:
         given["bucket_bytes"] = slice_bytes()
     request.settings = settings = Config.read(**given)
     request.tracer = find_tracer(settings.trace) if settings.trace else None
@@ -270,7 +269,7 @@ def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
 def _describe(request: _Request) -> dict[str, str]:
     """Return what must be the same on every rank."""
     settings = {key: repr(value) for key, value in vars(request.settings).items() if key not in OWN_AFFAIRS}
-    own = {key: repr(getattr(request, key)) for key in ("name", "root", "sliced", "staleness")}
+    own = {key: repr(getattr(request, key)) for key in ("name", "root", "staleness")}
     return {**own, **settings, "compression": request.compression}
 
 
@@ -367,4 +366,4 @@ def _make_store(request: _Request, parts: _Parts) -> KVStore:
     if request.kind.asynchronous:
         again = partial(create, staleness=request.staleness)
         return AsyncKVStore(*shared, name=name, root=root, found=again, staleness=request.staleness)
-    return KVStore(*shared, name=name, root=root, found=create, passable=request.sliced, kernels=parts.kernels)
+    return KVStore(*shared, name=name, root=root, found=create, kernels=parts.kernels)

@@ -112,8 +112,6 @@ class Exchange:
         """Who keeps plans, or what was made of them."""
         self.staged: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
-        self.pause: Callable[[], None] | None = None
-        """What is called between two buckets of a push, where more urgent calls on other keys may come in between."""
 
     @property
     def _adding(self) -> bool:
@@ -378,11 +376,7 @@ class Exchange:
         """
         previous: Bucket | None = None
         compressed = None if self.compression is None else self.compression.start(plan, _layers(sources))
-        # Sums of whole values, and what codecs work in, are memory that other calls use, too.
-        pause = None if self._whole or compressed is not None else self.pause
         for bucket in plan.buckets:
-            if pause is not None and previous is not None:
-                pause()
             terms = self._terms(bucket, sources) if compressed is None else (compressed(bucket),)
             self._take(bucket, terms, steps)
             if outs is not None and previous is not None:

@@ -33,7 +33,6 @@ from .errors import (
 )
 from .exchange import Exchange
 from .kernels import find_codec, find_kernels
-from .keys import parse
 from .plan import digest, label
 from .plugins import KVStoreBase
 from .process_group import ProcessGroup
@@ -107,11 +106,10 @@ class KVStore(KVStoreBase):
         name: str = "local",
         root: int = 0,
         found: Callable[..., KVStore] | None = None,
-        passable: bool = False,
         kernels: GpuKernels | None = None,
     ) -> None:
-        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``passable``: calls with
-        ``wait=False`` may be passed between two messages by more urgent ones. ``kernels``: those for a GPU's memory.
+        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``kernels``: those for a GPU's
+        memory.
         """
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
@@ -132,10 +130,7 @@ class KVStore(KVStoreBase):
         self._in_order = self._order.needed
         self._in_join = False
         self._compiled = 0
-        # Calls that are made within others cannot share a context.
-        self._quiet = run_quietly if passable else quiet()
-        if passable:
-            self._exchange.pause = self._pause
+        self._quiet = quiet()
         self._controllers: dict[int, Callable[[Any], Any] | None] = {}
 
     # --- Facts
@@ -1216,31 +1211,20 @@ class KVStore(KVStoreBase):
         if self._in_join:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         text = partial(_called, verb, arguments[:1])
-        keys = None if self._exchange.pause is None else _keys_of(arguments[0])
         try:
             issue = self._order.issue()
         except Unsupported as error:
             self.refuse(error, verb)
         work = partial(self._collective, verb, prepare, *arguments)
         if issue is None:
-            return self._pending.add(urgency(arguments[-1]), text, work, keys)
+            return self._pending.add(urgency(arguments[-1]), text, work)
         let_gpus_queue(self)
-        return self._pending.add(urgency(arguments[-1]), text, partial(issue.run, work), keys, issue.rejoin)
+        return self._pending.add(urgency(arguments[-1]), text, partial(issue.run, work), issue.rejoin)
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:
         with self._board.aside(), self._order.on_worker():
             yield
-
-    def _pause(self) -> None:
-        """Make what is more urgent than the call that runs, between two of its messages. Collective."""
-        if not self._pending.runs_here():
-            return  # whoever waits has let all others pass
-        running, self._running = self._running, ""
-        text = self._pending.give_way(self._agreement.least, self._transport.agree)
-        self._running = running
-        if text is not None:
-            self._board.write(self._agreement.calls, text.encode())
 
     def _least(self, queued: int) -> int:
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
@@ -1379,14 +1363,6 @@ def _fail(error: Exception) -> NoReturn:
 
 def _called(verb: str, arguments: Sequence[Any]) -> str:
     return f"{verb}({_shown(arguments)})"
-
-
-def _keys_of(key: Any) -> frozenset[Key] | None:
-    """Return the keys that a call names, or None where it will be refused."""
-    try:
-        return frozenset(parse(key, None).keys)
-    except Exception:
-        return None
 
 
 def _shown(arguments: Sequence[Any]) -> str:

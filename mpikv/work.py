@@ -2,8 +2,7 @@
 
 Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
 before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
-several, the one that was issued first. Where a store lets calls be passed, they do the same between two messages of a
-call: one that is more urgent, and has none of its keys, is made there and then.
+several, the one that was issued first.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import logging
 import os
 import threading
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
-from .errors import Closed, TransportError, Unsupported, is_settled, noted, text_of
+from .errors import Closed, TransportError, Unsupported, noted, text_of
 from .runtime import present
 from .tracebacks import hidden_from_pytest, hide_frames
 
@@ -27,8 +26,6 @@ __tracebackhide__ = hidden_from_pytest
 
 # Seconds after which the thread looks again whether another one's call has ended.
 _SHORT = 1e-3
-# How many calls may be on the stack of the thread, each passed by the next: Python's has an end.
-_MOST_BEGUN = 16
 
 
 class _Here(threading.local):
@@ -63,10 +60,9 @@ class Work:
         urgent: int,
         text: Callable[[], str],
         run: Callable[[], Any],
-        keys: Set[Any] | None = None,
         rejoin: Callable[[], None] | None = None,
     ) -> None:
-        self._pending, self._urgency, self._text, self._keys = pending, urgent, text, keys
+        self._pending, self._urgency, self._text = pending, urgent, text
         self._run: Callable[[], Any] | None = run
         self._rejoin = rejoin
         self._completed = present().event()
@@ -155,7 +151,6 @@ class Pending:
         self._changed = present().condition()
         self._queue: list[Work] = []
         self._unseen: list[Work] = []
-        self._begun: list[Work] = []
         self._completed = 0
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -170,16 +165,14 @@ class Pending:
         urgent: int,
         text: Callable[[], str],
         run: Callable[[], Any],
-        keys: Set[Any] | None = None,
         rejoin: Callable[[], None] | None = None,
     ) -> Work:
-        """Queue a call; one whose keys are not known passes none that has begun. ``rejoin`` is called in each thread
-        that has waited for it.
+        """Queue a call. ``rejoin`` is called in each thread that has waited for it.
 
         Raises:
             Closed: the store has ended.
         """
-        work = Work(self, urgent, text, run, keys, rejoin)
+        work = Work(self, urgent, text, run, rejoin)
         with self._changed:
             if self._ending:
                 raise Closed(f"{text()}: the store has ended; create a new store")
@@ -281,66 +274,8 @@ class Pending:
             work = self._take(1)
             work._fail(error)
         else:
-            self._make(work)
+            work._perform()
         return work
-
-    def _make(self, work: Work) -> None:
-        self._begun.append(work)
-        work._perform()
-        self._begun.pop()
-
-    def give_way(self, least: Callable[[int], int], agree: Callable[[int], bool]) -> str | None:
-        """Make calls that may pass the one that runs, as long as all ranks have some. Collective, in this thread.
-
-        Args:
-            least: returns the smallest of the numbers that all ranks pass, collectively.
-            agree: returns whether all ranks have passed the same number, collectively.
-
-        Returns:
-            The text of the call that goes on, if another was made; None if not.
-
-        Raises:
-            Closed: one of them has ended the store.
-        """
-        running = self._begun[-1]
-        passed = None
-        while common := least(self._passable()):
-            place = self._passing(common)
-            # Ranks that have issued other calls find it out when they make them.
-            if not agree(0 if place is None else place + 1) or place is None:
-                break
-            with self._changed:
-                work = self._queue.pop(place)
-            self._make(work)
-            self._complete(work)
-            if work._error is not None and not is_settled(work._error):
-                raise Closed(f"{running._text()}: {work._text()}, which has passed it, has ended the store")
-            passed = running._text()
-        return passed
-
-    def _passable(self) -> int:
-        """Return how many calls are queued, or 0 if none of them may pass."""
-        queued = len(self._queue)
-        return 0 if self._passing(queued) is None else queued
-
-    def _passing(self, common: int) -> int | None:
-        """Return the place of the call, of the first ``common``, that may pass those that have begun; None for none.
-
-        It passes no call of the same keys, begun or queued, that would be made before it otherwise.
-        """
-        if len(self._begun) == _MOST_BEGUN:
-            return None
-        with self._changed:
-            queue = self._queue[:common]
-        urgent = [place for place, work in enumerate(queue) if work._urgency > self._begun[-1]._urgency]
-        taken: set[Any] = set().union(*(work._keys or () for work in self._begun if urgent))
-        for place in sorted(urgent, key=lambda place: (-queue[place]._urgency, place)):
-            if (keys := queue[place]._keys) is None:
-                return None
-            if taken.isdisjoint(keys):
-                return place
-            taken |= keys
-        return None
 
     def _await(self) -> int:
         """Wait for a call to make; return how many there are, or 0 at the end."""
@@ -363,7 +298,7 @@ class Pending:
             self._completed += 1
             if work._error is not None:
                 self._unseen.append(work)
-            self.active = bool(self._queue or self._begun)
+            self.active = bool(self._queue)
             self._look()
             work._completed.set()
             self._changed.notify_all()

@@ -318,9 +318,9 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "P3": (
         _row("p3-name", "`p3` is `dist_sync` with messages of as many elements as a slice has"),
         _row("p3-variable", "`DMLC_PS_VAN_TYPE=p3` and `MXNET_KVSTORE_SLICE_THRESHOLD` are honoured"),
-        _row("p3-order", "an urgent call passes the messages of an earlier one that wait, unless they share a key"),
-        _row("p3-values", "values are those of `dist_sync` with messages of that size, whatever has passed"),
-        _row("p3-trainer", "a Trainer on it gives the same weights; it waits for each call, and gains nothing"),
+        _row("p3-order", "an urgent call comes before those that have not begun"),
+        _row("p3-values", "values are those of `dist_sync` with messages of that size, whatever the order"),
+        _row("p3-trainer", "a Trainer on it gives the same weights"),
     ),
     "Tutorials": (
         _row("tutorial-python", "the tutorials' numbers, with and without updater"),

@@ -468,46 +468,6 @@ def test_compiled_calls_come_after_what_is_pending(gpu, kv):
     assert step.captured
 
 
-@ALL
-def test_urgent_calls_pass_between_messages(gpu, comm):
-    """As those of ``p3``, which is of the host, where a store of a GPU is made so."""
-    config = Config.read(bucket_bytes=1 << 12, timeout=20)
-    group = connect(comm, config)
-    mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
-    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu), passable=True)
-    with kv:
-        kv.init(["large", "late"], [full(gpu, 0), full(gpu, 0)])
-        streams, order = [gpu.stream() for _ in range(3)], []
-        pause, passing = kv._exchange.pause, threading.Event()
-
-        def noted() -> None:
-            assert passing.wait(20)
-            pause()
-            order.append(late.done)
-
-        kv._exchange.pause = noted
-        with streams[0]:
-            large = kv.push("large", full(gpu, 2), priority=-1, wait=False)
-        with streams[1]:
-            works = [kv.push("late", full(gpu, 3), priority=1, wait=False)]
-            works.append(late := kv.pull("late", priority=1, wait=False))
-        barrier(comm)
-        passing.set()
-        with streams[2]:
-            large.wait()
-            # An own stream of a call that has passed another is that of its new arrays.
-            out = late.wait()
-            assert out._block.stream is streams[1]
-            np.testing.assert_array_equal(on_host(out), np.full(SIZE, 3 * kv.size))
-            np.testing.assert_array_equal(on_host(kv.pull("large")), np.full(SIZE, 2 * kv.size))
-        assert order[-1]
-
-
-def barrier(comm: Any) -> None:
-    if comm:
-        comm.Barrier()
-
-
 # --- The same as on hosts
 
 
