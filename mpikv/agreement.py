@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from .errors import (
 from .process_group import ProcessGroup
 from .typing import Key, Transport
 
-__all__ = ["JOINED", "Agreement", "Call", "Said", "told"]
+__all__ = ["JOINED", "Agreement", "Call", "PreparedCall", "Said", "told"]
 
 # Tokens that are no digest: of an owner whose work went well, of a rank whose arguments are bad or whose work failed,
 # and of one that has run out of work.
@@ -64,6 +64,15 @@ class Call:
     def note(self) -> bytes:
         """The call's text for the board."""
         return str(self).encode()
+
+
+class PreparedCall(NamedTuple):
+    """A call in which this rank has found nothing wrong."""
+
+    call: Call
+    """What the ranks compare."""
+    run: Callable[[], Any]
+    """Makes the call once they agree; returns what the caller gets."""
 
 
 class Said(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ __all__ = [
     "new_arrays",
     "optimizer_of",
     "outs_of",
-    "plain",
     "priorities",
     "singles",
     "sources",
@@ -33,35 +31,7 @@ __all__ = [
 ]
 
 
-_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
-_can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
-_LISTS, _NUMPYS = (list, tuple), {np.ndarray}
-
-
-def plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
-    """Return the one array per key if that is what was given: numpy's, of the values' shapes and dtypes.
-
-    That is how training calls the store, thousands of times; None sends all else to where more forms are known.
-    """
-    arrays: Sequence[Any]
-    if not plan.on_host:
-        return None
-    if not isinstance(key, (list, tuple)):
-        if type(given) is not np.ndarray or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
-            return None
-        arrays = (given,)
-    else:
-        if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != _NUMPYS:
-            return None
-        if len(key) != len(given):  # some keys are named twice
-            return None
-        if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
-            return None
-        arrays = given
-    if plan.cut and not all(map(_is_contiguous, arrays)):
-        return None
-    return None if writable and not all(map(_can_be_written, arrays)) else arrays
 
 
 def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
@@ -143,9 +113,7 @@ def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
     """Return new arrays for the values of a plan, in the form of the keys of which it was made."""
     if not isinstance(key, (list, tuple)):
         return memory.empty(plan.shapes[0], plan.dtypes[0])
-    if len(key) == len(plan.keys):
-        return contained(key, list(map(memory.empty, plan.shapes, plan.dtypes)))
-    entries = in_form(list(key), plan, plan.entries)  # some keys are named twice
+    entries = in_form(list(key), plan, plan.entries)
     return contained(key, [memory.empty(entry.shape, entry.dtype) for entry in entries])
 
 

@@ -18,15 +18,15 @@ from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
-from .agreement import Call, told
+from .agreement import Call, PreparedCall, told
 from .arguments import priorities
 from .arrays import local_sum
 from .asking import NUMBERS, PATIENCE, Asking, Kind, Outcome
 from .board import Board
-from .calls import Prepared, given_to_fill
 from .clocks import Clocks
 from .config import Config
-from .errors import ConfigError, Stalled, TransportError, Unsupported, settled
+from .door import State
+from .errors import ConfigError, Stalled, Unsupported, settled
 from .keys import Entry, parse
 from .ledger import HalfUpdated, Ledger
 from .plan import Plan, digest
@@ -35,9 +35,11 @@ from .renewed import answer
 from .rowarguments import brings_rows
 from .runtime import present
 from .store import KVStore
-from .tracebacks import hidden_from_pytest, hide_frames
+from .tracebacks import hidden_from_pytest
 from .transports.post import Letter, Post
 from .typing import Array, Key, Transport, Updater
+from .verbs.comparison import compare_text
+from .verbs.operands import given_to_fill
 from .waiting import Waiting
 
 __all__ = ["AsyncKVStore", "check_options"]
@@ -205,15 +207,14 @@ class AsyncKVStore(KVStore):
         """
         self._collective("set_learning_rate", self._rated, learning_rate)
 
-    def _rated(self, learning_rate: float) -> Prepared:
+    def _rated(self, learning_rate: float) -> PreparedCall:
         optimizer = self.optimizer
         if optimizer is None:
             raise ConfigError("no optimizer is set; call set_optimizer(...) first")
         trial = copy.copy(optimizer)
         trial.learning_rate = learning_rate
-        settings = trial.settings()
-        call = Call("set_learning_rate", digest(settings), str(learning_rate), describe=lambda: [settings])
-        return call, (setattr, optimizer, "learning_rate", learning_rate)
+        call = compare_text("set_learning_rate", trial.settings(), str(learning_rate))
+        return PreparedCall(call, lambda: setattr(optimizer, "learning_rate", learning_rate))
 
     def buffer(self, key: Any) -> Any:
         """Not in this store. Raises Unsupported."""
@@ -227,10 +228,10 @@ class AsyncKVStore(KVStore):
         """As :meth:`mpikv.KVStore.init`, of arrays only."""
         self._collective("init", self._of_arrays, key, value, overwrite)
 
-    def _of_arrays(self, key: Any, value: Any, overwrite: bool) -> Prepared:
+    def _of_arrays(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
         if brings_rows(parse(key, value).groups):
             self._lacks("init of a RowSparse")
-        return self._calls.init(key, value, overwrite)
+        return self._verbs.values.init(key, value, overwrite)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Not in this store. Raises Unsupported."""
@@ -256,19 +257,19 @@ class AsyncKVStore(KVStore):
             raise Unsupported(f"{verb}: wait=False is for stores whose calls wait for all ranks; {_INSTEAD}")
 
     def _run_push(self, key: Any, value: Any, priority: Any) -> None:
-        plan, arrays = self._calls.arrays_of(key, value)
+        plan, arrays = self._verbs.operands.arrays(key, value)
         priorities(priority, plan.keys)
         self._send(plan, arrays)
 
     def _run_pull(self, key: Any, out: Any, priority: Any) -> Any:
-        plan, arrays, result = self._calls.pulled(key, out)
+        plan, arrays, result = self._verbs.operands.pulled(key, out)
         priorities(priority, plan.keys)
         self._fetch(plan, arrays)
         return answer(result)
 
     def _run_pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> Any:
-        plan, arrays = self._calls.arrays_of(key, value)
-        filled, result = self._calls.filled(plan, key, given_to_fill(key, value, out), out is None)
+        plan, arrays = self._verbs.operands.arrays(key, value)
+        filled, result = self._verbs.operands.targets(plan, key, given_to_fill(key, value, out), out is None)
         priorities(priority, plan.keys)
         self._send(plan, arrays)
         self._fetch(plan, filled)
@@ -318,44 +319,29 @@ class AsyncKVStore(KVStore):
         """Make a call that is not collective."""
 
         def checked() -> Result:
-            self._asking.hear()
-            result: Result = self._transport.memory.order.run(run, *arguments)
-            return result
+            with self._translated():
+                self._asking.hear()
+                result: Result = self._memory.order.run(run, *arguments)
+                return result
 
         self._check_caller(verb)
-        return self._alone(verb, checked)
+        return self._door.make_alone(verb, checked)
 
-    def _alone(self, verb: str, run: Callable[[], Result]) -> Result:
-        """Run what waits for other ranks, which do not come together; say what was wrong with it."""
-        self._running = verb
-        self._board.write(self._agreement.calls, verb.encode())
-        try:
-            with self._translated(), np.errstate(all="ignore"):
-                return run()
-        except BaseException as error:
-            if isinstance(error, TransportError) or not isinstance(error, Exception):
-                self._end_unless_settled(verb, error)
-            self._agreement.at_rank(verb, error)
-            hide_frames(error)
-            raise
-        finally:
-            self._running = ""
-
-    def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
+    def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Rest; learn how often the owners have updated; then make the call as any store."""
         self._check_caller(verb)
         failure = self._rest(verb)
         try:
             super()._collective(verb, self._rested, verb, failure)
             result = super()._collective(verb, prepare, *arguments)
-            if self._ended is None:
+            if self._door.state is not State.ENDED:
                 self._freeze()  # what the call has set, on all ranks alike
             return result
         finally:
-            if self._ended is None:
+            if self._door.state is not State.ENDED:
                 self._begin()
 
-    def _rested(self, verb: str, failure: BaseException | None) -> Prepared:
+    def _rested(self, verb: str, failure: BaseException | None) -> PreparedCall:
         """Prepare to go on with the settings that the optimizer has now, if all ranks have the same."""
         if failure is not None:
             raise failure
@@ -363,7 +349,8 @@ class AsyncKVStore(KVStore):
         if updater.revision != self._revision:
             self._exchange.check_slots()
         settings = f"updater {updater.settings()}"
-        return Call(verb, digest(f"rest {settings}"), describe=lambda: [settings]), (self._recount,)
+        call = Call(verb, digest(f"rest {settings}"), describe=lambda: [settings])
+        return PreparedCall(call, self._recount)
 
     def _recount(self) -> None:
         self._exchange.recount()
@@ -381,17 +368,18 @@ class AsyncKVStore(KVStore):
         """Wait until this rank's pushes are applied, and let no rank wait for more; return what went wrong."""
 
         def run() -> None:
-            asking = self._asking
-            if self._bound is not None:
-                for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
-                    asking.ask(Kind.LEAVE, rank)
-            asking.wait_for_all()
-            asking.raise_failures()
+            with self._translated():
+                asking = self._asking
+                if self._bound is not None:
+                    for rank in range(self.size) if self._bound == 0 else [_KEEPER]:
+                        asking.ask(Kind.LEAVE, rank)
+                asking.wait_for_all()
+                asking.raise_failures()
 
         try:
-            self._alone(verb, run)
+            self._door.make_alone(verb, run)
         except BaseException as error:  # sys.exit in an updater, too
-            if self._ended is not None:
+            if self._door.state is State.ENDED:
                 raise
             return error
         return None
@@ -399,7 +387,7 @@ class AsyncKVStore(KVStore):
     def _check_caller(self, verb: str) -> None:
         if self._holder == threading.get_ident():
             raise Unsupported(f"{verb}: an updater cannot call the store")
-        self._check_free(verb)
+        self._door.check_free(verb)
 
     def _translated(self) -> Any:
         return self._group.translated("asking other ranks") if self._group.comm else nullcontext()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from .arrays import is_array, is_immutable
 from .errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch, a_kind
 from .rowsparse import Presence, RowSparse
 from .typing import Array, Key
+
+_KINDS = ({str}, {int})
 
 __all__ = ["Entry", "Form", "KeyTable", "flatten", "parse"]
 
@@ -233,12 +235,16 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
     """
     if value is not None:
         raise TypeError(f"a dict of keys brings its own {what}s; do not pass {what} as well")
+    leaves: list[Any] = list(tree.values())
+    # A flat one, and lists of plain keys below, are the hot path: looked at without a Python loop.
+    if set(map(type, leaves)) == {np.ndarray}:
+        return list(_keys(list(tree))), leaves
     names: list[Key] = []
-    leaves: list[Any] = []
+    leaves = []
     for key, leaf in tree.items():
         if isinstance(leaf, Mapping):
             below, values = flatten(leaf)
-            names += [f"{_key(key)}/{name}" for name in below]
+            names += _joined(_key(key), tuple(below))
             leaves += values
         else:
             names.append(_key(key))
@@ -249,9 +255,13 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
     return names, leaves
 
 
+@lru_cache(maxsize=256)
+def _joined(name: Key, below: tuple[Key, ...]) -> list[str]:
+    return [f"{name}/{each}" for each in below]
+
+
 def _keys(keys: Sequence[Any]) -> Sequence[Key]:
-    # Lists of plain keys are the hot path: their types are looked at without a Python loop.
-    return keys if set(map(type, keys)) in ({str}, {int}) else [_key(key) for key in keys]
+    return keys if set(map(type, keys)) in _KINDS else [_key(key) for key in keys]
 
 
 def _key(key: Any) -> Key:

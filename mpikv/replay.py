@@ -8,25 +8,41 @@ call, which includes that all of them record it, or launch what they have record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from .agreement import Agreement, Call
+from .agreement import Agreement, Call, PreparedCall
+from .arguments import in_form
 from .arrays import is_array, lies_on_host
-from .calls import Calls, Fixed, Prepared
 from .device import DeviceMemory
+from .door import Door, State
 from .exchange import Arrays, Exchange, Steps
 from .keys import parse
-from .plan import Plan, digest
+from .plan import Plan
+from .renewed import Renewed
+from .rowarguments import Brought
 from .rowsparse import RowSparse
 from .typing import Graph, StepTable
+from .verbs import Verbs
+from .verbs.comparison import add_text
+from .verbs.operands import given_to_fill
 
-__all__ = ["Compiled"]
+__all__ = ["Compiled", "Fixed", "prepare_capture"]
 
 # How a call is made, as ranks that disagree are told.
 _PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
 _RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
+
+
+class Fixed(NamedTuple):
+    """The arguments of a pushpull that is made again and again, in lists and dicts of its own."""
+
+    key: Any
+    value: Any
+    out: Any
+    result: Any
+    """What the caller of the pushpull expects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,20 +86,17 @@ class Compiled:
         self,
         given: Fixed,
         number: int,
-        door: Callable[[str, Callable[[], Prepared]], Any],
-        parts: tuple[Calls, Exchange, Agreement],
-        rank: int,
-        joining: Callable[[], bool],
-        ended: Callable[[], str | None],
+        make: Callable[[str, Callable[[], PreparedCall]], Any],
+        door: Door,
+        verbs: Verbs,
+        exchange: Exchange,
+        agreement: Agreement,
     ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks; ``ended`` says why the store
-        cannot be used any more, if so.
-        """
-        self._given, self._number, self._joining, self._ended = given, number, joining, ended
-        self._door = door
-        self._calls, self._exchange, self._agreement = parts
-        self._rank, self._size = rank, self._exchange.transport.size
-        memory = self._exchange.transport.memory
+        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks; ``make`` makes a call."""
+        self._given, self._number, self._make, self._door = given, number, make, door
+        self._verbs, self._exchange, self._agreement = verbs, exchange, agreement
+        self._rank, self._size = exchange.transport.rank, exchange.transport.size
+        memory = exchange.transport.memory
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
         self._known: _Known | None = None
@@ -97,7 +110,7 @@ class Compiled:
 
     def __call__(self) -> Any:
         """Push and pull. Collective."""
-        result = self._door("pushpull", self._prepare)
+        result = self._make("pushpull", self._prepare)
         return result if self._given.result is None else self._given.result
 
     @property
@@ -112,57 +125,58 @@ class Compiled:
         """Why not, or nothing. Local."""
         if self.captured:
             return ""
-        lack = self._ended() or self._why or (self._known.lack if self._known else "")
+        lack = self._door.why or self._why or (self._known.lack if self._known else "")
         return lack or "the second call in the same circumstances records it"
 
     def __repr__(self) -> str:
         state = "captured" if self.captured else f"not captured: {self.reason}"
         return f"<mpikv.Compiled #{self._number} {state}>"
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> PreparedCall:
         """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
-        if self._memory is None or self._joining():
+        memory = self._memory
+        if memory is None or self._door.state is State.JOINING:
             return self._plainly(_PLAIN)
-        known = self._known or self._bound(self._memory)
+        known = self._known or self._bound(memory)
         if known.lack or not known.agreed:
-            call, work = self._plainly(_PLAIN if known.agreed else _FIRST)
+            call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
             if known.agreed:
-                return call, work
-            steps = None if known.lack else self._calls.again(known.plan)[1]
-            return call, (self._first, known, steps, work)
-        call, steps = self._calls.again(known.plan)
+                return PreparedCall(call, run)
+            first = None if known.lack else self._verbs.comparison.update_call("pushpull", known.plan)[1]
+            return PreparedCall(call, lambda: self._first(known, first, run))
+        call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
         if not known.suits(steps, self._exchange.updater.by_key):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
         if not known.ready:
-            return self._described(call, _AGAIN), (self._queue_first, known, steps)
+            return PreparedCall(self._described(call, _AGAIN), lambda: self._queue_first(known, steps))
         if known.graph is None:
-            return self._described(call, _RECORDED), (self._record, self._memory, known, steps)
-        return self._described(call, _LAUNCHED), (self._launch, self._memory, known, steps)
+            return PreparedCall(self._described(call, _RECORDED), lambda: self._record(memory, known, steps))
+        return PreparedCall(self._described(call, _LAUNCHED), lambda: self._launch(memory, known, steps))
 
-    def _plainly(self, how: str) -> Prepared:
+    def _plainly(self, how: str) -> PreparedCall:
         """Prepare it as any pushpull."""
         key, value, out, _ = self._given
-        call, work = self._calls.pushpull(key, value, out, 0)
-        return self._described(call, how), work
+        call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
+        return PreparedCall(self._described(call, how), run)
 
     def _described(self, call: Call, how: str) -> Call:
         """Add to what is compared which of the store's it is, and how it is made."""
         known, same, described = self._told
         if described is None or call is not known or how != same:
-            text = f"compiled step #{self._number}, {how}"
-            described = Call(
-                call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text]
-            )
+            described = add_text(call, f"compiled step #{self._number}, {how}")
             self._told = call, how, described
         return described
 
     def _bound(self, memory: DeviceMemory) -> _Known:
-        plan, sources, targets, result = self._calls.bound(self._given)
+        plan, sources, targets, result = _bind(self._verbs, self._given)
+        assert not isinstance(sources, Brought)
         lack = self._exchange.lack() or ("" if plan.keys else "there are no keys")
         lack = lack or _lack_of(memory, self._given, plan, sources, targets)
         if lack:  # plain calls look at their arrays anew
             return _Known(plan, None, (), None, lack)
-        return self._with_table(_Known(plan, sources, targets, result, lack), self._calls.again(plan)[1])
+        return self._with_table(
+            _Known(plan, sources, targets, result, lack), self._verbs.comparison.update_call("pushpull", plan)[1]
+        )
 
     def _with_table(self, known: _Known, steps: Steps) -> _Known:
         table = known.table
@@ -172,12 +186,11 @@ class Compiled:
 
     # --- What is run once all ranks agree
 
-    def _first(self, known: _Known, steps: Steps | None, work: tuple[Callable[..., Any], Any]) -> Any:
+    def _first(self, known: _Known, steps: Steps | None, run: Callable[[], Any]) -> Any:
         """Learn whether all ranks can record it; make it."""
         known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
         if known.lack or steps is None:
-            run, *arguments = work
-            return run(*arguments)
+            return run()
         return self._queue_first(known, steps)
 
     def _lack_anywhere(self, lack: str) -> str:
@@ -231,11 +244,43 @@ class Compiled:
             self._exchange.pushpull(plan, known.sources, steps, known.targets, None)
 
 
+def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
+    """Prepare nothing but to know that a pushpull could be made; what is run returns its arguments, to be kept."""
+    given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
+    verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+    plan, _, _, result = _bind(verbs, given)
+    if type(result) is Renewed:
+        raise TypeError("each call fills the same arrays, of which one cannot be written; use pushpull, or numpy's")
+    verbs.give_up()  # nothing is to be filled
+    return PreparedCall(verbs.comparison.plan_call("compile", plan), lambda: given)
+
+
+def _copy(given: Any) -> Any:
+    """Return arguments as they are now, whatever becomes of lists and dicts."""
+    if isinstance(given, Mapping):
+        return {key: _copy(each) for key, each in given.items()}
+    return list(map(_copy, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Arrays, Any]:
+    """Return the plan of a pushpull, what it pushes, None for the buffers, what it fills, and what it returns."""
+    key, value, out, result = given
+    plan, sources = verbs.operands.sources(key, value)
+    fills = given_to_fill(key, value, out)
+    if fills is None:
+        return plan, sources, (), in_form(key, plan, plan.views)
+    if isinstance(sources, Brought):
+        return plan, sources, (), result
+    targets, renewed = verbs.operands.targets(plan, key, fills, implied=out is None)
+    return plan, sources, targets, renewed if type(renewed) is Renewed else result
+
+
 def _has_rows(given: Fixed) -> bool:
-    return any(isinstance(each, RowSparse) for arrays in (given.value, given.out) for each in _leaves(arrays))
+    return any(isinstance(each, RowSparse) for arrays in given[:3] for each in _leaves(arrays))
 
 
 def _leaves(arrays: Any) -> list[Any]:
+    arrays = list(arrays.values()) if isinstance(arrays, Mapping) else arrays
     return [leaf for each in arrays for leaf in _leaves(each)] if isinstance(arrays, list) else [arrays]
 
 

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from . import optimizers
-from .agreement import JOINED, Agreement, Call
-from .arguments import in_form, optimizer_of, updater_function
+from .agreement import Agreement, Call, PreparedCall
+from .arguments import in_form
 from .arrays import quiet, run_quietly
 from .board import Board
-from .calls import Calls, Prepared
 from .checkpoint import Checkpoints
 from .config import VARIABLES_ONLY, Config
+from .door import Door, State, show_keys
 from .errors import (
     Closed,
     ConfigError,
     Stalled,
-    TransportError,
     Unsupported,
     a_kind,
     is_settled,
     known_names,
-    mark_stalled,
     text_of,
 )
 from .exchange import Exchange
 from .kernels import find_codec, find_kernels
-from .plan import digest, label
+from .plan import digest
 from .plugins import KVStoreBase
 from .process_group import ProcessGroup
-from .replay import Compiled
+from .replay import Compiled, prepare_capture
 from .rows import Rows
 from .runtime import owned
 from .scope import Scope
 from .tracebacks import hidden_from_pytest, hide_frames, hiding_frames
-from .typing import Array, GpuKernels, Key, Transport, Updater
-from .updaters import Assign, CallableUpdater
+from .typing import Array, GpuKernels, Key, Transport
+from .verbs import Verbs
+from .verbs.control import ControlVerbs, check_head
 from .work import Pending, Work, makes_calls, urgency
 
 __all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
@@ -51,15 +48,13 @@ __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Characters of the arguments of a call in a message.
-_MOST_SHOWN = 80
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
 _CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": True}
-_BARRIER, _CLOSE = (Call(verb, digest(verb)) for verb in ("barrier", "close"))
-_NEXT = Call("next", digest("next"), "wait=False")
-_VOTE = Call("vote", digest("vote"))
+_CLOSE = Call("close", digest("close"))
+# Looked up once: the class of an enum finds its members slowly.
+_ENDED = State.ENDED
 
 
 class KVStore(KVStoreBase):
@@ -113,25 +108,23 @@ class KVStore(KVStoreBase):
         """
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
-        self._ended: str | None = None
+        self._memory, self._quiet = transport.memory, quiet()
         self._agreement = Agreement(transport, group, board, config.check)
         placement = self._placement or config.placement
         found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
         self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
         self._rows = Rows(self._exchange, root)
-        self._calls = Calls(self._exchange, self._rows, self._agreement, group.rank, found_codec)
-        self._pending = Pending(self._least, self._on_worker, lambda: bool(self._running))
+        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, found_codec)
+        self._control = ControlVerbs(self._agreement, group, root)
         self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
-        open_stores().append(self)
-        self._running = ""
         self._order = transport.memory.order
         # Whether calls are made in the order of streams.
-        self._in_order = self._order.needed
-        self._in_join = False
+        self._has_stream = self._order.needed
+        self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
+        self._door = Door(self._agreement, self._memory, board, group.rank, self._pending, self.abandon)
         self._compiled = 0
-        self._quiet = quiet()
-        self._controllers: dict[int, Callable[[Any], Any] | None] = {}
+        open_stores().append(self)
 
     # --- Facts
 
@@ -194,7 +187,7 @@ class KVStore(KVStoreBase):
     @property
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
-        return self._calls.codec
+        return self._verbs.settings.codec
 
     @property
     def _assigns(self) -> bool:
@@ -204,7 +197,7 @@ class KVStore(KVStoreBase):
 
     @property
     def _joining(self) -> bool:
-        return self._in_join
+        return self._door.state is State.JOINING
 
     def _update_count(self, key: Key) -> int:
         self._pending.drain()
@@ -222,7 +215,7 @@ class KVStore(KVStoreBase):
         """
         if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
-        known = _CAPABILITIES if self._transport.memory.is_host else _CAPABILITIES_OF_GPUS
+        known = _CAPABILITIES if self._memory.is_host else _CAPABILITIES_OF_GPUS
         return known[capability.lower()]
 
     def statistics(self) -> dict[str, Any]:
@@ -236,7 +229,7 @@ class KVStore(KVStoreBase):
             >>> mpikv.create(compression="fp16").statistics()["compression"]["why"]
             'asked for'
         """
-        choice = self._calls.choice
+        choice = self._verbs.settings.choice
         return {
             "compression": {**choice._asdict(), "seconds": dict(choice.seconds)},
             "rows": {"bytes_sent": self._rows.sent},
@@ -244,7 +237,7 @@ class KVStore(KVStoreBase):
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
-        self._check_open("keys")
+        self._door.check_open("keys")
         return tuple(self._exchange.table)
 
     def num_dead_node(self, timeout: float = 60) -> int:
@@ -261,7 +254,7 @@ class KVStore(KVStoreBase):
         Raises:
             KeyNotInitialized: the key is unknown.
         """
-        self._check_open("version")
+        self._door.check_open("version")
         self._pending.drain()
         return self._exchange.table.version(key)
 
@@ -269,15 +262,15 @@ class KVStore(KVStoreBase):
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
-        self._check_open("keys")
+        self._door.check_open("keys")
         return key in self._exchange.table
 
     def __len__(self) -> int:
-        self._check_open("keys")
+        self._door.check_open("keys")
         return len(self._exchange.table)
 
     def __repr__(self) -> str:
-        state = "closed" if self._ended else f"{len(self)} keys"
+        state = "closed" if self._door.state is _ENDED else f"{len(self)} keys"
         return (
             f"<mpikv.KVStore {self._type!r} rank {self.rank}/{self.size} transport={self.transport} "
             f"placement={self.placement} root={self._root} updater={self._exchange.updater.settings()} {state}>"
@@ -308,7 +301,7 @@ class KVStore(KVStoreBase):
             >>> len(kv), "a" in kv
             (2, True)
         """
-        self._collective("init", self._calls.init, key, value, overwrite)
+        self._collective("init", self._verbs.values.init, key, value, overwrite)
 
     def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Add up one value per rank and give the sum to the updater.
@@ -353,8 +346,8 @@ class KVStore(KVStoreBase):
             >>> kv.pull(3)
             array([2., 2.])
         """
-        call = self._collective if wait is True else self._door("push", wait)
-        return call("push", self._calls.push, key, value, priority)
+        call = self._collective if wait is True else self._way_of("push", wait)
+        return call("push", self._verbs.push_pull.push, key, value, priority)
 
     def pull(
         self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
@@ -392,8 +385,8 @@ class KVStore(KVStoreBase):
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        call = self._collective if wait is True else self._door("pull", wait)
-        return call("pull", self._calls.pull, key, out, ignore_sparse, priority)
+        call = self._collective if wait is True else self._way_of("pull", wait)
+        return call("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
 
     def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.
@@ -425,8 +418,8 @@ class KVStore(KVStoreBase):
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        call = self._collective if wait is True else self._door("pushpull", wait)
-        return call("pushpull", self._calls.pushpull, key, value, out, priority)
+        call = self._collective if wait is True else self._way_of("pushpull", wait)
+        return call("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
 
     def compile(self, key: Any, value: Any = None, out: Any = None) -> Compiled:
         """Return a function without arguments that makes the same :meth:`pushpull` at each call.
@@ -465,12 +458,13 @@ class KVStore(KVStoreBase):
             >>> step.captured, step.reason
             (False, 'the store is on the host')
         """
-        given = self._collective("compile", self._calls.compile, key, value, out)
-        parts = self._calls, self._exchange, self._agreement
+        given = self._collective("compile", partial(prepare_capture, self._verbs), key, value, out)
         number, self._compiled = self._compiled, self._compiled + 1
-        # The door is looked up at each call: tracing puts a clock around it.
-        door, joining, ended = lambda *call: self._collective(*call), lambda: self._in_join, lambda: self._ended
-        return Compiled(given, number, door, parts, self.rank, joining, ended)
+
+        def make(verb: str, prepare: Callable[[], PreparedCall]) -> Any:
+            return self._collective(verb, prepare)  # looked up at each call: tracing puts a clock around it
+
+        return Compiled(given, number, make, self._door, self._verbs, self._exchange, self._agreement)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.
@@ -505,7 +499,7 @@ class KVStore(KVStoreBase):
             (array([0, 3]), array([[0.],
                    [3.]]))
         """
-        return self._collective("row_sparse_pull", self._calls.row_sparse_pull, key, out, priority, row_ids)
+        return self._collective("row_sparse_pull", self._verbs.rows.row_sparse_pull, key, out, priority, row_ids)
 
     def buffer(self, key: Any) -> Any:
         """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
@@ -539,7 +533,7 @@ class KVStore(KVStoreBase):
             >>> weight
             array([3., 6.])
         """
-        return self._collective("buffer", self._calls.buffer, key)
+        return self._collective("buffer", self._verbs.push_pull.buffer, key)
 
     @hiding_frames
     def view(self, key: Any) -> Any:
@@ -565,11 +559,11 @@ class KVStore(KVStoreBase):
             >>> kv.pull("w", out=weight)
             array([1., 1.])
         """
-        self._check_open("view")
+        self._door.check_open("view")
         self._pending.drain()
         self._order.rejoin()
-        self._check_open("view")  # a pending call may have ended it
-        plan = self._calls.known(key)
+        self._door.check_open("view")  # a pending call may have ended it
+        plan = self._verbs.operands.plan(key)
         return in_form(key, plan, plan.views)
 
     def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
@@ -597,7 +591,7 @@ class KVStore(KVStoreBase):
             >>> mpikv.create().broadcast(params) is params
             True
         """
-        return self._collective("broadcast", self._calls.broadcast, key, value, out, priority)
+        return self._collective("broadcast", self._verbs.values.broadcast, key, value, out, priority)
 
     def set(self, key: Any, value: Any = None) -> None:
         """Overwrite stored values by the root's, without the updater. Optimizer state stays.
@@ -620,7 +614,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull("w")
             array([1., 1.])
         """
-        self._collective("set", self._calls.set, key, value)
+        self._collective("set", self._verbs.values.set, key, value)
 
     def delete(self, key: Any) -> None:
         """Remove keys, their values and their optimizer state.
@@ -642,7 +636,7 @@ class KVStore(KVStoreBase):
             >>> "w" in kv
             False
         """
-        self._collective("delete", self._calls.delete, key)
+        self._collective("delete", self._verbs.values.delete, key)
 
     def barrier(self) -> None:
         """Wait until every rank has come here. Collective.
@@ -650,7 +644,7 @@ class KVStore(KVStoreBase):
         Raises:
             Stalled: a rank did not come within the store's timeout.
         """
-        self._collective("barrier", lambda: (_BARRIER, (self._meet,)))
+        self._collective("barrier", self._control.barrier)
 
     def agree(self, text: str, verb: str = "agree") -> None:
         """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
@@ -666,8 +660,7 @@ class KVStore(KVStoreBase):
             >>> import mpikv
             >>> mpikv.create().agree("dropout 0.1")
         """
-        call = Call(verb, digest(f"{verb} {text}"), text, describe=lambda: [text])
-        self._collective(verb, lambda: (call, (_nothing,)))
+        self._collective(verb, lambda: self._control.agree(text, verb))
 
     def vote(self, flag: bool) -> bool:
         """Return whether any rank passed True. Collective.
@@ -678,10 +671,9 @@ class KVStore(KVStoreBase):
             False
         """
         if self.size == 1:
-            self._check_open("vote")
+            self._door.check_open("vote")
             return bool(flag)
-        none: int = self._collective("vote", lambda: (_VOTE, (self._agreement.least, int(not flag))))
-        return not none
+        return bool(self._collective("vote", lambda: self._control.vote(flag)))
 
     @hiding_frames
     def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
@@ -707,7 +699,7 @@ class KVStore(KVStoreBase):
         """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
         if controller is not None and not callable(controller):
             raise TypeError(f"a controller is a function of the command's body, not {a_kind(controller)}")
-        self._controllers[_head(head)] = controller
+        self._control.controllers[check_head(head)] = controller
 
     def command(self, head: int, body: Any = None) -> None:
         """Call the controller of a number at the root, if there is one, with ``body``.
@@ -731,7 +723,7 @@ class KVStore(KVStoreBase):
             >>> kv.command(7, {"rate": 0.5})
             rate 0.5
         """
-        self._collective("command", self._commanded, head, body)
+        self._collective("command", self._control.command, head, body)
 
     _send_command_to_servers = command
 
@@ -761,9 +753,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull(3)
             array([2., 2.])
         """
-        self._change_updater(
-            "set_updater", lambda: Assign() if updater is None else CallableUpdater(updater_function(updater))
-        )
+        self._collective("set_updater", lambda: self._verbs.settings.set_updater(updater))
 
     _set_updater = set_updater
 
@@ -797,7 +787,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull("w")
             array([0.5, 0.5])
         """
-        self._change_updater("set_optimizer", lambda: optimizer_of(optimizer, arguments))
+        self._collective("set_optimizer", lambda: self._verbs.settings.set_optimizer(optimizer, arguments))
 
     def set_gradient_compression(self, compression: Any) -> None:
         """Compress what is pushed from now on.
@@ -838,7 +828,7 @@ class KVStore(KVStoreBase):
             >>> kv.pull("w")
             array([0. , 0. , 0.5, 0. ], dtype=float32)
         """
-        self._collective("set_gradient_compression", self._calls.compression, compression)
+        self._collective("set_gradient_compression", self._verbs.settings.set_compression, compression)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push
@@ -847,7 +837,7 @@ class KVStore(KVStoreBase):
         Raises:
             ConfigError: no optimizer is set, or its rate is given by a schedule.
         """
-        self._check_open("set_learning_rate")
+        self._door.check_open("set_learning_rate")
         if self.optimizer is None:
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
@@ -999,7 +989,7 @@ class KVStore(KVStoreBase):
             >>> mpikv.create().group([0]).size
             1
         """
-        members, comm = self._collective("group", self._parted, ranks)
+        members, comm = self._collective("group", self._control.group, ranks, self._found is not None)
         if self.rank not in members or self._found is None:
             return None
         options = {name: value for name, value in vars(self._config).items() if name not in VARIABLES_ONLY}
@@ -1033,19 +1023,18 @@ class KVStore(KVStoreBase):
             ...     for batch in range(3 + kv.rank):
             ...         kv.push("w", np.ones(2))
         """
-        self._check_free("join")
+        self._door.check_free("join")
         if not self._config.check:
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         self._pending.drain()
         self._order.rejoin()
-        self._in_join = True
+        self._door.state = State.JOINING
         try:
             yield
-            self._check_open("join")
-            with np.errstate(all="ignore"):
-                self._shadow()
+            self._door.check_open("join")
+            self._door.shadow(self._verbs.join, self._run_in_order)
         finally:
-            self._in_join = False
+            self._door.leave_join()
 
     def close(self) -> None:
         """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
@@ -1055,14 +1044,14 @@ class KVStore(KVStoreBase):
             RankMismatch: the other ranks did something else.
             Exception: what a call with ``wait=False`` raised and nobody has seen, once the store is closed.
         """
-        if self._ended is not None:
+        if self._door.state is _ENDED:
             return
         self._pending.drain()
         if (unseen := self._pending.failure()) is not None:
             unseen.__traceback__ = None  # its frames know of memory that could not be freed
-        if self._ended is None:  # as it may have by a pending call
+        if self._door.state is not _ENDED:  # as it may have by a pending call
             try:
-                self._collective("close", lambda: (_CLOSE, (self._free,)))
+                self._collective("close", lambda: PreparedCall(_CLOSE, self._free))
             except Exception as error:
                 error.__cause__ = unseen
                 raise
@@ -1101,7 +1090,7 @@ class KVStore(KVStoreBase):
             open_stores().remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
             return False
-        self._ended = why
+        self._door.end(why)
         self._pending.end()
         self._exchange.forget_recorded()
         return True
@@ -1128,98 +1117,69 @@ class KVStore(KVStoreBase):
             # The other ranks may be anywhere; closing together could wait for ever and hide the error.
             self.abandon(f"the store ended with {text_of(failure[1], repr)}; create a new store")
 
-    # --- The door of every collective call
+    # --- The way of every collective call
 
-    def _collective(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Any:
+    def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
-        unseen = None
-        if self._running or self._pending.waiting or self._ended is not None:
-            unseen = self._entered(verb)
-        self._running = verb
+        door, unseen = self._door, None
+        if door.running or self._pending.waiting or door.state is _ENDED:
+            unseen = door.enter(verb)
+        door.running = verb
         try:
             if unseen is not None:
-                self._agreement.refuse(Call(verb, 0, _shown(arguments)), unseen)
+                self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), unseen)
             try:
-                if self._in_order:
+                if self._has_stream:
                     self._order.begin()
-                call, work = prepare(*arguments)
+                call, run = prepare(*arguments)
             except BaseException as error:
                 if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
                     raise
-                self._agreement.refuse(Call(verb, 0, _shown(arguments)), error)
+                self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), error)
             self._agreement.begin(call, self._exchange.staged is not None)
+            # A caller who has numpy raise at an overflow would have it end halfway, on some ranks.
+            quietly = run_quietly if self._exchange.updater.fallible else self._quiet
             try:
-                return self._quietly(*work)
+                return self._run_in_order(quietly, run) if self._order.needed else quietly(run)
             except MemoryError as error:
                 self._agreement.name(call, error)
                 raise
         except BaseException as error:
-            self._exchange.staged = None
-            self._order.cancel()
-            self._end_unless_settled(verb, error)
+            self._verbs.give_up()
+            door.end_unless_settled(verb, error)
             hide_frames(error)
             raise
         finally:
-            self._running = ""
+            door.running = ""
 
-    @hiding_frames
-    def _entered(self, verb: str) -> BaseException | None:
-        """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
-        if self._ended is None:
-            self._check_free(verb)
-        if self._pending.waiting and not self._pending.runs_here():
-            self._pending.pass_to(partial(self._claim, verb))
-            try:
-                unseen = self._pending.failure()
-                if unseen is not None and self._ended is not None:  # by that failure, which says more than "closed"
-                    raise unseen
-                self._check_open(verb)
-            except BaseException:  # Ctrl-C, too: nobody else gives back what was claimed
-                self._running = ""
-                raise
-            return unseen
-        self._check_open(verb)
-        return None
+    def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
+        if self._has_stream:
+            let_gpus_queue(self)
+        return self._order.run(quietly, run)
 
-    def _check_free(self, verb: str) -> None:
-        """Raise unless a call may run here, perhaps after those that are pending."""
-        self._check_open(verb)
-        # First this, as calls may complete meanwhile.
-        if not self._pending.active or self._pending.runs_here():
-            self._check_idle(verb)
-
-    def _check_idle(self, verb: str) -> None:
-        if running := self._running:
-            raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
-
-    def _claim(self, verb: str) -> None:
-        """Have the thread of pending calls begin none: it would begin it in the middle of this one."""
-        self._check_idle(verb)
-        self._running = verb
-
-    def _door(self, verb: str, wait: object) -> Callable[..., Any]:
-        """Return the door for a call that may not be waited for."""
+    def _way_of(self, verb: str, wait: object) -> Callable[..., Any]:
+        """Return the way of a call that may not be waited for."""
         if not isinstance(wait, (bool, np.bool_)):
             self.refuse(TypeError(f"wait={wait!r} is neither True nor False"), verb)
         return self._collective if wait else self._issue
 
-    def _issue(self, verb: str, prepare: Callable[..., Prepared], *arguments: Any) -> Work:
+    def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
-        self._check_free(verb)
+        self._door.check_free(verb)
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
-        if self._in_join:
+        if self._joining:
             self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
-        text = partial(_called, verb, arguments[:1])
         try:
             issue = self._order.issue()
         except Unsupported as error:
             self.refuse(error, verb)
-        work = partial(self._collective, verb, prepare, *arguments)
-        if issue is None:
-            return self._pending.add(urgency(arguments[-1]), text, work)
-        let_gpus_queue(self)
-        return self._pending.add(urgency(arguments[-1]), text, partial(issue.run, work), issue.rejoin)
+        key, work = arguments[0], partial(self._collective, verb, prepare, *arguments)
+        rejoin = None
+        if issue is not None:
+            let_gpus_queue(self)
+            work, rejoin = partial(issue.run, work), issue.rejoin
+        return self._pending.add(urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", work, rejoin)
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:
@@ -1230,102 +1190,8 @@ class KVStore(KVStoreBase):
         """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
         if self.size == 1:
             return queued
-        least: int = self._collective("next", lambda: (_NEXT, (self._agreement.least, queued)))
+        least: int = self._collective("next", lambda: self._control.least(queued))
         return least
-
-    def _quietly(self, run: Callable[..., Result], *arguments: Any) -> Result:
-        """Run what computes. A caller who has numpy raise at an overflow would have it end halfway, on some ranks."""
-        quietly = run_quietly if self._exchange.updater.fallible else self._quiet
-        if not self._order.needed:
-            return quietly(run, *arguments)
-        if self._in_order:
-            let_gpus_queue(self)
-        result: Result = self._order.run(quietly, run, *arguments)
-        return result
-
-    def _check_open(self, verb: str) -> None:
-        if self._ended is not None:
-            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self._ended}"))
-
-    def _end_unless_settled(self, verb: str, error: BaseException) -> None:
-        """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
-        if is_settled(error):
-            if self._order.failed:  # whoever has been told of it
-                self._abandon_after(error)
-            return
-        if isinstance(error, Stalled):
-            error.missing, about = self._board.report(error.missing)
-            mark_stalled(error, self.rank)
-            self._board.give_up()
-            about = f": {about}" if about else ""
-            error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
-        if isinstance(error, TransportError):
-            self._agreement.at_rank(verb, error)
-        # The others have the same deadline.
-        self._abandon_after(error, tell=not isinstance(error, Stalled))
-
-    def _abandon_after(self, error: BaseException, tell: bool = True) -> None:
-        self.abandon(f"the store ended in an earlier call ({text_of(error, repr)}); create a new store", tell)
-
-    def _shadow(self) -> None:
-        """Make the calls of the ranks that still have work, and bring nothing to them."""
-        call = Call("join", JOINED)
-        self._running = "join"  # an updater may run here, and cannot call the store
-        try:
-            while said := self._agreement.shadow(call):
-                work, failure = None, None
-                with ExitStack() as until_done:
-                    try:
-                        work = self._calls.shadowed(said, call, until_done)
-                    except Exception as error:
-                        failure = error
-                    self._agreement.confirm(call, failure)
-                    if work:
-                        if self._in_order:
-                            let_gpus_queue(self)
-                        self._order.run(work)
-        except BaseException as error:
-            self._end_unless_settled("join", error)
-            hide_frames(error)
-            raise
-        finally:
-            self._running = ""
-
-    def _parted(self, ranks: Sequence[int]) -> Prepared:
-        """Prepare a communicator of some ranks, who are told with it."""
-        if self._found is None:
-            raise Unsupported("group: a store that was not made by create() cannot make another")
-        members = tuple(ranks)
-        if not members or len(set(members)) < len(members) or not set(members) <= set(range(self.size)):
-            raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {self.size - 1}")
-        text = str([int(rank) for rank in members])
-        call = Call("group", digest(f"group {text}"), text, describe=lambda: [text])
-        return call, (lambda: (members, self._group.part(members)),)
-
-    def _commanded(self, head: int, body: Any) -> Prepared:
-        text = json.dumps(body, sort_keys=True, allow_nan=False)
-        said = f"{_head(head)}, {text}"
-        shown = said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}..."
-        call = Call("command", digest(f"command {said}"), shown, describe=lambda: [said])
-        return call, (self._control, call, head, text)
-
-    def _control(self, call: Call, head: int, text: str) -> None:
-        """Run a controller at the root, and learn on every rank how it went."""
-        failure = None
-        if self.is_root:
-            try:
-                controller = self._controllers.get(head) or partial(_log_lost, head)
-                controller(json.loads(text))
-            except Exception as error:
-                failure = error
-        self._agreement.confirm(call, failure)
-
-    def _change_updater(self, verb: str, make: Callable[[], Updater]) -> None:
-        self._collective(verb, lambda: self._calls.updater(verb, make))
-
-    def _meet(self) -> None:
-        if not self._config.check:  # with it, comparing the calls was the barrier
-            self._agreement.confirm(Call("barrier", 0), None)
 
     def _free(self) -> None:
         self._exchange.close()
@@ -1349,36 +1215,9 @@ def lost_stores() -> list[KVStore]:
 def let_gpus_queue(but: KVStore | None = None) -> None:
     """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
     for store in () if makes_calls() else tuple(open_stores()):
-        if store is not but and store._pending.active and store._in_order:
+        if store is not but and store._pending.active and store._has_stream:
             store._pending.drain()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _fail(error: Exception) -> NoReturn:
     raise error
-
-
-def _called(verb: str, arguments: Sequence[Any]) -> str:
-    return f"{verb}({_shown(arguments)})"
-
-
-def _shown(arguments: Sequence[Any]) -> str:
-    """Return the keys of a call, good or bad, for a message."""
-    key = arguments[0] if arguments else None
-    if key is None:
-        return ""
-    text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
-
-
-def _log_lost(head: int, body: Any) -> None:
-    logging.getLogger("mpikv").warning("command %d has no controller at the root, and does nothing", head)
-
-
-def _head(head: Any) -> int:
-    if not isinstance(head, (int, np.integer)) or isinstance(head, bool) or head < 0:
-        raise TypeError(f"the number of a command is an int from 0, not {head!r}")
-    return int(head)

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..agreement import Agreement, Call
-from ..calls import Prepared
+from ..agreement import Agreement, Call, PreparedCall
 from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
 from ..exchange import Exchange
 from ..keys import Entry
@@ -50,12 +49,12 @@ class Checkpoints:
 
     # --- Save
 
-    def save(self, path: Any, residuals: bool) -> Prepared:
+    def save(self, path: Any, residuals: bool) -> PreparedCall:
         self._check_weights()
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
         return self._prepare_save("save", path, updater, values=True, residuals=bool(residuals))
 
-    def save_states(self, path: Any, dump_optimizer: Any) -> Prepared:
+    def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
         optimizer = self._get_optimizer()
         if dump_optimizer:
             check_dumpable(optimizer)
@@ -64,13 +63,13 @@ class Checkpoints:
 
     def _prepare_save(
         self, verb: str, path: Any, updater: Mapping[str, Any], values: bool, residuals: bool = False
-    ) -> Prepared:
+    ) -> PreparedCall:
         path = os.fsdecode(path)
         self._exchange.check_slots()
         header = Header(self._describe_keys(), values, updater)
         start = check_writable(header)
         call = _describe_call(verb, path, header, *["with residuals"] * residuals)
-        return call, (self._save, call, Draft(path), header, start, residuals)
+        return PreparedCall(call, lambda: self._save(call, Draft(path), header, start, residuals))
 
     def _describe_keys(self) -> tuple[SavedKey, ...]:
         table, slots = self._exchange.table, self._exchange.updater.slots
@@ -97,13 +96,13 @@ class Checkpoints:
 
     # --- Load
 
-    def load(self, path: Any) -> Prepared:
+    def load(self, path: Any) -> PreparedCall:
         return self._find_together("load", self._find, path)
 
-    def load_states(self, path: Any) -> Prepared:
+    def load_states(self, path: Any) -> PreparedCall:
         return self._find_together("load_optimizer_states", self._find_states, path)
 
-    def _find_together(self, verb: str, prepare: Callable[[Any], Prepared], path: Any) -> Prepared:
+    def _find_together(self, verb: str, prepare: Callable[[Any], PreparedCall], path: Any) -> PreparedCall:
         """Prepare; but where ranks do not tell each other of what that raises, leave it to where they do, as a file may
         be unreadable on one of them alone.
         """
@@ -112,26 +111,25 @@ class Checkpoints:
         call = Call(verb, 0, repr(path))
 
         def run() -> None:
-            _, (work, *arguments) = self._try_together(call, prepare, path)
-            work(*arguments)
+            self._try_together(call, prepare, path).run()
 
-        return call, (run,)
+        return PreparedCall(call, run)
 
-    def _find(self, path: Any) -> Prepared:
+    def _find(self, path: Any) -> PreparedCall:
         self._check_weights()
         return self._prepare_load("load", *find_values(path, self._entries(), self._exchange.updater))
 
-    def _find_states(self, path: Any) -> Prepared:
+    def _find_states(self, path: Any) -> PreparedCall:
         optimizer = self._get_optimizer()
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def _entries(self) -> dict[Key, Entry]:
         return {entry.key: entry for entry in self._exchange.table.entries()}
 
-    def _prepare_load(self, verb: str, source: Source, updater: Updater) -> Prepared:
+    def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
         self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.keys})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
-        return call, (self._load, call, source, updater)
+        return PreparedCall(call, lambda: self._load(call, source, updater))
 
     def _load(self, call: Call, source: Source, updater: Updater) -> None:
         is_new = source.header.values and not len(self._exchange.table)

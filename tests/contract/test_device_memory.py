@@ -10,9 +10,10 @@ import pytest
 from gpu.stand_ins.test_device import store_on
 from support.sparing import forbid_more_memory
 
-from mpikv import RowSparse, calls
+from mpikv import RowSparse
 from mpikv.store import KVStore
 from mpikv.testing.fakegpu import FakeGpu
+from mpikv.verbs import rows as row_verbs
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -59,14 +60,14 @@ def test_pulls_of_rows_take_no_more_than_was_agreed_on(
     kv: KVStore, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where they are cast to what an out has."""
-    deliver = calls.deliver
+    deliver = row_verbs.deliver
 
     def frugal(*given: Any) -> None:
         taken = gpu.allocations
         deliver(*given)
         assert gpu.allocations == taken
 
-    monkeypatch.setattr(calls, "deliver", frugal)
+    monkeypatch.setattr(row_verbs, "deliver", frugal)
     for dtype in (np.float32, np.float64):
         kv.push("w", some(2))
         out = RowSparse([0], gpu.upload(np.ones((1, SHAPE[1]), dtype)), SHAPE)

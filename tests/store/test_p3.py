@@ -165,7 +165,7 @@ def test_random_programs(comm, transport, seed):
 
 @pytest.mark.feature("p3-values")
 @pytest.mark.parametrize("updater", [None, "adam", "lamb", lambda key, total, stored: stored - 0.25 * total])
-@TRANSPORTS
+@pytest.mark.parametrize("transport", ["shm", "mpi"])
 def test_the_bits_of_dist_sync(comm, transport, updater):
     sizes, results = {"large": 80_000, "late": 150}, []
     for name in ("p3", "dist_sync"):

@@ -716,18 +716,18 @@ def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeyp
             kv.init(["before", "call", "other"], [np.zeros(1)] * 3)
             kv.set_updater(lambda key, total, stored: order.append(key) or stored + total)
             work = kv.push("before", np.ones(1), wait=False)
-            claim = kv._claim
+            pass_to = kv._pending.pass_to
 
-            def late(verb):
-                time.sleep(1)  # in which all other threads of this rank run as far as they can
-                claim(verb)
+            def late(claim):
+                # In the sleep all other threads of this rank run as far as they can.
+                pass_to(lambda: (time.sleep(1), claim()))
 
             def issue():
                 work.wait()
                 kv.push("other", np.ones(1), wait=False)
                 issued.set()
 
-            monkeypatch.setattr(kv, "_claim", late)
+            monkeypatch.setattr(kv._pending, "pass_to", late)
             present().thread(issue, "other").start()
             kv.push("call", np.ones(1))
             monkeypatch.undo()

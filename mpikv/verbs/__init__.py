@@ -1,0 +1,47 @@
+"""The collective calls of a store: a file for each family, each verb in the order *check, call, run*.
+
+A verb finds all that is wrong with this rank's arguments, and returns a :class:`~mpikv.agreement.PreparedCall`: what
+the ranks compare, and what runs once they agree. No value moves or changes before that. The store lets calls in, and
+deals with failures; verbs know neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..agreement import Agreement
+from ..exchange import Exchange
+from ..rows import Rows
+from ..typing import Codec
+from .comparison import Comparison
+from .join import Join
+from .operands import Operands
+from .push_pull import PushPull
+from .rows import RowVerbs
+from .settings import SettingVerbs
+from .values import ValueVerbs
+
+__all__ = ["Verbs"]
+
+
+class Verbs:
+    """The verbs of one store, by their families."""
+
+    def __init__(
+        self, exchange: Exchange, rows: Rows, agreement: Agreement, rank: int, find_codec: Callable[[Codec], Codec]
+    ) -> None:
+        """``find_codec`` returns what does the work of a codec in the store's memory, or raises."""
+        self._exchange = exchange
+        self.operands = Operands(exchange, rows)
+        self.comparison = Comparison(exchange, agreement)
+        parts = exchange, self.operands, self.comparison
+        self.values = ValueVerbs(*parts, rows)
+        self.rows = RowVerbs(*parts, rows)
+        self.push_pull = PushPull(*parts, self.rows)
+        self.settings = SettingVerbs(exchange, self.comparison, find_codec)
+        self.join = Join(exchange, self.push_pull, self.rows, rank)
+
+    def give_up(self) -> None:
+        """Forget a call that was prepared, and is not made after all. Local."""
+        self._exchange.staged = None
+        self._exchange.transport.memory.order.cancel()

@@ -1,0 +1,115 @@
+"""What ranks compare before a call: its verb, its keys, and all that decides how values change by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from ..agreement import Agreement, Call
+from ..arguments import priorities
+from ..exchange import Confirm, Exchange, Steps
+from ..keys import Form
+from ..optimizers import Optimizer
+from ..plan import Plan, describe, digest, label
+from ..rowsparse import RowSparse
+from ..typing import Array
+
+__all__ = ["Comparison", "Contribution", "add_text", "compare_text"]
+
+
+class Contribution(str, Enum):
+    """What a rank brings to an update, in the words that ranks that disagree are told."""
+
+    WHOLE = "whole arrays"
+    BUFFERS = "from the buffers"
+    ROWS = "rows"
+    ROWS_FOR_WHOLE = "rows, with whole arrays as out"
+
+
+# Those that move no whole values.
+_NO_BUCKETS = ("row_sparse_pull", "delete")
+_NO_MEMO = (None, None, None, None)
+_OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)
+
+
+def compare_text(verb: str, text: str, shown: str | None = None) -> Call:
+    """Return a call of which ranks compare a text. ``shown`` stands for it in messages."""
+    return Call(verb, digest(f"{verb} {text}"), text if shown is None else shown, describe=lambda: [text])
+
+
+def add_text(call: Call, text: str) -> Call:
+    """Return a call of which ranks compare one more text."""
+    return Call(call.verb, call.token ^ digest(text), call.label, call.keys, lambda: [*call.describe(), text])
+
+
+class Comparison:
+    """Describes the calls of one store. Local."""
+
+    def __init__(self, exchange: Exchange, agreement: Agreement) -> None:
+        self._exchange, self._agreement = exchange, agreement
+        self.compression: str | None = None
+        """The settings of what packs pushes, as it was given."""
+
+    def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
+        """Return the call of a verb that updates nothing."""
+        call: Call | None = plan.memo.get(verb)
+        if call is None:
+            if verb not in _NO_BUCKETS:
+                plan.prepare()
+            texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
+            plan.memo[verb] = call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, texts)
+        return call if priority == 0 else _add_priorities(call, plan, priority)
+
+    def update_call(
+        self, verb: str, plan: Plan, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
+    ) -> tuple[Call, Steps, Confirm | None]:
+        """Return the call of a verb that updates, the updater's steps, and how ranks learn how the update went, where
+        it may fail on one of them.
+        """
+        updater = self._exchange.updater
+        revision, call, steps, confirm = plan.memo.get((verb, contribution), _NO_MEMO)
+        if revision != updater.revision:
+            call, steps, confirm = self._describe_update(verb, plan, contribution)
+        if steps is None:
+            steps = self._exchange.steps(plan)
+            # Two schedules of a user's may differ and have the same name.
+            if isinstance(updater, Optimizer) and updater.opaque:
+                call = add_text(call, f"steps {list(dict.fromkeys(steps.each))}")
+        if confirm is not None and contribution not in _OF_ROWS:
+            confirm = self._exchange.restoring(plan, confirm)
+        return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm
+
+    def value_call(self, verb: str, form: Form, arrays: Sequence[Array | RowSparse], option: str) -> Call:
+        """Return the call of a verb that gives values to keys, which may be new."""
+        texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
+        return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
+
+    def _describe_update(
+        self, verb: str, plan: Plan, contribution: Contribution
+    ) -> tuple[Call, Steps | None, Confirm | None]:
+        """Return what a plan keeps for its next update; without steps where they change with each."""
+        updater = self._exchange.updater
+        if contribution is not Contribution.ROWS:
+            self._exchange.prepare(plan)
+        token = plan.digest ^ digest(verb + contribution.value) ^ digest("\n".join(self._settings()))
+        call = Call(verb, token, plan.label, plan.keys, lambda: self._texts(plan, contribution))
+        confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.fallible else None
+        memo = call, None if updater.by_count else self._exchange.steps(plan), confirm
+        plan.memo[verb, contribution] = updater.revision, *memo
+        return memo
+
+    def _texts(self, plan: Plan, contribution: Contribution) -> list[str]:
+        return [*self._settings(), *describe(plan.keys, plan.shapes, plan.dtypes), contribution.value]
+
+    def _settings(self) -> list[str]:
+        """Describe what decides how a value changes by what is pushed."""
+        packed = [] if self.compression is None else [f"compression {self.compression}"]
+        return [f"updater {self._exchange.updater.settings()}", *packed]
+
+
+def _add_priorities(call: Call, plan: Plan, priority: Any) -> Call:
+    """Add priorities, which must be the same on all ranks, to what is compared."""
+    wishes = priorities(priority, plan.keys)
+    return add_text(call, f"priority {wishes}") if any(wishes) else call

@@ -1,0 +1,87 @@
+"""``barrier``, ``agree``, ``vote``, ``command`` and ``group``: what ranks tell each other beside values."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..agreement import Agreement, Call, PreparedCall
+from ..errors import ConfigError, Unsupported
+from ..plan import digest
+from ..process_group import ProcessGroup
+from .comparison import compare_text
+
+__all__ = ["ControlVerbs", "check_head"]
+
+# Characters of a command in a message.
+_MOST_SHOWN = 80
+_BARRIER, _NEXT, _VOTE = (
+    Call(verb, digest(verb), shown) for verb, shown in (("barrier", ""), ("next", "wait=False"), ("vote", ""))
+)
+
+
+class ControlVerbs:
+    """Prepares these calls of one store."""
+
+    def __init__(self, agreement: Agreement, group: ProcessGroup, root: int) -> None:
+        self._agreement, self._group, self._root = agreement, group, root
+        self.controllers: dict[int, Callable[[Any], Any] | None] = {}
+        """The functions that commands call at the root, by their numbers."""
+
+    def barrier(self) -> PreparedCall:
+        # Comparing the calls is the barrier, where they are compared.
+        met = self._agreement.check
+        return PreparedCall(_BARRIER, lambda: None if met else self._agreement.confirm(Call("barrier", 0), None))
+
+    def agree(self, text: str, verb: str) -> PreparedCall:
+        return PreparedCall(compare_text(verb, text), lambda: None)
+
+    def vote(self, flag: bool) -> PreparedCall:
+        return PreparedCall(_VOTE, lambda: not self._agreement.least(int(not flag)))
+
+    def least(self, queued: int) -> PreparedCall:
+        """Prepare to learn how many calls with ``wait=False`` all ranks have queued."""
+        return PreparedCall(_NEXT, lambda: self._agreement.least(queued))
+
+    def group(self, ranks: Sequence[int], can_create: bool) -> PreparedCall:
+        """Prepare a communicator of some ranks, who are told with it."""
+        if not can_create:
+            raise Unsupported("group: a store that was not made by create() cannot make another")
+        members, size = tuple(ranks), self._group.size
+        if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
+            raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {size - 1}")
+        text = str([int(rank) for rank in members])
+        return PreparedCall(compare_text("group", text), lambda: (members, self._group.part(members)))
+
+    def command(self, head: Any, body: Any) -> PreparedCall:
+        text = json.dumps(body, sort_keys=True, allow_nan=False)
+        said = f"{check_head(head)}, {text}"
+        call = compare_text("command", said, said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}...")
+        return PreparedCall(call, lambda: self._control(call, head, text))
+
+    def _control(self, call: Call, head: int, text: str) -> None:
+        """Run a controller at the root, and learn on every rank how it went."""
+        failure = None
+        if self._group.rank == self._root:
+            try:
+                controller = self.controllers.get(head) or partial(_log_lost, head)
+                controller(json.loads(text))
+            except Exception as error:
+                failure = error
+        self._agreement.confirm(call, failure)
+
+
+def check_head(head: Any) -> int:
+    """Return the number of a command."""
+    if not isinstance(head, (int, np.integer)) or isinstance(head, bool) or head < 0:
+        raise TypeError(f"the number of a command is an int from 0, not {head!r}")
+    return int(head)
+
+
+def _log_lost(head: int, body: Any) -> None:
+    logging.getLogger("mpikv").warning("command %d has no controller at the root, and does nothing", head)

@@ -1,0 +1,59 @@
+"""What a rank that has left ``join`` does in the calls of the others: it makes them, and brings nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..agreement import PreparedCall, Said
+from ..errors import RankMismatch
+from ..exchange import Exchange
+from ..plan import Plan
+from .comparison import Contribution
+from .push_pull import PushPull
+from .rows import RowVerbs
+
+__all__ = ["Join"]
+
+
+class Join:
+    """Prepares the calls of other ranks."""
+
+    def __init__(self, exchange: Exchange, push_pull: PushPull, rows: RowVerbs, rank: int) -> None:
+        self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
+
+    def prepare(self, said: Said, until_done: ExitStack) -> Callable[[], Any] | None:
+        """Return what runs here in a call of the others, which read this rank's buffers once all know that it can."""
+        if said.verb == "barrier":
+            return None
+        call, run = self._prepare(said, self._exchange.plan(tuple(said.keys)), until_done)
+        self._check_same(said, call.describe())
+        return run
+
+    def _prepare(self, said: Said, plan: Plan, until_done: ExitStack) -> PreparedCall:
+        nothing: Sequence[Any] = [()] * len(plan.keys)
+        if said.verb == "pull":
+            return self._push_pull.pull_arrays(plan, nothing)
+        if said.verb == "row_sparse_pull":
+            return self._rows.pull_rows(plan, nothing)
+        contribution = next(each for each in Contribution if each.value in said.parts)
+        pulls = said.verb == "pushpull"
+        if contribution in (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE):
+            none = self._rows.none_of(plan)
+            whole = nothing if contribution is Contribution.ROWS_FOR_WHOLE else None
+            return self._rows.pushpull_rows(plan, none, whole, nothing) if pulls else self._rows.push(plan, none)
+        sources: Sequence[Any] | None = nothing
+        # Buffers of zeros are nothing, but not every code of zeros is.
+        if contribution is Contribution.BUFFERS and self._exchange.compression is None:
+            until_done.enter_context(self._exchange.empty_buffers(plan))
+            sources = None
+        if pulls:
+            return self._push_pull.pushpull_arrays(plan, sources, nothing, contribution=contribution)
+        return self._push_pull.push_arrays(plan, sources, contribution=contribution)
+
+    def _check_same(self, said: Said, mine: Sequence[str]) -> None:
+        """Raise if this rank's view of a call of the others, which it has left to them, is another than theirs."""
+        if (differs := next((text for text in mine if text not in said.parts), None)) is not None:
+            text = f"others call {said.text} with {list(said.parts)[:4]}; rank {self._rank}, which has left join(), has"
+            raise RankMismatch(f"ranks disagree: {text} {differs}; nothing was changed")

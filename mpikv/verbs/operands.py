@@ -1,0 +1,178 @@
+"""The plan and the arrays that the arguments of a call stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from ..arguments import new_arrays, outs_of, sources, stand_in, targets, writable
+from ..errors import Unsupported, ValueMismatch, is_unwritable
+from ..exchange import Arrays, Exchange
+from ..keys import flatten, parse
+from ..plan import Plan
+from ..renewed import Renewed
+from ..rowarguments import Brought, brings_rows, brought
+from ..rows import Rows, check_updater
+from ..typing import Array, Key
+
+__all__ = ["Operands", "given_to_fill"]
+
+_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
+_can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
+_LISTS, _NUMPYS = (list, tuple), {np.ndarray}
+
+
+class Operands:
+    """Finds them, and all that is wrong with them on this rank. Local."""
+
+    def __init__(self, exchange: Exchange, rows: Rows) -> None:
+        self._exchange, self._rows, self._memory = exchange, rows, exchange.transport.memory
+
+    def plan(self, key: Any) -> Plan:
+        """Return the plan for keys, which bring no arrays."""
+        if isinstance(key, Mapping):
+            raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
+        return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
+
+    # --- What is pushed
+
+    def sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
+        """Return the plan and what is pushed, and perhaps ``filled``: arrays, rows, or None for the buffers."""
+        names, given = (tuple(key), list(key.values())) if type(key) is dict and value is None else (key, value)
+        plan = self._exchange.known(names)
+        # A push changes values bucket by bucket, which arrays over their memory are copied before.
+        if (
+            plan is not None
+            and (arrays := _plain(plan, names, given, filled)) is not None
+            and (not (filled or len(plan.buckets) > 1) or self._exchange.lie_apart(arrays))
+        ):
+            return plan, arrays
+        if names is not key or (plan is None and isinstance(key, Mapping)):
+            return self.sources(*flatten(key, value), filled)
+        if value is not None:
+            return self._sources(key, value)
+        plan = plan or self.plan(key)
+        if (missing := self._exchange.unbuffered(plan)) is not None:
+            raise ValueMismatch(
+                f"no value for key {missing!r}, and no buffer; pass one, or fill kv.buffer({missing!r})"
+            )
+        return plan, None
+
+    def arrays(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
+        """Return the plan of what is pushed, and the flat arrays of any form, which brings no rows."""
+        plan, arrays = self._sources(key, value)
+        if isinstance(arrays, Brought):
+            raise Unsupported("this store takes no RowSparse; push to_dense(), or use 'dist_sync'")
+        return plan, arrays
+
+    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays | Brought]:
+        """Return the plan and the arrays, or the rows, of any form."""
+        form = parse(key, value)
+        plan = self._exchange.plan(form.keys)
+        if brings_rows(form.groups):
+            check_updater(self._exchange)
+            self._rows.load(plan.dtypes)
+            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)
+        arrays = sources(plan.entries, form.groups)
+        if len(plan.buckets) > 1:
+            arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
+        return plan, arrays
+
+    # --- What is filled
+
+    def pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
+        """Return the plan of what is pulled, the arrays to fill, and what the call returns."""
+        if (
+            (type(key) is dict and out is None)
+            and (plan := self._exchange.known(tuple(key))) is not None
+            and (arrays := self._writable(plan, plan.keys, list(key.values()))) is not None
+        ):
+            return plan, arrays, key
+        plan = self._exchange.known(key)
+        if plan is None and isinstance(key, Mapping):
+            plan, out = self.plan(flatten(key, out, "out")[0]), key
+        plan = plan or self.plan(key)
+        if out is None:
+            self._memory.order.check_new()
+            out = new_arrays(key, plan, self._memory)
+        return plan, *self.targets(plan, key, out)
+
+    def targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return the arrays to fill, and what the call returns. ``implied``: they were given to be pushed."""
+        names, outs = key, given
+        if isinstance(given, dict) and isinstance(key, Mapping):
+            # But for 1, which True equals, what equals a key is one.
+            alike = tuple(given) == plan.keys != () and type(plan.keys[0]) is str
+            names, outs = (plan.keys, list(given.values())) if alike else flatten(given, what="out")
+            names = plan.keys if tuple(names) == plan.keys else ()
+        if (arrays := self._writable(plan, names, outs)) is not None:
+            return arrays, given
+        return self.fillable(lambda out: self.targets_of(plan, outs_of(key, out, plan.keys).groups), given, implied)
+
+    def fillable(self, fill: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
+        """Return the arrays to fill, which ``fill`` returns, and what the call returns: what was given to be filled,
+        or, with arrays that cannot be written, a :class:`Renewed`.
+        """
+        try:
+            return fill(given), given
+        except TypeError as error:
+            if not is_unwritable(error):
+                raise
+        self._memory.order.cancel()  # some were to be filled already
+        renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
+        return fill(renewed.arrays), renewed
+
+    def _writable(self, plan: Plan, names: Any, outs: Any) -> Arrays | None:
+        """Return the arrays to fill if there is one for each key, which a value can be copied to as it is."""
+        arrays = _plain(plan, names, outs, writable=True)
+        return arrays if arrays is not None and self._exchange.lie_apart(arrays) else None
+
+    def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+        """Return the arrays to fill of each key."""
+        pairs = zip(plan.entries, targets(plan.entries, groups), strict=True)
+        return [tuple(self._exchange.fillable(array, entry) for array in group) for entry, group in pairs]
+
+    def places(
+        self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
+    ) -> list[tuple[Array, ...]]:
+        """Return the arrays to fill with values of these shapes and dtypes, of keys that need not be known."""
+        outs = [
+            tuple(writable(array, name, shape, dtype, self._memory) for array in group)
+            for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
+        ]
+        for array in (array for group in outs for array in group):
+            self._exchange.check_own(array)
+        return outs
+
+
+def given_to_fill(key: Any, value: Any, out: Any) -> Any:
+    """Return what a call that brings values fills: ``out``, or else what it was given."""
+    return out if out is not None else key if isinstance(key, Mapping) else value
+
+
+def _plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
+    """Return the one array per key if that is what was given: numpy's, of the values' shapes and dtypes.
+
+    That is how training calls the store, thousands of times; None sends all else to where more forms are known.
+    """
+    arrays: Sequence[Any]
+    if not plan.on_host:
+        return None
+    if not isinstance(key, (list, tuple)):
+        if type(given) is not np.ndarray or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
+            return None
+        arrays = (given,)
+    else:
+        if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != _NUMPYS:
+            return None
+        if len(key) != len(given):  # some keys are named twice
+            return None
+        if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
+            return None
+        arrays = given
+    if plan.cut and not all(map(_is_contiguous, arrays)):
+        return None
+    return None if writable and not all(map(_can_be_written, arrays)) else arrays

@@ -1,0 +1,123 @@
+"""``push``, ``pull`` and ``pushpull`` of whole arrays, and ``buffer``, from which they are pushed without copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..agreement import PreparedCall
+from ..arguments import in_form
+from ..exchange import Arrays, Exchange, are_plain
+from ..plan import Plan
+from ..renewed import Renewed
+from ..rowarguments import Brought, asks_rows
+from .comparison import Comparison, Contribution
+from .operands import Operands, given_to_fill
+from .rows import RowVerbs
+
+__all__ = ["PushPull"]
+
+
+class PushPull:
+    """Prepares these calls of one store."""
+
+    def __init__(self, exchange: Exchange, operands: Operands, comparison: Comparison, rows: RowVerbs) -> None:
+        self._exchange, self._operands, self._comparison, self._rows = exchange, operands, comparison, rows
+
+    # --- Check
+
+    def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
+        exchange = self._exchange
+        plan, arrays = self._operands.sources(key, value)
+        if isinstance(arrays, Brought):
+            return self._rows.push(plan, arrays.rows, priority)
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, arrays)
+        if arrays is not None and not plan.on_host:
+            arrays = exchange.added_up(plan, arrays)
+        prepared = self.push_arrays(plan, arrays, priority)
+        if arrays is not None:
+            exchange.stage(plan, arrays)
+        return prepared
+
+    def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
+        given = out if out is not None or not isinstance(key, Mapping) else key
+        if type(given) is not np.ndarray and asks_rows(given):
+            return self._rows.pull(key, given, ignore_sparse, priority)
+        plan, targets, result = self._operands.pulled(key, out)
+        return self.pull_arrays(plan, targets, result, priority)
+
+    def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
+        exchange = self._exchange
+        plan, arrays = self._operands.sources(key, value, out is None)
+        if isinstance(arrays, Brought):
+            return self._rows.pushpull(plan, arrays.rows, key, given_to_fill(key, value, out), priority)
+        if exchange.compression is not None:
+            exchange.check_compressible(plan, arrays)
+        if out is not None:
+            targets, result = self._operands.targets(plan, key, out)
+        elif arrays is None:
+            targets, result = (), in_form(key, plan, plan.views)
+        elif are_plain(arrays):
+            targets, result = arrays, key if value is None else value
+        else:
+            targets, result = self._operands.targets(plan, key, given_to_fill(key, value, out), True)
+        if arrays is not None and not plan.on_host:
+            arrays = exchange.added_up(plan, arrays)
+        prepared = self.pushpull_arrays(plan, arrays, targets, result, priority)
+        if arrays is not None:
+            exchange.stage(plan, arrays)
+        return prepared
+
+    def buffer(self, key: Any) -> PreparedCall:
+        plan = self._operands.plan(key)
+
+        def run() -> Any:
+            self._exchange.add_buffers(plan)
+            return in_form(key, plan, self._exchange.buffers(plan))
+
+        return PreparedCall(self._comparison.plan_call("buffer", plan), run)
+
+    # --- Call and run
+
+    def push_arrays(
+        self, plan: Plan, sources: Arrays | None, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
+    ) -> PreparedCall:
+        """Prepare a push of arrays that are as they should be; None for the buffers."""
+        call, steps, confirm = self._comparison.update_call(
+            "push", plan, priority, contribution if sources is not None else Contribution.BUFFERS
+        )
+        if sources is None:
+            return PreparedCall(call, lambda: self._exchange.push_buffers(plan, steps, confirm))
+        return PreparedCall(call, lambda: self._exchange.push(plan, sources, steps, confirm))
+
+    def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
+        def run() -> Any:
+            self._exchange.pull(plan, targets)
+            return result.made() if type(result) is Renewed else result
+
+        return PreparedCall(self._comparison.plan_call("pull", plan, priority), run)
+
+    def pushpull_arrays(
+        self,
+        plan: Plan,
+        sources: Arrays | None,
+        targets: Arrays,
+        result: Any = None,
+        priority: Any = 0,
+        contribution: Contribution = Contribution.WHOLE,
+    ) -> PreparedCall:
+        call, steps, confirm = self._comparison.update_call(
+            "pushpull", plan, priority, contribution if sources is not None else Contribution.BUFFERS
+        )
+
+        def run() -> Any:
+            if sources is None:
+                self._exchange.pushpull_buffers(plan, steps, targets, confirm)
+            else:
+                self._exchange.pushpull(plan, sources, steps, targets, confirm)
+            return result.made() if type(result) is Renewed else result
+
+        return PreparedCall(call, run)

@@ -1,0 +1,167 @@
+"""``row_sparse_pull``, and ``push``, ``pull`` and ``pushpull`` of rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..agreement import PreparedCall
+from ..arguments import outs_of
+from ..errors import Unsupported, noted, settled
+from ..exchange import Arrays, Exchange
+from ..keys import Entry, parse
+from ..plan import Plan
+from ..rowarguments import Asked, Wanted, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
+from ..rows import Rows
+from ..rowsparse import RowSparse
+from ..typing import Array
+from .comparison import Comparison, Contribution
+from .operands import Operands
+
+__all__ = ["RowVerbs"]
+
+_NO_SPARE = np.empty(0, np.uint8)
+_log = logging.getLogger("mpikv")
+
+
+class RowVerbs:
+    """Prepares these calls of one store."""
+
+    def __init__(self, exchange: Exchange, operands: Operands, comparison: Comparison, rows: Rows) -> None:
+        self._exchange, self._operands, self._comparison, self._rows = exchange, operands, comparison, rows
+        self._memory = exchange.transport.memory
+
+    # --- Check
+
+    def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
+        """Prepare a pull that fills a :class:`RowSparse`, or leaves it as it is, and fills all else."""
+        form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
+        plan = self._exchange.plan(form.keys)
+        sparse, dense = _separate(form.groups)
+        self._rows.load(plan.dtypes)
+        for entry, rows in zip(plan.entries, sparse, strict=True):
+            check_outs(entry, rows)
+            if rows and ignore_sparse:
+                _log.info("pull: a RowSparse out of key %r is left as it is; ignore_sparse=False fills it", entry.key)
+        if ignore_sparse:
+            sparse = [()] * len(sparse)
+        elif any(sparse):
+            self._memory.order.check_new()
+        targets = self._operands.targets_of(plan, dense)
+        call = self._comparison.plan_call("pull", plan, priority)
+
+        def run() -> Any:
+            self._exchange.pull(plan, targets)
+            for entry, group in zip(plan.entries, sparse, strict=True):
+                for rows in group:
+                    _fill(entry, rows)
+            return out
+
+        return PreparedCall(call, run)
+
+    def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
+        rows, dense = _separate(outs_of(key, result, plan.keys).groups)
+        if any(rows):
+            self._memory.order.check_new()
+        asked = [
+            paired(entry, [each.indices for each in group], group)
+            for entry, group in zip(plan.entries, rows, strict=True)
+        ]
+        whole = self._operands.targets_of(plan, dense) if any(dense) else None
+        return self.pushpull_rows(plan, given, whole, asked, result, priority)
+
+    def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
+        plan = self._operands.plan(key)
+        self._rows.load(plan.dtypes)
+        if self._exchange.packs_values:
+            raise Unsupported(
+                "rows are pulled as they are, and both_directions packs what is pulled; pull the whole value, or leave "
+                "both_directions out of set_gradient_compression"
+            )
+        asked, result = asked_of(plan.entries, key, out, row_ids)
+        for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
+            self._exchange.check_own(each.out)
+        return self.pull_rows(plan, asked, result, priority)
+
+    # --- Call and run
+
+    def push(self, plan: Plan, given: Sequence[RowSparse], priority: Any = 0) -> PreparedCall:
+        call, steps, confirm = self._comparison.update_call("push", plan, priority, Contribution.ROWS)
+        return PreparedCall(call, lambda: self._rows.push(plan, given, steps, confirm))
+
+    def pull_rows(
+        self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None, priority: Any = 0
+    ) -> PreparedCall:
+        call = self._comparison.plan_call("row_sparse_pull", plan, priority)
+        wanted, spare = self._wanted(plan, asked)
+
+        def run() -> Any:
+            self._pull(plan, wanted, spare)
+            return result
+
+        return PreparedCall(call, run)
+
+    def pushpull_rows(
+        self,
+        plan: Plan,
+        given: Sequence[RowSparse],
+        whole: Arrays | None,
+        asked: Sequence[Sequence[Asked]],
+        result: Any = None,
+        priority: Any = 0,
+    ) -> PreparedCall:
+        """Prepare a push of rows; then a pull of whole values, if they are wanted, and of rows."""
+        contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
+        call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
+        wanted, spare = self._wanted(plan, asked)
+
+        def run() -> Any:
+            self._rows.push(plan, given, steps, confirm)
+            self._exchange.transport.fence()
+            if whole is not None:
+                self._exchange.pull(plan, whole)
+            try:
+                self._pull(plan, wanted, spare)
+            except MemoryError as error:
+                noted(error, "the rows were pushed, and not pulled")
+                raise
+            return result
+
+        return PreparedCall(call, run)
+
+    def none_of(self, plan: Plan) -> Sequence[RowSparse]:
+        """Return what a rank brings that has no rows."""
+        self._rows.load(plan.dtypes)
+        return brought(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.apart).rows
+
+    def _wanted(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> tuple[Sequence[Wanted], Array]:
+        """Return what :meth:`_pull` is given, for which a GPU may have too little memory. Local."""
+        every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
+        if self._memory.is_host:
+            return every, _NO_SPARE
+        return every, self._memory.empty((spare_of(plan.entries, every),), _NO_SPARE.dtype)
+
+    def _pull(self, plan: Plan, every: Sequence[Wanted], spare: Array) -> None:
+        with self._memory.workspace.over(spare):
+            self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
+            for entry, wanted in zip(plan.entries, every, strict=True):
+                deliver(entry, wanted)
+
+
+def _separate(groups: Sequence[Sequence[Any]]) -> tuple[list[Sequence[RowSparse]], list[Sequence[Any]]]:
+    """Return the rows and the arrays among what is filled of each key."""
+    return (
+        [[each for each in group if type(each) is RowSparse] for group in groups],
+        [[each for each in group if type(each) is not RowSparse] for group in groups],
+    )
+
+
+def _fill(entry: Entry, rows: RowSparse) -> None:
+    try:
+        fill(entry, rows)
+    except MemoryError as error:
+        settled(error)  # the ranks have made their call, and each fills its own
+        raise

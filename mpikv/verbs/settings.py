@@ -1,0 +1,97 @@
+"""``set_updater``, ``set_optimizer`` and ``set_gradient_compression``: how values change from now on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+from .. import codecs
+from ..agreement import PreparedCall
+from ..arguments import optimizer_of, updater_function
+from ..autotune import Choice, choose
+from ..codecs.hosted import HostRanges
+from ..errors import Unsupported
+from ..exchange import Exchange
+from ..publication import Cast
+from ..typing import Array, Codec, Updater
+from ..updaters import Assign, CallableUpdater
+from .comparison import Comparison, compare_text
+
+__all__ = ["SettingVerbs"]
+
+
+class SettingVerbs:
+    """Prepares these calls of one store."""
+
+    def __init__(self, exchange: Exchange, comparison: Comparison, find_codec: Callable[[Codec], Codec]) -> None:
+        self._exchange, self._comparison, self._find_codec = exchange, comparison, find_codec
+        self._memory = exchange.transport.memory
+        self.choice = Choice("None", "None")
+        """How pushes are compressed, and why."""
+        self.codec: Codec | codecs.BothDirections | None = None
+        """What packs, as it was given: in this memory something else may do its work."""
+
+    def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
+        new = Assign() if updater is None else CallableUpdater(updater_function(updater))
+        return self._change_updater("set_updater", new)
+
+    def set_optimizer(self, optimizer: Any, arguments: Mapping[str, Any]) -> PreparedCall:
+        return self._change_updater("set_optimizer", optimizer_of(optimizer, arguments))
+
+    def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
+        self._exchange.placed(updater)
+        return PreparedCall(compare_text(verb, updater.settings()), lambda: self._exchange.adopt(updater))
+
+    def set_compression(self, compression: Any) -> PreparedCall:
+        """Prepare a change of the codec to what is meant by ``compression``."""
+        meant = codecs.create(compression)
+        settings = "None" if meant is None else meant.settings()
+        call = compare_text("set_gradient_compression", settings)
+        if isinstance(meant, codecs.Auto):
+            return PreparedCall(call, partial(self._choose, meant, self._working(meant.codec)))
+        if isinstance(meant, codecs.BothDirections):
+            packing: Cast | None = self._packing(meant, settings)
+            codec: Codec | None = self._working(meant.codec)
+        else:
+            packing, codec = None, None if meant is None else self._working(meant)
+        return PreparedCall(call, lambda: self._compress(meant, Choice(settings, settings), codec, packing))
+
+    def _packing(self, meant: codecs.BothDirections, settings: str) -> Cast:
+        # What packs as a cast does knows its largest number, too.
+        packing = cast("Cast", self._find_codec(meant.cast))
+        if not self._memory.is_host and packing is meant.cast:
+            raise Unsupported(
+                f"compression {settings} has no CUDA kernel, which both_directions needs on a GPU (known: bf16, "
+                "fp16); use one of these, or leave both_directions out"
+            )
+        return packing
+
+    def _working(self, codec: Codec) -> Codec:
+        """Return what does the work of a codec, whose payloads messages can hold."""
+        self._exchange.check_codec(codec)
+        found = self._find_codec(codec)
+        if self._memory.is_host or found is not codec:
+            return found
+        logging.getLogger("mpikv").warning(
+            "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
+            codec.settings(),
+        )
+        return HostRanges(codec, self._memory) if codec.elementwise else codec
+
+    def _choose(self, meant: codecs.Auto, working: Codec) -> None:
+        choice = choose(self._exchange.transport, self._exchange.placement, working, meant.settings())
+        saves = choice.chosen != "None"
+        self._compress(meant.codec if saves else None, choice, working if saves else None)
+
+    def _compress(
+        self,
+        meant: Codec | codecs.BothDirections | None,
+        choice: Choice,
+        working: Codec | None,
+        packing: Cast | None = None,
+    ) -> None:
+        self._exchange.compress(working, packing)
+        self.codec, self.choice = meant, choice
+        self._comparison.compression = None if meant is None else meant.settings()

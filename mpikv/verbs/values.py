@@ -1,0 +1,84 @@
+"""``init``, ``set``, ``delete`` and ``broadcast``: the root's values, under new keys or known ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ..agreement import PreparedCall
+from ..arguments import priorities, singles
+from ..exchange import Exchange
+from ..keys import parse
+from ..renewed import answer
+from ..rowarguments import brings_rows, single_rows
+from ..rows import Rows
+from .comparison import Comparison, Contribution
+from .operands import Operands, given_to_fill
+
+__all__ = ["ValueVerbs"]
+
+
+class ValueVerbs:
+    """Prepares these calls of one store."""
+
+    def __init__(self, exchange: Exchange, operands: Operands, comparison: Comparison, rows: Rows) -> None:
+        self._exchange, self._operands, self._comparison, self._rows = exchange, operands, comparison, rows
+        self._memory = exchange.transport.memory
+
+    def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
+        exchange, table = self._exchange, self._exchange.table
+        keys, groups = form = parse(key, value)
+        table.check_kind(keys)
+        if not overwrite:
+            table.check_new(keys)
+        known = [name for name in keys if name in table]
+        if brings_rows(groups):
+            rows = single_rows(keys, groups, self._memory)
+            exchange.check_storable([each.values for each in rows])
+            self._rows.load([each.dtype for each in rows])
+            call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")
+            return PreparedCall(call, lambda: self._rows.enter(keys, rows))
+        arrays = singles(form, None, self._memory)
+        exchange.check_storable(arrays)
+        call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
+        apart = exchange.set_apart(arrays)
+
+        def run() -> None:
+            exchange.enter(keys, apart)
+            exchange.write(keys, apart)
+
+        return PreparedCall(call, run)
+
+    def set(self, key: Any, value: Any) -> PreparedCall:
+        form = parse(key, value)
+        call = self._comparison.plan_call("set", self._exchange.plan(form.keys))
+        arrays = self._exchange.set_apart(singles(form, self._exchange.table, self._memory))
+        return PreparedCall(call, lambda: self._exchange.write(form.keys, arrays))
+
+    def delete(self, key: Any) -> PreparedCall:
+        keys = parse(key, None).keys
+        call = self._comparison.plan_call("delete", self._exchange.plan(keys))
+        return PreparedCall(call, lambda: self._exchange.delete(keys))
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
+        exchange, table = self._exchange, self._exchange.table
+        keys, _ = form = parse(key, value)
+        table.check_kind(keys)
+        arrays = singles(form, table, self._memory)
+        exchange.check_storable(arrays)
+        stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
+        if out is None and not self._memory.is_host and any(map(exchange.is_view, arrays)):
+            raise TypeError("a value is a view of a stored one, which is not to be filled; pass out=, or a copy")
+        fill = partial(self._operands.places, key, keys, stored)
+        targets, result = self._operands.fillable(fill, given_to_fill(key, value, out), out is None)
+        call = self._comparison.value_call("broadcast", form, arrays, f"priority {priorities(priority, keys)}")
+        apart = exchange.set_apart(arrays)
+
+        def run() -> Any:
+            new = [(key, array) for key, array in zip(keys, apart, strict=True) if key not in table]
+            exchange.enter([key for key, _ in new], [array for _, array in new])
+            exchange.write(keys, apart)
+            exchange.pull(exchange.plan(keys), targets)
+            return answer(result)
+
+        return PreparedCall(call, run)
