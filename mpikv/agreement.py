@@ -1,4 +1,4 @@
-"""What ranks compare before data move, and the board on which each writes what it is doing.
+"""What ranks compare before data move. What each is doing it writes on the board, of ``board.py``.
 
 Every collective call of the store starts by comparing one number, a digest of the call. Only when all ranks passed the
 same one do data move. Otherwise the ranks exchange texts and every one of them raises: the rank whose own arguments

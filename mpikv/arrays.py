@@ -292,7 +292,7 @@ def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> Non
     np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
 
 
-def add_in_pairs_over(terms: Sequence[Array], own: int, low: int, high: int, out: Array) -> None:
+def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
     """Do what :func:`add_in_pairs` does without memory of its own: where the terms lie, but for the ``own``-th, which
     is only read. All are of the dtype of ``out``.
     """

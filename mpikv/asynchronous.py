@@ -124,11 +124,6 @@ class AsyncKVStore(KVStore):
         """How many calls of push a rank may be ahead of another; None: any number."""
         return self._bound
 
-    @property
-    def placement(self) -> str:
-        """Where values live: each whole on its owner, ``owners``."""
-        return "owners"
-
     def is_capable(self, capability: str) -> bool:
         """As :meth:`mpikv.KVStore.is_capable`; this store is capable of async. Local."""
         capable = super().is_capable(capability)
@@ -353,7 +348,7 @@ class AsyncKVStore(KVStore):
         return PreparedCall(call, self._recount)
 
     def _recount(self) -> None:
-        self._exchange.recount()
+        self._exchange.values.recount()
         self._freeze()
 
     def _freeze(self) -> None:
@@ -399,7 +394,7 @@ class AsyncKVStore(KVStore):
         self._asking.begin(self._agreement.calls)
         with self._held(self._config.timeout):
             self._epoch = self._agreement.calls
-            self._ledger.begin(self._exchange.table, self._applied)
+            self._ledger.begin(self._exchange.values.table, self._applied)
             self._clocks.begin()
         self._clock = 0
         self._pushes.clear()

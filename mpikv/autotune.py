@@ -16,7 +16,7 @@ from .kernels import NumpyKernels
 from .keys import KeyTable
 from .memory import HOST, private
 from .passing import gather
-from .plan import Plan, build
+from .plan import Plan, Planner
 from .typing import Codec, Placement, Transport
 from .updaters import CallableUpdater
 
@@ -61,14 +61,14 @@ def probe(transport: Transport, placement: Placement, codec: Codec) -> dict[str,
     """
     plan, memory = _plan(transport, placement, codec), transport.memory
     (bucket,) = plan.buckets
-    gradient = private(transport)(bucket.nbytes).view(bucket.dtype)
+    gradient = private(transport)(bucket.value.nbytes).view(bucket.value.dtype)
     memory.copy((gradient,), (np.random.default_rng(transport.rank).standard_normal(gradient.size, np.float32),))
-    compression = compress(codec, transport, add, False)
+    compression = compress(codec, transport, False)
 
     def send_plain() -> None:
-        terms = placement.reduce(bucket, gradient, bucket.total)
-        if bucket.total.size and terms[0] is not bucket.total:
-            add(terms, 0, bucket.total.size, bucket.total)
+        addends = bucket.reduce(gradient, bucket.total)
+        if bucket.total.size and addends[0] is not bucket.total:
+            add(addends, 0, bucket.total.size, bucket.total)
 
     def send_packed() -> None:
         check(codec, plan, [[gradient]], memory)
@@ -88,7 +88,7 @@ def _plan(transport: Transport, placement: Placement, codec: Codec) -> Plan:
     if codec.feedback:
         block.ensure_residuals(1, zeros if codec.elementwise else HOST.zeros)
     entry = KeyTable().add("probe", (side, side), values.dtype, Place(block, 0, values.size))
-    return build([entry], placement, transport, CallableUpdater(print), NumpyKernels(), zeros(0))
+    return Planner(transport, placement, CallableUpdater(print), NumpyKernels(), zeros(0)).plan([entry])
 
 
 def _seconds(transport: Transport, run: Callable[[], None]) -> float:

@@ -15,17 +15,16 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 
 from .arena import Block
-from .arrays import local_sum
+from .arrays import add, add_in_pairs, local_sum
 from .codecs import LARGEST
 from .errors import NotFinite, Unsupported, ValueMismatch
 from .keys import Entry
 from .memory import HOST, private
 from .passing import gather
-from .plan import Bucket, Plan, merged
+from .plan import Bucket, Plan, joined
 from .typing import Array, Codec, Gather, Memory, RangeCodec, Rounds, Sum, Transport, ValueCodec
 
 __all__ = [
-    "Add",
     "Compression",
     "Layers",
     "RangeCompression",
@@ -40,9 +39,6 @@ __all__ = [
 Layers: TypeAlias = "Sequence[Sequence[Array]]"
 """What this rank pushes: for each position in the lists of arrays, the flat array of each key. None at all where the
 rank brings nothing."""
-
-Add: TypeAlias = "Callable[[Sequence[Array], int, int, Array], None]"
-"""Adds up terms, as :func:`mpikv.arrays.add`."""
 
 _DTYPES = ("float16", "bfloat16", "float32")
 # A part of a message begins with a byte that says whether a payload follows, and whether another message will come for
@@ -75,16 +71,15 @@ class Compression(Protocol):
         ...
 
 
-def compress(codec: Codec, transport: Transport, add: Add, in_pairs: bool) -> Compression:
-    """Return what sums by the codec. ``add`` and ``in_pairs`` say in which order plain arrays are added up. Collective
-    on GPUs.
+def compress(codec: Codec, transport: Transport, in_pairs: bool) -> Compression:
+    """Return what sums by the codec. ``in_pairs`` says in which order plain arrays are added up. Collective on GPUs.
 
     Raises:
         MemoryError: on every rank, if the GPU of one has too little.
     """
     if codec.elementwise:
         return RangeCompression(codec, transport)
-    return ValueCompression(codec, transport, add, in_pairs)
+    return ValueCompression(codec, transport, in_pairs)
 
 
 def check_payloads(codec: Codec, transport: Transport) -> None:
@@ -242,7 +237,7 @@ class RangeCompression:
         told: Sequence[int] | None,
     ) -> Array:
         """Exchange the arrays of one position after the other, until no rank has more."""
-        share = bucket.share
+        share = bucket.shard
         total = self._total[: share.high - share.low]
         total.fill(0)
         block, start = _origin(plan, bucket)
@@ -276,7 +271,7 @@ class RangeCompression:
                 return array[piece.begin : piece.end]
         gradient = self._gradient[: bucket.value.size]
         self._memory.copy(
-            [gradient[piece.at : piece.until] for piece in bucket.pieces],
+            [gradient[piece.low : piece.high] for piece in bucket.pieces],
             [arrays[piece.item][piece.begin : piece.end] for piece in bucket.pieces],
         )
         return gradient
@@ -294,10 +289,10 @@ class RangeCompression:
 
     def _messages(self, bucket: Bucket) -> list[_Message]:
         """Cut a bucket into ranges that are packed by themselves, and these into messages that the transport takes."""
-        counts, size = bucket.share.counts, bucket.value.size
+        counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         edges = [0, size] if replicated else list(accumulate(counts, initial=0))
-        runs = [(begin, end) for _, begin, end in merged(bucket.pieces)]
+        runs = [(run.low, run.high) for run in joined(bucket.pieces)]
         open_ranges = [
             [(max(begin, low), min(end, high)) for begin, end in runs if max(begin, low) < min(end, high)]
             for low, high in pairwise(edges)
@@ -359,9 +354,9 @@ class ValueCompression:
 
     by_bucket = False
 
-    def __init__(self, codec: ValueCodec, transport: Transport, add: Add, in_pairs: bool) -> None:
+    def __init__(self, codec: ValueCodec, transport: Transport, in_pairs: bool) -> None:
         self.codec, self._transport, self._memory = codec, transport.control, transport.memory
-        self._add, self._in_pairs = add, in_pairs
+        self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         held = plan.memo.get("held")
@@ -379,7 +374,7 @@ class ValueCompression:
 
         def total(bucket: Bucket) -> Array:
             block, start = _origin(plan, bucket)
-            return block.sums[start + bucket.share.low : start + bucket.share.high]
+            return block.sums[start + bucket.shard.low : start + bucket.shard.high]
 
         return total
 
@@ -444,7 +439,7 @@ def _origin(plan: Plan, bucket: Bucket) -> tuple[Block, int]:
     """Return the block of a bucket, and where in it the bucket begins."""
     piece = bucket.pieces[0]
     place = plan.entries[piece.item].place
-    return place.block, place.start + piece.begin - piece.at
+    return place.block, place.start + piece.begin - piece.low
 
 
 def _held(plan: Plan, mine: int) -> list[_Held]:
@@ -452,16 +447,16 @@ def _held(plan: Plan, mine: int) -> list[_Held]:
     owners: list[set[int]] = [set() for _ in plan.entries]
     own: list[list[tuple[int, int]]] = [[] for _ in plan.entries]
     for bucket in plan.buckets:
-        counts, size = bucket.share.counts, bucket.value.size
+        counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         shards = [(0, size)] * len(counts) if replicated else list(pairwise(accumulate(counts, initial=0)))
         for piece in bucket.pieces:
             for rank, (low, high) in enumerate(shards):
-                begin, end = max(low, piece.at), min(high, piece.until)
+                begin, end = max(low, piece.low), min(high, piece.high)
                 if begin < end:
                     owners[piece.item].add(rank)
                     if rank == mine:
-                        shift = piece.begin - piece.at
+                        shift = piece.begin - piece.low
                         own[piece.item].append((begin + shift, end + shift))
     return [_Held(sorted(ranks), ranges) for ranks, ranges in zip(owners, own, strict=True)]
 

@@ -109,7 +109,7 @@ class Ledger:
             self.applied += 1
         except BaseException as error:
             # sys.exit in a user's function, too. One that may not fail has left the value half changed.
-            if not isinstance(error, Exception) and not self._updater.fallible:
+            if not isinstance(error, Exception) and not self._updater.may_raise:
                 raise
             failure = noted(error, f"updating key {entry.key!r}")
         for push in pushes:
@@ -130,7 +130,7 @@ class Ledger:
             total = np.empty(entry.place.size, accumulator(entry.dtype))
             add(payloads, 0, total.size, total)
         value, state = entry.value, entry.state
-        if not updater.fallible:
+        if not updater.may_raise:
             shape = (-1,) if updater.elementwise else entry.shape
             flat = {name: array.reshape(shape) for name, array in state.items()}
             try:

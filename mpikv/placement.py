@@ -18,11 +18,12 @@ pull moves nothing in any of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 from .errors import ConfigError, Unsupported, known_names
-from .typing import Array, Placement, Share, Span, Transport, Updater
+from .typing import Array, Placement, Shard, Transport, Updater
 from .updaters import Assign
 
 __all__ = ["Owners", "Replicated", "Root", "Sharded", "place"]
@@ -31,42 +32,41 @@ __all__ = ["Owners", "Replicated", "Root", "Sharded", "place"]
 _ALIGNMENT = 64
 
 
-class Root:
-    """The root owns everything."""
+class _Whole:
+    """One rank owns all elements of a range."""
 
-    name = "root"
-    everywhere = False
-
-    def __init__(self, transport: Transport, root: int) -> None:
-        self._transport, self._root = transport, root
-
-    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
-        return _all_on(self._transport, self._root, stop - start)
-
-    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
-        return self._transport.reduce(send, total, self._root)
-
-    def publish(self, span: Span) -> None:
-        self._transport.broadcast(span.value, self._root)
-
-
-class Owners:
-    """Each block of values has one owner; the ranks own about equally much."""
-
-    name = "sharded"
     everywhere = False
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        return partial(self._transport.reduce, root=_owner(shard))
+
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        return partial(self._transport.broadcast, value, _owner(shard))
+
+
+class Root(_Whole):
+    """The root owns everything."""
+
+    name = "root"
+
+    def __init__(self, transport: Transport, root: int) -> None:
+        super().__init__(transport)
+        self._root = root
+
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+        return _all_on(self._transport, self._root, stop - start)
+
+
+class Owners(_Whole):
+    """Each block of values has one owner; the ranks own about equally much."""
+
+    name = "owners"
+
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
         return _all_on(self._transport, owner, stop - start)
-
-    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
-        return self._transport.reduce(send, total, _owner(span))
-
-    def publish(self, span: Span) -> None:
-        self._transport.broadcast(span.value, _owner(span))
 
 
 class Sharded:
@@ -78,19 +78,19 @@ class Sharded:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
         first, last = grid
-        shard = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
-        edges = [min(max(first + rank * shard, start), stop) for rank in range(self._transport.size)] + [stop]
+        most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
+        edges = [min(max(first + rank * most, start), stop) for rank in range(self._transport.size)] + [stop]
         counts = tuple(high - low for low, high in pairwise(edges))
         low = edges[self._transport.rank] - start
-        return Share(counts, low, low + counts[self._transport.rank])
+        return Shard(counts, low, low + counts[self._transport.rank])
 
-    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
-        return self._transport.reduce_scatter(send, total, span.share.counts)
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        return partial(self._transport.reduce_scatter, counts=shard.counts)
 
-    def publish(self, span: Span) -> None:
-        self._transport.all_gather(span.value, span.share.counts)
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        return partial(self._transport.all_gather, value, shard.counts)
 
 
 class Replicated:
@@ -102,14 +102,14 @@ class Replicated:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
-        return Share((stop - start,) * self._transport.size, 0, stop - start)
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+        return Shard((stop - start,) * self._transport.size, 0, stop - start)
 
-    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
-        return self._transport.allreduce(send, total)
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        return self._transport.allreduce
 
-    def publish(self, span: Span) -> None:
-        pass  # every rank made the same update of the same bits
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        return _publish_nothing
 
 
 def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
@@ -124,14 +124,14 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
         ConfigError: the name is unknown.
     """
     if name == "auto":
-        name = "root" if updater.fallible else "replicated" if isinstance(updater, Assign) else "sharded"
+        name = "root" if updater.may_raise else "replicated" if isinstance(updater, Assign) else "sharded"
     if name == "root":
         return Root(transport, root)
     if name == "owners":
         return Owners(transport)
     if name not in ("sharded", "replicated"):
         raise ConfigError(known_names("placement", name, ("auto", "replicated", "root", "sharded")))
-    if updater.fallible:
+    if updater.may_raise:
         raise Unsupported(
             f"placement {name!r} cannot run a Python updater, which must be called once per key with whole values; "
             "use placement='root' or 'auto', or one of mpikv.optimizers"
@@ -141,11 +141,14 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
     return Sharded(transport) if updater.elementwise else Owners(transport)
 
 
-def _all_on(transport: Transport, owner: int, count: int) -> Share:
+def _all_on(transport: Transport, owner: int, count: int) -> Shard:
     counts = tuple(count if rank == owner else 0 for rank in range(transport.size))
-    return Share(counts, 0, counts[transport.rank])
+    return Shard(counts, 0, counts[transport.rank])
 
 
-def _owner(span: Span) -> int:
-    counts = span.share.counts
-    return counts.index(max(counts))
+def _owner(shard: Shard) -> int:
+    return shard.counts.index(max(shard.counts))
+
+
+def _publish_nothing() -> None:
+    """Every rank has made the same update of the same bits."""

@@ -7,7 +7,7 @@ Keys that lie side by side are therefore sent, summed and updated together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,10 +19,10 @@ from .arrays import accumulator, name_of
 from .keys import Entry
 from .optimizers.optimizer import BLOCK
 from .rowsparse import Presence
-from .typing import Array, GpuKernels, Kernels, Key, Placement, Share, Transport, Updater
+from .typing import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
 from .updaters import check_state
 
-__all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "Plans", "build", "describe", "digest", "label", "merged"]
+__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label"]
 
 
 # From here on it pays to leave a message where it lies, if the transport need not copy all of it. Lines of shared
@@ -31,27 +31,25 @@ __all__ = ["Bucket", "Buffered", "Part", "Piece", "Plan", "Plans", "build", "des
 _DIRECT_BYTES = 64 << 10
 # A key in a plan takes some kilobytes at most.
 _MOST_KEYS = 32 << 10
+# From here on a pushpull unpacks each bucket while it is in the cache. Below, everything stays in the last level of
+# cache, and finding out whether that is safe would take longer.
+_STREAMED_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of one key in a bucket."""
+class Range(NamedTuple):
+    """Elements ``[low, high)`` of a bucket, or of a block: of one key, or of several that lie side by side."""
 
     item: int
-    """The position of the key in the call."""
+    """The position of the (first) key in the call."""
     begin: int
     end: int
-    """Its elements, counted in the key: ``[begin, end)``."""
-    at: int
-    """Where they are in the bucket, in elements."""
-
-    @property
-    def until(self) -> int:
-        return self.at + self.end - self.begin
+    """Which elements of that key they are: ``[begin, end)``."""
+    low: int
+    high: int
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Update:
     """Elements of a bucket that this rank updates at once: on the host up to
     :data:`~mpikv.optimizers.optimizer.BLOCK`.
     """
@@ -60,33 +58,34 @@ class Part:
     """The position of its (first) key in the call."""
     low: int
     high: int
-    """Where it is in this rank's share of the bucket."""
+    """Where it is in this rank's shard of the bucket."""
     total: Array
-    """Where its sum goes; parts of one bucket may have the same memory, which is then used again and again."""
+    """Where its sum goes; updates of one bucket may have the same memory, which is then used again and again."""
     value: Array
     state: dict[str, Array]
-    update: Callable[[Any], None] | None
+    run: Callable[[Any], None] | None
     """What the updater bound to these arrays; None for updaters of whole values, and where the next is there."""
-    add_and_update: Callable[[Array, Array, Any], None] | None
+    add_and_run: Callable[[Array, Array, Any], None] | None
     """The same for the sum of two arrays, which is then not written; None where it is made in ``total``."""
     items: tuple[int, ...] | None = None
-    """The positions of all its keys in the call, where :attr:`update` takes a step for each, in a sequence."""
+    """The positions of all its keys in the call, where :attr:`run` takes a step for each, in a sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """One message. A :class:`~mpikv.typing.Span`."""
+    """One message."""
 
     value: Array
-    share: Share
-    pieces: tuple[Piece, ...]
+    shard: Shard
+    pieces: tuple[Range, ...]
+    """What there is of each key."""
     dense: bool
     """Whether the pieces fill the bucket; the rest belongs to keys that are not in this call and is sent as zeros."""
     total: Array
     """Where a transport whose library adds puts the sum of this rank's elements."""
-    parts: tuple[Part, ...]
+    updates: tuple[Update, ...]
     """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
-    runs: tuple[Part, ...]
+    joint_updates: tuple[Update, ...]
     """The same, where neighbours of equal settings may be updated at once."""
     sends: tuple[Array, ...]
     """The message in each of the transport's outboxes."""
@@ -98,15 +97,21 @@ class Bucket:
     """Whether it pays to look for the message where it lies in a caller's array."""
     exact: Array | None
     """The values as their owners know them, where the others hold what was sent of them."""
-    buffered: Buffered | None
-    """Where the message lies when it is made in the keys' buffers, if they have any."""
+    buffer: Array | None
+    """This rank's message when it is made in the keys' buffers, if they have any."""
+    buffers: tuple[Array, ...]
+    """There, where all ranks share memory: every rank's elements of this rank's shard."""
+    reduce: Callable[[Array, Array], Sequence[Array]]
+    """As :meth:`~mpikv.typing.Placement.bind_reduce` returns it. Collective."""
+    publish: Callable[[], None]
+    """As :meth:`~mpikv.typing.Placement.bind_publish` returns it. Collective."""
 
     @cached_property
     def slots(self) -> tuple[tuple[Array, ...], ...]:
         """Where whole keys go in each of the sends, in their shapes."""
         return tuple(
             tuple(
-                send[piece.at : piece.until].reshape(shape)
+                send[piece.low : piece.high].reshape(shape)
                 for piece, shape in zip(self.pieces, self.shapes, strict=True)
             )
             for send in self.sends
@@ -115,25 +120,8 @@ class Bucket:
     @cached_property
     def owned(self) -> tuple[slice, ...]:
         """Which elements of the bucket are this rank's, and of a key of the call."""
-        edges = [(max(low, self.share.low), min(high, self.share.high)) for _, low, high in merged(self.pieces)]
+        edges = [(max(run.low, self.shard.low), min(run.high, self.shard.high)) for run in joined(self.pieces)]
         return tuple(slice(low, high) for low, high in edges if low < high)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.value.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.value.nbytes
-
-
-class Buffered(NamedTuple):
-    """A bucket that is made in place, in the buffers of its keys."""
-
-    send: Array
-    """This rank's message."""
-    terms: tuple[Array, ...]
-    """Where all ranks share memory: every rank's elements of this rank's share."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +138,7 @@ class Plan:
     """Whether values lie in the host's memory."""
     memo: dict[Any, Any]
     """What the store worked out for the plan and can use again."""
-    _cutter: _Cutter
+    planner: Planner
 
     # Worked out when first asked for: who only passes on rows never does, and a large value has many buckets.
 
@@ -160,30 +148,47 @@ class Plan:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        buckets: list[Bucket] = []
-        for block, members in _by_block(self.entries).items():
-            buckets += [self._cutter.bucket(block, ranges) for ranges in _cells(block, members, self.entries)]
-        return tuple(buckets)
+        return tuple(self.planner.buckets(self.entries))
 
     @cached_property
     def totals(self) -> tuple[Array | None, ...]:
         """For updaters of whole values: where the sum of each key that this rank owns is put together."""
-        return tuple(self._cutter.total_of(entry) for entry in self.entries)
+        return tuple(self.planner.total_of(entry) for entry in self.entries)
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(bucket.nbytes for bucket in self.buckets)
+        return sum(bucket.value.nbytes for bucket in self.buckets)
 
     @cached_property
     def cut(self) -> bool:
         """Whether a key is spread over several buckets."""
         sizes = [entry.place.size for entry in self.entries]
-        return any(piece.end - piece.begin < sizes[piece.item] for b in self.buckets for piece in b.pieces)
+        return any(piece.high - piece.low < sizes[piece.item] for b in self.buckets for piece in b.pieces)
+
+    # What a push need not ask of the placement, the updater and the compression.
 
     @cached_property
-    def direct(self) -> bool:
-        """Whether a message may be left where it lies in a caller's array."""
-        return any(bucket.direct for bucket in self.buckets)
+    def takes_arrays(self) -> bool:
+        """Whether a push takes arrays as they are, and nothing is to be restored where its updater raises."""
+        return self.on_host and not self.planner.compressed
+
+    @cached_property
+    def prefetches(self) -> bool:
+        """Whether the first message is prepared before ranks agree: on the host, where no stream does it in the order
+        of the calls; not what is compressed, as residuals change in that; nor what may stay where it lies.
+        """
+        return self.takes_arrays and bool(self.buckets) and not self.buckets[0].direct
+
+    @cached_property
+    def lends(self) -> bool:
+        """Whether other ranks may read a caller's array where it lies, until the next fence."""
+        lends = self.planner.transport.lends and not self.planner.compressed
+        return lends and any(bucket.direct for bucket in self.buckets)
+
+    @cached_property
+    def streams(self) -> bool:
+        """Whether a pushpull unpacks each bucket while it is in the cache."""
+        return self.planner.by_bucket and not self.planner.whole and self.nbytes >= _STREAMED_BYTES
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -267,34 +272,6 @@ def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Seq
     return [f"{key!r} {name_of(dtype)}{list(shape)}" for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)]
 
 
-def build(
-    entries: Sequence[Entry],
-    placement: Placement,
-    transport: Transport,
-    updater: Updater,
-    kernels: Kernels,
-    scratch: Array,
-    adding: bool = False,
-) -> Plan:
-    """Return the plan for some keys, which it cuts into buckets when they are first asked for.
-
-    ``scratch`` is memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per
-    key instead. ``adding`` lets kernels make the last addition of a sum.
-    """
-    keys = tuple(entry.key for entry in entries)
-    texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
-    return Plan(
-        keys=keys,
-        entries=tuple(entries),
-        rows=_rows([entry.index for entry in entries]),
-        digest=digest("\n".join(texts)),
-        label=label(keys),
-        on_host=transport.memory.is_host,
-        memo={},
-        _cutter=_Cutter(entries, placement, transport, updater, kernels, scratch, adding),
-    )
-
-
 def _rows(rows: Sequence[int]) -> Any:
     if len(rows) == 1:
         return rows[0]
@@ -312,13 +289,6 @@ def label(keys: Sequence[Key]) -> str:
     return f"[{keys[0]!r}, … {len(keys)} keys … {keys[-1]!r}]"
 
 
-def _owned(entry: Entry, placement: Placement) -> bool:
-    """Return whether this rank owns the value, kept whole; an empty one belongs to the owner of its place."""
-    place = entry.place
-    share = placement.share(place.start, place.start + 1, place.block.grid(place.start), place.block.owner)
-    return share.high > share.low
-
-
 def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
     """Return the items in each block, in the order of their memory."""
     blocks: dict[Block, list[int]] = {}
@@ -329,147 +299,191 @@ def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
     return blocks
 
 
-def _cells(block: Block, members: Sequence[int], entries: Sequence[Entry]) -> list[list[tuple[int, int, int, int]]]:
-    """Cut the items at the cells of the block's grid: per cell, (item, first element of the key, start, stop)."""
-    cells: dict[int, list[tuple[int, int, int, int]]] = {}
-    for item in members:
+def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterable[list[Range]]:
+    """Cut keys at the cells of the block's grid. Ranges are of the block."""
+    cells: dict[int, list[Range]] = {}
+    for item in items:
         place = entries[item].place
-        start, end = place.start, place.start + place.size
-        while start < end:
-            stop = min(end, block.grid(start)[1])
-            cells.setdefault(start // block.cell, []).append((item, start - place.start, start, stop))
-            start = stop
-    return list(cells.values())
+        low, end = place.start, place.start + place.size
+        while low < end:
+            high = min(end, block.grid(low)[1])
+            cells.setdefault(low // block.cell, []).append(
+                Range(item, low - place.start, high - place.start, low, high)
+            )
+            low = high
+    return cells.values()
 
 
-def merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
-    """Join pieces that touch."""
-    runs: list[tuple[int, int, int]] = []
-    for piece in pieces:
-        if runs and runs[-1][2] == piece.at:
-            runs[-1] = (runs[-1][0], runs[-1][1], piece.until)
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """Join ranges that touch."""
+    runs: list[Range] = []
+    for each in ranges:
+        if runs and runs[-1].high == each.low:
+            runs[-1] = runs[-1]._replace(high=each.high)
         else:
-            runs.append((piece.item, piece.at, piece.until))
+            runs.append(each)
     return runs
 
 
-class _Cutter:
-    """What all buckets of a plan have in common."""
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Makes plans for a placement, an updater and a compression."""
 
-    def __init__(
-        self,
-        entries: Sequence[Entry],
-        placement: Placement,
-        transport: Transport,
-        updater: Updater,
-        kernels: Kernels,
-        scratch: Array,
-        adding: bool,
-    ) -> None:
-        self.whole = updater.fallible or not updater.elementwise
-        self._entries, self._placement, self._transport = entries, placement, transport
-        self._updater, self._kernels, self._scratch = updater, kernels, scratch
-        self._adding = adding and not self.whole
-        # Those that update keys together though their steps differ.
-        together = not (self.whole or updater.assigns or transport.memory.is_host)
-        self._gpu_kernels: Any = kernels if together and isinstance(kernels, GpuKernels) else None
+    transport: Transport
+    placement: Placement
+    updater: Updater
+    kernels: Kernels
+    scratch: Array
+    """Memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per key."""
+    in_pairs: bool = False
+    """Whether sums are made as in :func:`mpikv.arrays.add_in_pairs`."""
+    compressed: bool = False
+    by_bucket: bool = True
+    """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
+
+    def plan(self, entries: Sequence[Entry]) -> Plan:
+        """Return the plan for some keys, which is cut into buckets when they are first asked for."""
+        keys = tuple(entry.key for entry in entries)
+        texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
+        return Plan(
+            keys=keys,
+            entries=tuple(entries),
+            rows=_rows([entry.index for entry in entries]),
+            digest=digest("\n".join(texts)),
+            label=label(keys),
+            on_host=self.transport.memory.is_host,
+            memo={},
+            planner=self,
+        )
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether values are updated key by key instead of bucket by bucket."""
+        return self.updater.may_raise or not self.updater.elementwise
+
+    @cached_property
+    def adding(self) -> bool:
+        """Whether kernels may make the last addition of a sum: the addends are here, and added from left to right."""
+        here = self.transport.neighbours > 1 and not self.compressed
+        return here and (self.transport.size == 2 or not self.in_pairs)
+
+    @cached_property
+    def current(self) -> bool:
+        """Whether a push leaves every rank with the newest values."""
+        return self.transport.shared or self.placement.everywhere or self.transport.size == 1
+
+    @cached_property
+    def _gpu_kernels(self) -> GpuKernels | None:
+        """Return what updates keys together though their steps differ."""
+        apart = self.whole or self.updater.assigns or self.transport.memory.is_host
+        return self.kernels if not apart and isinstance(self.kernels, GpuKernels) else None
 
     def total_of(self, entry: Entry) -> Array | None:
         """Return where the sum of a value is put together, if it is on this rank and whole."""
-        if not self.whole or not _owned(entry, self._placement):
+        if not self.whole:
             return None
-        low, high = entry.place.start, entry.place.start + entry.place.size
-        total: Array = entry.place.block.sums[low:high].reshape(entry.shape)
+        block, low = entry.place.block, entry.place.start
+        # An empty value belongs to the owner of its place.
+        shard = self.placement.shard(low, low + 1, block.grid(low), block.owner)
+        if shard.low == shard.high:
+            return None
+        total: Array = block.sums[low : low + entry.place.size].reshape(entry.shape)
         return total
 
-    def bucket(self, block: Block, ranges: Sequence[tuple[int, int, int, int]]) -> Bucket:
-        """Return the bucket of (item, first element of the key, start, stop) in a block."""
-        start, stop = ranges[0][2], ranges[-1][3]
-        dtype = block.values.dtype
-        if not self._updater.assigns:
-            check_state(self._updater, dtype, block.state)
-        pieces = tuple(Piece(item, begin, begin + high - low, low - start) for item, begin, low, high in ranges)
-        share = self._placement.share(start, stop, block.grid(start), block.owner)
-        dense = sum(piece.end - piece.begin for piece in pieces) == stop - start
-        total = self._total(block, start, share, dense)
-        each = [(piece.item, piece.at, piece.until) for piece in pieces]
-        runs = tuple(self._parts(block, start, share, merged(pieces), total))
-        kernels = self._gpu_kernels
-        nbytes = (stop - start) * dtype.itemsize
+    def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
+        """Cut keys into messages."""
+        for block, items in _by_block(entries).items():
+            if not self.updater.assigns:
+                check_state(self.updater, block.values.dtype, block.state)
+            for ranges in _cells(block, items, entries):
+                start = ranges[0].low
+                pieces = [each._replace(low=each.low - start, high=each.high - start) for each in ranges]
+                yield self._bucket(entries, block, start, tuple(pieces))
+
+    def _bucket(self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...]) -> Bucket:
+        stop, dtype = start + pieces[-1].high, block.values.dtype
+        where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
+        shard = self.placement.shard(start, stop, block.grid(start), block.owner)
+        dense = sum(piece.high - piece.low for piece in pieces) == stop - start
+        total = self._total(block, start, shard, dense)
+        joint = tuple(self._updates(block, start, shard, joined(pieces), total))
+        gpu = self._gpu_kernels
+        each = self._ranged(gpu, joint, shard, pieces) if gpu else self._updates(block, start, shard, pieces, total)
+        value, own = block.values[where], slice(start + shard.low, start + shard.high)
+        buffers = () if block.buffers is None else block.buffers
         return Bucket(
-            value=block.values[start:stop],
-            share=share,
+            value=value,
+            shard=shard,
             pieces=pieces,
             dense=dense,
             total=total,
-            parts=tuple(
-                self._ranged(kernels, runs, share, each) if kernels else self._parts(block, start, share, each, total)
-            ),
-            runs=runs,
-            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self._transport.outboxes),
-            items=self._items(pieces),
-            shapes=tuple(self._entries[piece.item].shape for piece in pieces),
+            updates=tuple(each),
+            joint_updates=joint,
+            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self.transport.outboxes),
+            items=_items(pieces, entries),
+            shapes=tuple(entries[piece.item].shape for piece in pieces),
             direct=len(pieces) == 1 and self._may_be_direct(nbytes),
-            exact=None if block.exact is None else block.exact[start:stop],
-            buffered=_buffered(block, start, stop, share, self._transport),
+            exact=None if block.exact is None else block.exact[where],
+            buffer=None if block.buffers is None else block.buffers[self.transport.place][where],
+            buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
+            reduce=self.placement.bind_reduce(shard),
+            publish=self.placement.bind_publish(shard, value),
         )
 
     def _may_be_direct(self, nbytes: int) -> bool:
-        transport = self._transport
-        return transport.neighbours == 1 or (transport.shared and nbytes >= _DIRECT_BYTES)
+        return self.transport.neighbours == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
 
-    def _total(self, block: Block, start: int, share: Share, dense: bool) -> Array:
-        own = slice(start + share.low, start + share.high)
+    def _total(self, block: Block, start: int, shard: Shard, dense: bool) -> Array:
+        own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
         if self.whole:
             # Taking its memory where nothing is owned would take it for nothing.
-            return block.sums[own] if share.high > share.low else self._scratch[:0].view(dtype)
+            return block.sums[own] if shard.high > shard.low else self.scratch[:0].view(dtype)
         # What lies between the pieces is no business of this call.
-        if self._updater.assigns and dtype == block.values.dtype and (dense or self._transport.neighbours > 1):
+        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.neighbours > 1):
             return block.updated[own]
-        return self._scratch[: (share.high - share.low) * dtype.itemsize].view(dtype)
+        return self.scratch[: (shard.high - shard.low) * dtype.itemsize].view(dtype)
 
-    def _items(self, pieces: Sequence[Piece]) -> slice | None:
-        first = pieces[0].item
-        for number, piece in enumerate(pieces):
-            if piece.item != first + number or piece.end - piece.begin < self._entries[piece.item].place.size:
-                return None
-        return slice(first, first + len(pieces))
-
-    def _parts(
-        self, block: Block, start: int, share: Share, ranges: Sequence[tuple[int, int, int]], total: Array
-    ) -> Iterator[Part]:
-        """Yield what this rank owns of the ranges, which are in elements of the bucket."""
-        again = self._transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
-        # On a GPU there is no cache to stay in, and each part is a launch.
+    def _updates(
+        self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
+    ) -> Iterator[Update]:
+        """Yield what this rank owns of the ranges."""
+        again = self.transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
+        # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
-        for item, begin, end in ranges:
-            last = min(end, share.high) - share.low
-            for low in range(max(begin, share.low) - share.low, last, most):
-                high = min(low + most, last)
-                where = slice(start + share.low + low, start + share.low + high)
-                part_total = total[: high - low] if again and not self.whole else total[low:high]
+        for item, low, high in _owned(ranges, shard):
+            for first in range(low, high, most):
+                last = min(first + most, high)
+                where = slice(start + shard.low + first, start + shard.low + last)
+                part_total = total[: last - first] if again and not self.whole else total[first:last]
                 value, state = block.updated[where], {name: array[where] for name, array in block.state.items()}
-                both = self._kernels.bind_adding(self._updater, value, state) if self._adding else None
+                adding = self.adding and not self.whole
+                both = self.kernels.bind_adding(self.updater, value, state) if adding else None
                 alone = not self.whole and both is None
-                update = self._kernels.bind(self._updater, part_total, value, state) if alone else None
-                yield Part(item, low, high, part_total, value, state, update, both)
+                run = self.kernels.bind(self.updater, part_total, value, state) if alone else None
+                yield Update(item, first, last, part_total, value, state, run, both)
 
     def _ranged(
-        self, kernels: GpuKernels, runs: Sequence[Part], share: Share, each: Sequence[tuple[int, int, int]]
-    ) -> Iterator[Part]:
-        """Yield the runs, updated by a step for each of their keys, which are at ``each`` in the bucket."""
-        mine = [(item, max(low, share.low) - share.low, min(high, share.high) - share.low) for item, low, high in each]
-        for run in runs:
-            inside = [(item, high - run.low) for item, low, high in mine if run.low <= low < high <= run.high]
+        self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
+    ) -> Iterator[Update]:
+        """Yield joint updates by a step for each of their keys."""
+        mine = list(_owned(pieces, shard))
+        for update in joint:
+            inside = [(item, high - update.low) for item, low, high in mine if update.low <= low < high <= update.high]
             items, ends = zip(*inside, strict=True)
-            update = kernels.bind_ranges(self._updater, run.total, run.value, run.state, ends)
-            yield replace(run, items=items, update=update)
+            run = kernels.bind_ranges(self.updater, update.total, update.value, update.state, ends)
+            yield replace(update, items=items, run=run)
 
 
-def _buffered(block: Block, start: int, stop: int, share: Share, transport: Transport) -> Buffered | None:
-    if block.buffers is None:
-        return None
-    own = block.buffers[transport.place]
-    terms = tuple(row[start + share.low : start + share.high] for row in block.buffers) if transport.shared else ()
-    return Buffered(own[start:stop], terms)
+def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
+    """Yield the item of each range, and the elements of the shard that are in it: none where the first is the last."""
+    for each in ranges:
+        yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
+
+
+def _items(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:
+    first = pieces[0].item
+    for number, piece in enumerate(pieces):
+        if piece.item != first + number or piece.high - piece.low < entries[piece.item].place.size:
+            return None
+    return slice(first, first + len(pieces))

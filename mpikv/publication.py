@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from .memory import private
-from .plan import Bucket, merged
+from .plan import Bucket, joined
 from .typing import Array, RangeCodec, Transport
 
 __all__ = ["Cast", "Publication", "begin", "end"]
@@ -68,7 +68,7 @@ class Publication:
             The same on all ranks: whether they hold them now. Else nothing has changed, and they have to be sent
             without a cast, which cannot say one of them.
         """
-        counts, mine, transport = bucket.share.counts, self._transport.rank, self._transport
+        counts, mine, transport = bucket.shard.counts, self._transport.rank, self._transport
         starts = list(accumulate(counts, initial=0))
         places = list(accumulate(map(self._room, counts), initial=0))
         message = self._memory[: places[-1]]
@@ -91,8 +91,8 @@ class Publication:
             return False
         if transport.place == 0:  # neighbours share the values
             if assigned:
-                for _, low, high in merged(bucket.pieces):
-                    bucket.value[low:high] = 0
+                for run in joined(bucket.pieces):
+                    bucket.value[run.low : run.high] = 0
             for rank in owners:
                 packed = self._packed(message, places[rank], counts[rank])
                 self._cast.decode_add(packed, bucket.value[starts[rank] : starts[rank + 1]])
@@ -109,7 +109,7 @@ class Publication:
     def _changed(self, bucket: Bucket, assigned: bool) -> Array:
         """Return what is to be sent of this rank's elements."""
         assert bucket.exact is not None
-        low, high = bucket.share.low, bucket.share.high
+        low, high = bucket.shard.low, bucket.shard.high
         change = self._change[: high - low]
         if not bucket.dense:
             change.fill(0)  # what lies between belongs to keys that are not asked for

@@ -17,8 +17,9 @@ from .arguments import in_form
 from .arrays import is_array, lies_on_host
 from .device import DeviceMemory
 from .door import Door, State
-from .exchange import Arrays, Exchange, Steps
+from .exchange import Exchange
 from .keys import parse
+from .pipeline import Arrays, Steps
 from .plan import Plan
 from .renewed import Renewed
 from .rowarguments import Brought
@@ -102,9 +103,9 @@ class Compiled:
         self._known: _Known | None = None
         # The call that was described last, how, and that description.
         self._told: tuple[Call | None, str, Call | None] = (None, "", None)
-        self._exchange.forgetful.add(self)
+        self._exchange.values.listeners.add(self)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
         self._known, self._told = None, (None, "", None)
 
@@ -170,7 +171,7 @@ class Compiled:
     def _bound(self, memory: DeviceMemory) -> _Known:
         plan, sources, targets, result = _bind(self._verbs, self._given)
         assert not isinstance(sources, Brought)
-        lack = self._exchange.lack() or ("" if plan.keys else "there are no keys")
+        lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
         lack = lack or _lack_of(memory, self._given, plan, sources, targets)
         if lack:  # plain calls look at their arrays anew
             return _Known(plan, None, (), None, lack)
@@ -208,7 +209,7 @@ class Compiled:
     def _record(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
         """Record it, and launch that if every rank could; else queue it, now and from now on."""
         graph, lack = None, ""
-        with self._exchange.uncounted(known.plan):
+        with self._exchange.pipeline.uncounted(known.plan):
             try:
                 graph = memory.order.record(self._queue, known)
             except RuntimeError as error:  # of CUDA, in whatever words
@@ -225,7 +226,7 @@ class Compiled:
         assert known.graph is not None
         self._write(known, steps)
         memory.order.replay(known.graph, f"pushpull({known.plan.label})")
-        self._exchange.pushed_again(known.plan)
+        self._exchange.pipeline.count(known.plan, stale=False)
         return known.result
 
     def _write(self, known: _Known, steps: Steps) -> None:
@@ -239,9 +240,9 @@ class Compiled:
             rows = known.table.rows
             steps = Steps([rows[0]] * len(rows) if known.uniform else rows, known.uniform)
         if known.sources is None:
-            self._exchange.pushpull_buffers(plan, steps, known.targets, None)
+            self._exchange.pipeline.pushpull_buffers(plan, steps, known.targets, None)
         else:
-            self._exchange.pushpull(plan, known.sources, steps, known.targets, None)
+            self._exchange.pipeline.pushpull(plan, known.sources, steps, known.targets, None)
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:

@@ -16,8 +16,9 @@ import numpy as np
 
 from .arrays import accumulator
 from .errors import Unsupported, noted
-from .exchange import Confirm, Exchange, Steps
+from .exchange import Exchange
 from .keys import Entry
+from .pipeline import Confirm, Steps
 from .plan import Plan
 from .rowmessages import Kind, Selected, row_messages
 from .rowsparse import RowSparse, cast_rows, merged_rows
@@ -41,7 +42,7 @@ def check_updater(exchange: Exchange) -> None:
             f"rows cannot be compressed by {exchange.compression.codec.settings()}; push to_dense(), or end the "
             "compression by set_gradient_compression(None)"
         )
-    if not isinstance(updater, CallableUpdater) and (updater.fallible or not updater.elementwise):
+    if not isinstance(updater, CallableUpdater) and (updater.may_raise or not updater.elementwise):
         raise Unsupported(
             f"{type(updater).__name__} updates whole values and cannot update some rows; push to_dense(), or use an "
             "element-wise optimizer"
@@ -77,11 +78,11 @@ class Rows:
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
         """
-        table = self._exchange.table
+        table = self._exchange.values.table
         likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
         with ExitStack() as held:
             sent = self._from_root(keys, given, held)
-            self._exchange.enter(keys, likes, sparse=keys)
+            self._exchange.values.enter(keys, likes, sparse=keys)
             entries = [table[key] for key in keys]
             for entry, (ids, rows) in zip(entries, sent, strict=True):
                 if self._transport.place == 0:
@@ -91,7 +92,7 @@ class Rows:
                 assert entry.present is not None
                 entry.present.rows = self._of_this_rank(entry, ids).copy()
         self._transport.fence()
-        self._exchange.start_from_values(keys)
+        self._exchange.values.start_from_values(keys)
 
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
         """Sum the rows over ranks, and update those that are in the sum.
@@ -107,9 +108,9 @@ class Rows:
                     self._update(entry, ids, total, step)
             else:
                 self._call(plan.entries, steps.each, sums, confirm)
-        self._exchange.table.counts[plan.rows] += 1
-        if not self._exchange.current:
-            self._exchange.table.stale[plan.rows] = True
+        self._exchange.values.table.counts[plan.rows] += 1
+        if not self._exchange.pipeline.current:
+            self._exchange.values.table.stale[plan.rows] = True
 
     def _reserve(self, nbytes: int, held: ExitStack) -> None:
         """Take memory of a GPU for what comes next, until ``held`` is left.
@@ -123,7 +124,7 @@ class Rows:
 
     def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
         """Fill the rows of these numbers, which rise, of each value."""
-        stale = self._exchange.table.stale
+        stale = self._exchange.values.table.stale
         # Every rank knows alike which these are.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
         for entry, (ids, rows) in zip(plan.entries, pulled, strict=True):
@@ -241,7 +242,7 @@ class Rows:
         return mine
 
     def _owners(self, entry: Entry) -> _Owners:
-        memo = self._exchange.plan((entry.key,)).memo
+        memo = self._exchange.values.plan((entry.key,)).memo
         if _OWNERS not in memo:
             memo[_OWNERS] = _Owners(entry, self._exchange.placement, self._transport.rank)
         owners: _Owners = memo[_OWNERS]
@@ -270,13 +271,13 @@ class Rows:
         picked = _taken(self._tables, value, rows, self._kept)
         picked_states = {name: _taken(self._tables, state, rows, self._kept) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
-        self._exchange.update(step, sums.reshape(-1), picked.reshape(-1), flat)
+        self._exchange.pipeline.update(step, sums.reshape(-1), picked.reshape(-1), flat)
         self._tables.put_rows(value, rows, picked)
         for name, state in picked_states.items():
             self._tables.put_rows(states[name], rows, state)
         for at, low, high in parts:
             part = {name: state[ids[at], low:high] for name, state in states.items()}
-            self._exchange.update(step, total[at, low:high], value[ids[at], low:high], part)
+            self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
 
     def _clear(self, entry: Entry) -> None:
         """Write zeros to what this rank owns of a value, where something else may be."""
@@ -451,7 +452,7 @@ def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
     while at < end:
         grid = block.grid(at)
         stop = min(end, grid[1])
-        for rank, count in enumerate(placement.share(at, stop, grid, block.owner).counts):
+        for rank, count in enumerate(placement.shard(at, stop, grid, block.owner).counts):
             yield count, rank
         at = stop
 

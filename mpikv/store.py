@@ -175,7 +175,9 @@ class KVStore(KVStoreBase):
 
     @property
     def placement(self) -> str:
-        """Where values live with the present updater: ``root``, ``sharded`` or ``replicated``."""
+        """Where values live with the present updater: ``root``, ``sharded``, ``replicated`` or ``owners``: each
+        value is whole on one rank there.
+        """
         return self._exchange.placement.name
 
     @property
@@ -201,11 +203,11 @@ class KVStore(KVStoreBase):
 
     def _update_count(self, key: Key) -> int:
         self._pending.drain()
-        return int(self._exchange.table.counts[self._exchange.table[key].index])
+        return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
 
     def _only_sums(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            self._exchange.table.summed[self._exchange.table[key].index] = True
+            self._exchange.values.table.summed[self._exchange.values.table[key].index] = True
 
     def is_capable(self, capability: str) -> bool:
         """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
@@ -238,7 +240,7 @@ class KVStore(KVStoreBase):
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
         self._door.check_open("keys")
-        return tuple(self._exchange.table)
+        return tuple(self._exchange.values.table)
 
     def num_dead_node(self, timeout: float = 60) -> int:
         """Return how many ranks of this host have ended, as the kernel says. Local; ranks elsewhere cannot be seen.
@@ -256,18 +258,18 @@ class KVStore(KVStoreBase):
         """
         self._door.check_open("version")
         self._pending.drain()
-        return self._exchange.table.version(key)
+        return self._exchange.values.table.version(key)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.keys())
 
     def __contains__(self, key: object) -> bool:
         self._door.check_open("keys")
-        return key in self._exchange.table
+        return key in self._exchange.values.table
 
     def __len__(self) -> int:
         self._door.check_open("keys")
-        return len(self._exchange.table)
+        return len(self._exchange.values.table)
 
     def __repr__(self) -> str:
         state = "closed" if self._door.state is _ENDED else f"{len(self)} keys"
@@ -1092,7 +1094,7 @@ class KVStore(KVStoreBase):
             return False
         self._door.end(why)
         self._pending.end()
-        self._exchange.forget_recorded()
+        self._exchange.values.invalidate_listeners()
         return True
 
     def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
@@ -1136,9 +1138,9 @@ class KVStore(KVStoreBase):
                 if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
                     raise
                 self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), error)
-            self._agreement.begin(call, self._exchange.staged is not None)
+            self._agreement.begin(call, self._exchange.pipeline.staged is not None)
             # A caller who has numpy raise at an overflow would have it end halfway, on some ranks.
-            quietly = run_quietly if self._exchange.updater.fallible else self._quiet
+            quietly = run_quietly if self._exchange.updater.may_raise else self._quiet
             try:
                 return self._run_in_order(quietly, run) if self._order.needed else quietly(run)
             except MemoryError as error:

@@ -95,7 +95,7 @@ class Tracer:
         return collective
 
     def _wait(self, begin: Callable[..., None], store: KVStore) -> Callable[..., None]:
-        table = store._exchange.table
+        table = store._exchange.values.table
 
         def waiting(call: Call, *arguments: Any) -> None:
             said: dict[str, Any] = {"keys": call.label}

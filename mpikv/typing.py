@@ -28,9 +28,8 @@ __all__ = [
     "Placement",
     "RangeCodec",
     "Rounds",
-    "Share",
+    "Shard",
     "Slots",
-    "Span",
     "StepTable",
     "Stream",
     "StreamOrder",
@@ -575,8 +574,8 @@ class Transport(Protocol):
         ...
 
 
-class Share(NamedTuple):
-    """Who owns which elements of a contiguous range."""
+class Shard(NamedTuple):
+    """This rank's elements of a contiguous range, and how many each of the others has."""
 
     counts: tuple[int, ...]
     """How many elements each rank owns, in rank order; all of them on every rank where values are replicated."""
@@ -585,28 +584,14 @@ class Share(NamedTuple):
     """The elements that this rank owns, which it updates: ``[low, high)``."""
 
 
-class Span(Protocol):
-    """A contiguous range of stored elements that one exchange carries."""
-
-    @property
-    def value(self) -> Array:
-        """This rank's memory of the range."""
-        ...
-
-    @property
-    def share(self) -> Share:
-        """Who owns what of it."""
-        ...
-
-
 class Placement(Protocol):
     """Decides which rank owns which element, hence which collectives a push and a pull run. Stateless."""
 
     name: str
     everywhere: bool
-    """Whether a push leaves every rank with the newest value, so that :meth:`publish` has nothing to do."""
+    """Whether a push leaves every rank with the newest value, so that publishing has nothing to do."""
 
-    def share(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Share:
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
         """Return who owns the elements ``[start, stop)`` of a block, which lie in the cell ``grid`` of its bucket grid.
 
         ``owner`` is the rank that was given the block, for placements that keep values whole. An element's owner
@@ -614,15 +599,18 @@ class Placement(Protocol):
         """
         ...
 
-    def reduce(self, span: Span, send: Array, total: Array) -> Sequence[Array]:
-        """Sum ``send`` over ranks: return the terms of the sum of the elements that this rank owns.
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        """Return a function of ``send`` and ``total`` that sums a range over ranks: it returns the addends of the sum
+        of the elements that this rank owns. The function is collective.
 
-        Where the transport's library adds this sum, the only term is ``total`` itself; else ``total`` was not used.
+        Where the transport's library adds this sum, the only addend is ``total`` itself; else ``total`` was not used.
         """
         ...
 
-    def publish(self, span: Span) -> None:
-        """Give every rank the owners' values of the span."""
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        """Return a function that gives every rank the owners' values of a range, which lie in ``value``. The function
+        is collective.
+        """
         ...
 
 
@@ -637,12 +625,12 @@ class Updater(Protocol):
     """True when each element of the result depends on the same element of the inputs alone, so that a value may be cut
     anywhere."""
 
-    fallible: bool
+    may_raise: bool
     """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none
     raised."""
 
     @property
-    def by_count(self) -> bool:
+    def depends_on_count(self) -> bool:
         """Whether :meth:`step` may differ between counts of the same key."""
         ...
 

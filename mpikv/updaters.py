@@ -33,9 +33,9 @@ class Assign:
     """The stored value becomes the sum. A store's updater until another is set."""
 
     elementwise = True
-    fallible = False
+    may_raise = False
     assigns = True
-    by_key = by_count = False
+    by_key = depends_on_count = False
     revision = 0
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
@@ -66,10 +66,10 @@ class CallableUpdater:
     """A user's ``f(key, input, stored)``, which changes ``stored`` in place or returns the new value."""
 
     elementwise = False
-    fallible = True
+    may_raise = True
     assigns = False
     by_key = True
-    by_count = False
+    depends_on_count = False
     revision = 0
 
     def __init__(self, function: Callable[[Any, Any, Array], Any]) -> None:

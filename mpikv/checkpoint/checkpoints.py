@@ -72,7 +72,7 @@ class Checkpoints:
         return PreparedCall(call, lambda: self._save(call, Draft(path), header, start, residuals))
 
     def _describe_keys(self) -> tuple[SavedKey, ...]:
-        table, slots = self._exchange.table, self._exchange.updater.slots
+        table, slots = self._exchange.values.table, self._exchange.updater.slots
         # By dtype, as there are few of them and many keys.
         names = {dtype: (dtype.name, slot_names(slots(dtype))) for dtype in {entry.dtype for entry in table.entries()}}
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
@@ -124,7 +124,7 @@ class Checkpoints:
         return self._prepare_load("load_optimizer_states", *find_states(path, self._entries(), optimizer))
 
     def _entries(self) -> dict[Key, Entry]:
-        return {entry.key: entry for entry in self._exchange.table.entries()}
+        return {entry.key: entry for entry in self._exchange.values.table.entries()}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
         self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.keys})
@@ -132,7 +132,7 @@ class Checkpoints:
         return PreparedCall(call, lambda: self._load(call, source, updater))
 
     def _load(self, call: Call, source: Source, updater: Updater) -> None:
-        is_new = source.header.values and not len(self._exchange.table)
+        is_new = source.header.values and not len(self._exchange.values.table)
         with closing(Reader(source)) as reader:
             self._try_together(call, reader.open)
             (self._load_new if is_new else self._load_known)(call, reader, updater)
@@ -148,10 +148,12 @@ class Checkpoints:
             exchange.adopt(updater)
             # Arrays of one element each, which say how much memory the values need.
             likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in saved]
-            exchange.enter([one.key for one in saved], likes, sparse={one.key for one in saved if one.row_sparse})
+            exchange.values.enter(
+                [one.key for one in saved], likes, sparse={one.key for one in saved if one.row_sparse}
+            )
             self._read(call, reader)
         except BaseException:
-            exchange.delete([one.key for one in saved if one.key in exchange.table])
+            exchange.values.delete([one.key for one in saved if one.key in exchange.values.table])
             exchange.adopt(before)
             raise
 
@@ -184,7 +186,7 @@ class Checkpoints:
     def _read(self, call: Call, reader: Reader) -> None:
         """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
         self._run_parts(call, self._read_parts(reader))
-        self._exchange.republish(self._plan(reader.source.header))
+        self._exchange.pipeline.republish(self._plan(reader.source.header))
 
     def _read_parts(self, reader: Reader) -> Parts:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
@@ -200,7 +202,7 @@ class Checkpoints:
         shared: list[Piece] = []
         if header.values:
             # Those that are there belong to pushes that these values have not seen.
-            self._exchange.drop_residuals(keeping=count_positions(self._exchange, header))
+            self._exchange.values.drop_residuals(keeping=count_positions(self._exchange, header))
             own, shared = place_residuals(self._exchange, header, on_host)
         values = self._cut_values(header, _get_owned, on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
@@ -208,7 +210,7 @@ class Checkpoints:
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _settle_counts(self, header: Header) -> None:
-        table = self._exchange.table
+        table = self._exchange.values.table
         for one in header.keys:
             row = table[one.key].index
             # An optimizer's state says nothing of how many pushes these values have seen.
@@ -218,7 +220,7 @@ class Checkpoints:
     # --- What a rank has of the file
 
     def _plan(self, header: Header) -> Plan:
-        return self._exchange.plan(tuple(one.key for one in header.keys))
+        return self._exchange.values.plan(tuple(one.key for one in header.keys))
 
     def _divide(self, bucket: Bucket) -> tuple[int, int]:
         """Return which elements of a bucket this rank writes: those it owns, or its part of what all own."""
@@ -242,7 +244,7 @@ class Checkpoints:
         for bucket in plan.buckets:
             low, high = elements(bucket)
             for piece in bucket.pieces:
-                first, last = (min(max(edge, piece.at), piece.until) - piece.at for edge in (low, high))
+                first, last = (min(max(edge, piece.low), piece.high) - piece.low for edge in (low, high))
                 for begin, array in arrays[piece.item]:
                     part = on_host(array[piece.begin + first : piece.begin + last])
                     yield from cut_array(begin + (piece.begin + first) * array.itemsize, part)
@@ -276,7 +278,7 @@ class Checkpoints:
 
     def _check_weights(self) -> None:
         """Raise where values are sums of gradients, while the weights and their state are elsewhere."""
-        table = self._exchange.table
+        table = self._exchange.values.table
         if (key := next((one.key for one in table.entries() if table.summed[one.index]), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, for a Trainer with update_on_kvstore=False, which has "
@@ -293,7 +295,7 @@ class Checkpoints:
 
 
 def _get_owned(bucket: Bucket) -> tuple[int, int]:
-    return bucket.share.low, bucket.share.high
+    return bucket.shard.low, bucket.shard.high
 
 
 def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:

@@ -32,7 +32,7 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
     """Return the header of a checkpoint with the residuals of all ranks, if there are any. Collective."""
     if exchange.compression is None:
         return header
-    entries = [exchange.table[one.key] for one in header.keys]
+    entries = [exchange.values.table[one.key] for one in header.keys]
     positions = _count_most(exchange, entries)
     if not positions.any() and not any(entry.codec_state for entry in entries):
         return header
@@ -59,7 +59,7 @@ def _count_most(exchange: Exchange, entries: Sequence[Entry]) -> Array:
 
 def cut_residuals(exchange: Exchange, header: Header) -> list[Piece]:
     """Return the pieces that this rank writes: its residuals, and at the first rank what codecs keep. Local."""
-    entries, mine = [exchange.table[one.key] for one in header.keys], exchange.transport.rank
+    entries, mine = [exchange.values.table[one.key] for one in header.keys], exchange.transport.rank
     pieces = []
     for tensor, at in _list_extras(header, "residual"):
         rank, position = map(int, at.split("/"))
@@ -165,7 +165,7 @@ def _cut_codec_arrays(exchange: Exchange, header: Header) -> list[Piece]:
         one = header.keys[tensor.item]
         array = np.empty(one.codec[name].shape, parse_dtype(one.codec[name].dtype))
         if same:
-            exchange.table[one.key].codec_state[name] = array
+            exchange.values.table[one.key].codec_state[name] = array
         pieces += cut_array(tensor.begin, array)
     return pieces
 
@@ -177,7 +177,7 @@ def _find_codec(exchange: Exchange) -> Codec | None:
 
 
 def _pair(exchange: Exchange, header: Header) -> list[tuple[SavedKey, Entry]]:
-    return [(one, exchange.table[one.key]) for one in header.keys]
+    return [(one, exchange.values.table[one.key]) for one in header.keys]
 
 
 def _list_extras(header: Header, kind: str) -> Iterator[tuple[Tensor, str]]:

@@ -105,7 +105,7 @@ class Optimizer:
 
     elementwise = True
     """Whether the rule may be applied to any part of a value."""
-    fallible = False
+    may_raise = False
     assigns = False
     coupled = True
     """Whether ``wd * weight`` is part of the gradient."""
@@ -325,7 +325,7 @@ class Optimizer:
         return bool(self.lr_mult or self.wd_mult) or type(self).step is not Optimizer.step
 
     @property
-    def by_count(self) -> bool:
+    def depends_on_count(self) -> bool:
         """Whether updates of the same key may have different steps."""
         own = any(getattr(type(self), name) is not getattr(Optimizer, name) for name in ("correction", "rate", "step"))
         return own or self.lr_scheduler is not None

@@ -24,7 +24,7 @@ from ..arrays import accumulator, add
 from ..config import Config
 from ..process_group import ProcessGroup
 from ..transports import open_transport
-from ..typing import Array, Placement, Share, Transport
+from ..typing import Placement, Shard, Transport
 from .wrappers import Recording
 
 __all__ = ["PlacementContract"]
@@ -37,7 +37,7 @@ class PlacementContract:
     """The promises of :class:`mpikv.typing.Placement`."""
 
     collectives: tuple[str, ...] = ()
-    """The collectives that one reduce and one publish of a span run."""
+    """The collectives that one reduce and one publish of a range run."""
     replicated = False
     """Whether every rank owns everything."""
     transport = "auto"
@@ -60,19 +60,19 @@ class PlacementContract:
         recording.close()
         group.close()
 
-    def test_shares_fill_every_range_exactly(self) -> None:
+    def test_shards_fill_every_range_exactly(self) -> None:
         for ranks, (grid, start, stop, owner) in cases():
-            shares = self.shares(ranks, start, stop, grid, owner)
-            counts = shares[0].counts
+            shards = self.shards(ranks, start, stop, grid, owner)
+            counts = shards[0].counts
             assert len(counts) == ranks
-            assert all(share.counts == counts for share in shares), "ranks differ on who owns what"
-            assert all(share.high - share.low == counts[rank] for rank, share in enumerate(shares))
+            assert all(shard.counts == counts for shard in shards), "ranks differ on who owns what"
+            assert all(shard.high - shard.low == counts[rank] for rank, shard in enumerate(shards))
             if self.replicated:
-                assert all((share.low, share.high) == (0, stop - start) for share in shares)
+                assert all((shard.low, shard.high) == (0, stop - start) for shard in shards)
                 continue
             assert sum(counts) == stop - start
-            for rank, share in enumerate(shares):
-                assert not counts[rank] or share.low == sum(counts[:rank]), "parts are not in rank order"
+            for rank, shard in enumerate(shards):
+                assert not counts[rank] or shard.low == sum(counts[:rank]), "parts are not in rank order"
 
     def test_the_owner_depends_on_the_place_alone(self) -> None:
         for ranks, (grid, start, stop, owner) in cases():
@@ -96,35 +96,35 @@ class PlacementContract:
         start: int,
         stop: int,
     ) -> None:
-        """Sum one span, store the sum at its owners, publish it, and compare."""
-        span = Range(np.zeros(stop - start, dtype), placement.share(start, stop, grid, recording.size - 1))
+        """Sum one range, store the sum at its owners, publish it, and compare."""
+        value, shard = np.zeros(stop - start, dtype), placement.shard(start, stop, grid, recording.size - 1)
         sends = [
             np.random.default_rng((start, rank)).integers(0, 9, stop - start).astype(dtype)
             for rank in range(recording.size)
         ]
         expected = np.add.reduce([send.astype(accumulator(dtype)) for send in sends], axis=0, dtype=accumulator(dtype))
-        low, high = span.share.low, span.share.high
+        low, high = shard.low, shard.high
         total = np.zeros(high - low, accumulator(dtype))
         recording.take()
-        terms = placement.reduce(span, sends[recording.rank], total)
-        if total.size and terms[0] is not total:
-            add(terms, 0, total.size, total)
+        addends = placement.bind_reduce(shard)(sends[recording.rank], total)
+        if total.size and addends[0] is not total:
+            add(addends, 0, total.size, total)
         np.testing.assert_array_equal(total, expected[low:high])
-        span.value[low:high] = total
-        placement.publish(span)
+        value[low:high] = total
+        placement.bind_publish(shard, value)()
         assert tuple(recording.take()) == self.collectives
-        np.testing.assert_array_equal(span.value, expected.astype(dtype))
+        np.testing.assert_array_equal(value, expected.astype(dtype))
 
-    def shares(self, ranks: int, start: int, stop: int, grid: tuple[int, int], owner: int) -> list[Share]:
+    def shards(self, ranks: int, start: int, stop: int, grid: tuple[int, int], owner: int) -> list[Shard]:
         """Return what each of so many ranks says of one range."""
         seats = [cast(Transport, Seat(rank, ranks)) for rank in range(ranks)]
-        return [self.make(seat).share(start, stop, grid, owner) for seat in seats]
+        return [self.make(seat).shard(start, stop, grid, owner) for seat in seats]
 
     def owners(self, ranks: int, start: int, stop: int, grid: tuple[int, int], owner: int) -> list[set[int]]:
         """Return the owners of each element."""
         owners: list[set[int]] = [set() for _ in range(stop - start)]
-        for rank, share in enumerate(self.shares(ranks, start, stop, grid, owner)):
-            for element in range(share.low, share.high):
+        for rank, shard in enumerate(self.shards(ranks, start, stop, grid, owner)):
+            for element in range(shard.low, shard.high):
                 owners[element].add(rank)
         return owners
 
@@ -135,14 +135,6 @@ class Seat:
 
     rank: int
     size: int
-
-
-@dataclass(frozen=True)
-class Range:
-    """A :class:`mpikv.typing.Span`."""
-
-    value: Array
-    share: Share
 
 
 def cases() -> Iterator[tuple[int, tuple[tuple[int, int], int, int, int]]]:

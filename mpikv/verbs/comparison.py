@@ -9,9 +9,10 @@ from typing import Any
 
 from ..agreement import Agreement, Call
 from ..arguments import priorities
-from ..exchange import Confirm, Exchange, Steps
+from ..exchange import Exchange
 from ..keys import Form
 from ..optimizers import Optimizer
+from ..pipeline import Confirm, Steps
 from ..plan import Plan, describe, digest, label
 from ..rowsparse import RowSparse
 from ..typing import Array
@@ -78,7 +79,7 @@ class Comparison:
             if isinstance(updater, Optimizer) and updater.opaque:
                 call = add_text(call, f"steps {list(dict.fromkeys(steps.each))}")
         if confirm is not None and contribution not in _OF_ROWS:
-            confirm = self._exchange.restoring(plan, confirm)
+            confirm = self._exchange.pipeline.restoring(plan, confirm)
         return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm
 
     def value_call(self, verb: str, form: Form, arrays: Sequence[Array | RowSparse], option: str) -> Call:
@@ -92,11 +93,11 @@ class Comparison:
         """Return what a plan keeps for its next update; without steps where they change with each."""
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
-            self._exchange.prepare(plan)
+            self._exchange.pipeline.prepare(plan)
         token = plan.digest ^ digest(verb + contribution.value) ^ digest("\n".join(self._settings()))
         call = Call(verb, token, plan.label, plan.keys, lambda: self._texts(plan, contribution))
-        confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.fallible else None
-        memo = call, None if updater.by_count else self._exchange.steps(plan), confirm
+        confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.may_raise else None
+        memo = call, None if updater.depends_on_count else self._exchange.steps(plan), confirm
         plan.memo[verb, contribution] = updater.revision, *memo
         return memo
 

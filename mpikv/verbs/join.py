@@ -27,7 +27,7 @@ class Join:
         """Return what runs here in a call of the others, which read this rank's buffers once all know that it can."""
         if said.verb == "barrier":
             return None
-        call, run = self._prepare(said, self._exchange.plan(tuple(said.keys)), until_done)
+        call, run = self._prepare(said, self._exchange.values.plan(tuple(said.keys)), until_done)
         self._check_same(said, call.describe())
         return run
 
@@ -46,7 +46,7 @@ class Join:
         sources: Sequence[Any] | None = nothing
         # Buffers of zeros are nothing, but not every code of zeros is.
         if contribution is Contribution.BUFFERS and self._exchange.compression is None:
-            until_done.enter_context(self._exchange.empty_buffers(plan))
+            until_done.enter_context(self._exchange.values.empty_buffers(plan))
             sources = None
         if pulls:
             return self._push_pull.pushpull_arrays(plan, sources, nothing, contribution=contribution)

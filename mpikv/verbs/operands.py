@@ -10,8 +10,9 @@ import numpy as np
 
 from ..arguments import new_arrays, outs_of, sources, stand_in, targets, writable
 from ..errors import Unsupported, ValueMismatch, is_unwritable
-from ..exchange import Arrays, Exchange
+from ..exchange import Exchange
 from ..keys import flatten, parse
+from ..pipeline import Arrays
 from ..plan import Plan
 from ..renewed import Renewed
 from ..rowarguments import Brought, brings_rows, brought
@@ -35,19 +36,19 @@ class Operands:
         """Return the plan for keys, which bring no arrays."""
         if isinstance(key, Mapping):
             raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
-        return self._exchange.known(key) or self._exchange.plan(parse(key, None).keys)
+        return self._exchange.values.find_plan(key) or self._exchange.values.plan(parse(key, None).keys)
 
     # --- What is pushed
 
     def sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
         """Return the plan and what is pushed, and perhaps ``filled``: arrays, rows, or None for the buffers."""
         names, given = (tuple(key), list(key.values())) if type(key) is dict and value is None else (key, value)
-        plan = self._exchange.known(names)
+        plan = self._exchange.values.find_plan(names)
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
         if (
             plan is not None
             and (arrays := _plain(plan, names, given, filled)) is not None
-            and (not (filled or len(plan.buckets) > 1) or self._exchange.lie_apart(arrays))
+            and (not (filled or len(plan.buckets) > 1) or self._exchange.values.lie_apart(arrays))
         ):
             return plan, arrays
         if names is not key or (plan is None and isinstance(key, Mapping)):
@@ -55,7 +56,7 @@ class Operands:
         if value is not None:
             return self._sources(key, value)
         plan = plan or self.plan(key)
-        if (missing := self._exchange.unbuffered(plan)) is not None:
+        if (missing := self._exchange.values.unbuffered(plan)) is not None:
             raise ValueMismatch(
                 f"no value for key {missing!r}, and no buffer; pass one, or fill kv.buffer({missing!r})"
             )
@@ -71,14 +72,14 @@ class Operands:
     def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays | Brought]:
         """Return the plan and the arrays, or the rows, of any form."""
         form = parse(key, value)
-        plan = self._exchange.plan(form.keys)
+        plan = self._exchange.values.plan(form.keys)
         if brings_rows(form.groups):
             check_updater(self._exchange)
             self._rows.load(plan.dtypes)
-            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.apart)
+            return plan, brought(plan.entries, form.groups, self._exchange.in_pairs, self._exchange.values.apart)
         arrays = sources(plan.entries, form.groups)
         if len(plan.buckets) > 1:
-            arrays = [tuple(map(self._exchange.apart, group)) for group in arrays]
+            arrays = [tuple(map(self._exchange.values.apart, group)) for group in arrays]
         return plan, arrays
 
     # --- What is filled
@@ -87,11 +88,11 @@ class Operands:
         """Return the plan of what is pulled, the arrays to fill, and what the call returns."""
         if (
             (type(key) is dict and out is None)
-            and (plan := self._exchange.known(tuple(key))) is not None
+            and (plan := self._exchange.values.find_plan(tuple(key))) is not None
             and (arrays := self._writable(plan, plan.keys, list(key.values()))) is not None
         ):
             return plan, arrays, key
-        plan = self._exchange.known(key)
+        plan = self._exchange.values.find_plan(key)
         if plan is None and isinstance(key, Mapping):
             plan, out = self.plan(flatten(key, out, "out")[0]), key
         plan = plan or self.plan(key)
@@ -128,12 +129,12 @@ class Operands:
     def _writable(self, plan: Plan, names: Any, outs: Any) -> Arrays | None:
         """Return the arrays to fill if there is one for each key, which a value can be copied to as it is."""
         arrays = _plain(plan, names, outs, writable=True)
-        return arrays if arrays is not None and self._exchange.lie_apart(arrays) else None
+        return arrays if arrays is not None and self._exchange.values.lie_apart(arrays) else None
 
     def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
         """Return the arrays to fill of each key."""
         pairs = zip(plan.entries, targets(plan.entries, groups), strict=True)
-        return [tuple(self._exchange.fillable(array, entry) for array in group) for entry, group in pairs]
+        return [tuple(self._exchange.values.fillable(array, entry) for array in group) for entry, group in pairs]
 
     def places(
         self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
@@ -144,7 +145,7 @@ class Operands:
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
         ]
         for array in (array for group in outs for array in group):
-            self._exchange.check_own(array)
+            self._exchange.values.check_own(array)
         return outs
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..agreement import PreparedCall
 from ..arguments import in_form
-from ..exchange import Arrays, Exchange, are_plain
+from ..exchange import Exchange
+from ..pipeline import Arrays, are_plain
 from ..plan import Plan
 from ..renewed import Renewed
 from ..rowarguments import Brought, asks_rows
@@ -36,10 +37,10 @@ class PushPull:
         if exchange.compression is not None:
             exchange.check_compressible(plan, arrays)
         if arrays is not None and not plan.on_host:
-            arrays = exchange.added_up(plan, arrays)
+            arrays = exchange.pipeline.add_lists(plan, arrays)
         prepared = self.push_arrays(plan, arrays, priority)
         if arrays is not None:
-            exchange.stage(plan, arrays)
+            exchange.pipeline.stage(plan, arrays)
         return prepared
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
@@ -65,18 +66,18 @@ class PushPull:
         else:
             targets, result = self._operands.targets(plan, key, given_to_fill(key, value, out), True)
         if arrays is not None and not plan.on_host:
-            arrays = exchange.added_up(plan, arrays)
+            arrays = exchange.pipeline.add_lists(plan, arrays)
         prepared = self.pushpull_arrays(plan, arrays, targets, result, priority)
         if arrays is not None:
-            exchange.stage(plan, arrays)
+            exchange.pipeline.stage(plan, arrays)
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
         plan = self._operands.plan(key)
 
         def run() -> Any:
-            self._exchange.add_buffers(plan)
-            return in_form(key, plan, self._exchange.buffers(plan))
+            self._exchange.values.add_buffers(plan)
+            return in_form(key, plan, self._exchange.values.buffers(plan))
 
         return PreparedCall(self._comparison.plan_call("buffer", plan), run)
 
@@ -90,12 +91,12 @@ class PushPull:
             "push", plan, priority, contribution if sources is not None else Contribution.BUFFERS
         )
         if sources is None:
-            return PreparedCall(call, lambda: self._exchange.push_buffers(plan, steps, confirm))
-        return PreparedCall(call, lambda: self._exchange.push(plan, sources, steps, confirm))
+            return PreparedCall(call, lambda: self._exchange.pipeline.push_buffers(plan, steps, confirm))
+        return PreparedCall(call, lambda: self._exchange.pipeline.push(plan, sources, steps, confirm))
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         def run() -> Any:
-            self._exchange.pull(plan, targets)
+            self._exchange.pipeline.pull(plan, targets)
             return result.made() if type(result) is Renewed else result
 
         return PreparedCall(self._comparison.plan_call("pull", plan, priority), run)
@@ -115,9 +116,9 @@ class PushPull:
 
         def run() -> Any:
             if sources is None:
-                self._exchange.pushpull_buffers(plan, steps, targets, confirm)
+                self._exchange.pipeline.pushpull_buffers(plan, steps, targets, confirm)
             else:
-                self._exchange.pushpull(plan, sources, steps, targets, confirm)
+                self._exchange.pipeline.pushpull(plan, sources, steps, targets, confirm)
             return result.made() if type(result) is Renewed else result
 
         return PreparedCall(call, run)

@@ -11,8 +11,9 @@ import numpy as np
 from ..agreement import PreparedCall
 from ..arguments import outs_of
 from ..errors import Unsupported, noted, settled
-from ..exchange import Arrays, Exchange
+from ..exchange import Exchange
 from ..keys import Entry, parse
+from ..pipeline import Arrays
 from ..plan import Plan
 from ..rowarguments import Asked, Wanted, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
 from ..rows import Rows
@@ -39,7 +40,7 @@ class RowVerbs:
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
         """Prepare a pull that fills a :class:`RowSparse`, or leaves it as it is, and fills all else."""
         form = parse(key, None, "out") if out is key else outs_of(key, out, self._operands.plan(key).keys)
-        plan = self._exchange.plan(form.keys)
+        plan = self._exchange.values.plan(form.keys)
         sparse, dense = _separate(form.groups)
         self._rows.load(plan.dtypes)
         for entry, rows in zip(plan.entries, sparse, strict=True):
@@ -54,7 +55,7 @@ class RowVerbs:
         call = self._comparison.plan_call("pull", plan, priority)
 
         def run() -> Any:
-            self._exchange.pull(plan, targets)
+            self._exchange.pipeline.pull(plan, targets)
             for entry, group in zip(plan.entries, sparse, strict=True):
                 for rows in group:
                     _fill(entry, rows)
@@ -76,14 +77,14 @@ class RowVerbs:
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
         plan = self._operands.plan(key)
         self._rows.load(plan.dtypes)
-        if self._exchange.packs_values:
+        if self._exchange.values.packed:
             raise Unsupported(
                 "rows are pulled as they are, and both_directions packs what is pulled; pull the whole value, or leave "
                 "both_directions out of set_gradient_compression"
             )
         asked, result = asked_of(plan.entries, key, out, row_ids)
         for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
-            self._exchange.check_own(each.out)
+            self._exchange.values.check_own(each.out)
         return self.pull_rows(plan, asked, result, priority)
 
     # --- Call and run
@@ -122,7 +123,7 @@ class RowVerbs:
             self._rows.push(plan, given, steps, confirm)
             self._exchange.transport.fence()
             if whole is not None:
-                self._exchange.pull(plan, whole)
+                self._exchange.pipeline.pull(plan, whole)
             try:
                 self._pull(plan, wanted, spare)
             except MemoryError as error:
@@ -135,7 +136,7 @@ class RowVerbs:
     def none_of(self, plan: Plan) -> Sequence[RowSparse]:
         """Return what a rank brings that has no rows."""
         self._rows.load(plan.dtypes)
-        return brought(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.apart).rows
+        return brought(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 
     def _wanted(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> tuple[Sequence[Wanted], Array]:
         """Return what :meth:`_pull` is given, for which a GPU may have too little memory. Local."""

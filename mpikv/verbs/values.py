@@ -26,7 +26,7 @@ class ValueVerbs:
         self._memory = exchange.transport.memory
 
     def init(self, key: Any, value: Any, overwrite: bool) -> PreparedCall:
-        exchange, table = self._exchange, self._exchange.table
+        exchange, table = self._exchange, self._exchange.values.table
         keys, groups = form = parse(key, value)
         table.check_kind(keys)
         if not overwrite:
@@ -41,44 +41,44 @@ class ValueVerbs:
         arrays = singles(form, None, self._memory)
         exchange.check_storable(arrays)
         call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
-        apart = exchange.set_apart(arrays)
+        apart = exchange.values.set_apart(arrays)
 
         def run() -> None:
-            exchange.enter(keys, apart)
-            exchange.write(keys, apart)
+            exchange.values.enter(keys, apart)
+            exchange.values.write(keys, apart)
 
         return PreparedCall(call, run)
 
     def set(self, key: Any, value: Any) -> PreparedCall:
         form = parse(key, value)
-        call = self._comparison.plan_call("set", self._exchange.plan(form.keys))
-        arrays = self._exchange.set_apart(singles(form, self._exchange.table, self._memory))
-        return PreparedCall(call, lambda: self._exchange.write(form.keys, arrays))
+        call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
+        arrays = self._exchange.values.set_apart(singles(form, self._exchange.values.table, self._memory))
+        return PreparedCall(call, lambda: self._exchange.values.write(form.keys, arrays))
 
     def delete(self, key: Any) -> PreparedCall:
         keys = parse(key, None).keys
-        call = self._comparison.plan_call("delete", self._exchange.plan(keys))
-        return PreparedCall(call, lambda: self._exchange.delete(keys))
+        call = self._comparison.plan_call("delete", self._exchange.values.plan(keys))
+        return PreparedCall(call, lambda: self._exchange.values.delete(keys))
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        exchange, table = self._exchange, self._exchange.table
+        exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
         arrays = singles(form, table, self._memory)
         exchange.check_storable(arrays)
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
-        if out is None and not self._memory.is_host and any(map(exchange.is_view, arrays)):
+        if out is None and not self._memory.is_host and any(map(exchange.values.is_view, arrays)):
             raise TypeError("a value is a view of a stored one, which is not to be filled; pass out=, or a copy")
         fill = partial(self._operands.places, key, keys, stored)
         targets, result = self._operands.fillable(fill, given_to_fill(key, value, out), out is None)
         call = self._comparison.value_call("broadcast", form, arrays, f"priority {priorities(priority, keys)}")
-        apart = exchange.set_apart(arrays)
+        apart = exchange.values.set_apart(arrays)
 
         def run() -> Any:
             new = [(key, array) for key, array in zip(keys, apart, strict=True) if key not in table]
-            exchange.enter([key for key, _ in new], [array for _, array in new])
-            exchange.write(keys, apart)
-            exchange.pull(exchange.plan(keys), targets)
+            exchange.values.enter([key for key, _ in new], [array for _, array in new])
+            exchange.values.write(keys, apart)
+            exchange.pipeline.pull(exchange.values.plan(keys), targets)
             return answer(result)
 
         return PreparedCall(call, run)

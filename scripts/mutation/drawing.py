@@ -14,7 +14,10 @@ from pathlib import Path
 AREAS = {
     "transports": ("transports/*.py",),
     "agreement": ("agreement.py", "board.py", "ledger.py", "waiting.py"),
-    "engine": ("exchange.py", "plan.py", "arena.py", "verbs/operands.py", "verbs/push_pull.py", "work.py"),
+    "engine": (
+        *("exchange.py", "pipeline.py", "values.py", "plan.py", "arena.py", "work.py"),
+        *("verbs/operands.py", "verbs/push_pull.py"),
+    ),
     "placement": ("placement.py", "located.py"),
     "keys": ("keys.py", "create.py"),
     "rows": ("rows.py", "rowsparse.py", "rowmessages.py", "rowarguments.py"),

@@ -123,7 +123,7 @@ def test_the_last_addition_is_made_with_the_update(comm, deterministic):
         kv.set_optimizer("adam")
         kv.push("w", np.ones(300_000))
         # Of two terms nothing is written; of three, the sum of the first two; in pairs, that of all.
-        assert set(kv._exchange._scratch[:8].view(np.float64)) == {
+        assert set(kv._exchange.values.planner.scratch[:8].view(np.float64)) == {
             0.0 if kv.size == 2 else 3.0 if deterministic else 2.0
         }
         together = kv.size == 2 or not deterministic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import mpikv
 from mpikv import KVStore, Unsupported, optimizers
 from mpikv.board import Board
 from mpikv.config import Config
@@ -172,6 +173,23 @@ def test_collectives_of_a_store(comm, placement, updater, push, pull):
     store.pushpull("w", np.ones(1000))
     assert sorted(recording.take()) == sorted([push, pull] * 2 if pull else [push] * 2)
     store.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("placement", "optimizer", "name"),
+    [
+        ("root", "sgd", "root"),
+        ("auto", "sgd", "sharded"),
+        ("auto", "lamb", "owners"),
+        ("sharded", "lamb", "owners"),
+        ("replicated", "lamb", "replicated"),
+    ],
+)
+def test_a_store_says_where_its_values_live(comm, placement, optimizer, name):
+    with mpikv.create(comm=comm, transport="mpi", placement=placement) as kv:
+        kv.set_optimizer(optimizer)
+        assert kv.placement == name
 
 
 @pytest.mark.ranks(2, 4)

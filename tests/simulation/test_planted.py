@@ -13,11 +13,12 @@ import mpikv
 from mpikv.agreement import Agreement
 from mpikv.asynchronous import AsyncKVStore, Kind
 from mpikv.clocks import Clocks
-from mpikv.exchange import Exchange
+from mpikv.pipeline import Pipeline
 from mpikv.testing.explore import explore
 from mpikv.transports.hosts import HostsTransport
 from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
+from mpikv.values import Values
 from simulation.random_calls import program as random_calls
 
 SEEDS = range(40)
@@ -114,12 +115,12 @@ def clocks_not_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def plan_not_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Exchange, "_forget_plans", lambda self: None)
+    patch.setattr(Values, "invalidate", lambda self: None)
 
 
 def not_published(patch: pytest.MonkeyPatch) -> None:
     """Other hosts keep the values that they have."""
-    patch.setattr(Exchange, "_refresh", lambda self, plan: None)
+    patch.setattr(Pipeline, "_refresh", lambda self, plan: None)
 
 
 def each_by_itself(patch: pytest.MonkeyPatch) -> None:

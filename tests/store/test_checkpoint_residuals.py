@@ -46,7 +46,7 @@ def push(kv, step, positions=1):
 
 def residuals(kv):
     """Return the residuals of this rank's: for each key, those of each position."""
-    return {key: [each.copy() for each in kv._exchange.table[key].residuals()] for key in kv}
+    return {key: [each.copy() for each in kv._exchange.values.table[key].residuals()] for key in kv}
 
 
 def summed(comm, mine, positions):
@@ -158,7 +158,7 @@ def test_ranks_take_those_of_their_number(comm, folder):
         with mpikv.create(comm=part, compression=CODECS[0]) as kv:
             kv.load(folder / "checkpoint")
             expected = sum(0.0625 * (rank + 1) for rank in range(kv.rank, comm.size, 2))
-            np.testing.assert_array_equal(kv._exchange.table["w"].residuals()[0], np.full(100, expected, F32))
+            np.testing.assert_array_equal(kv._exchange.values.table["w"].residuals()[0], np.full(100, expected, F32))
         part.Free()
 
 
@@ -249,4 +249,4 @@ def test_a_damaged_residual_changes_nothing(comm, folder):
                 with pytest.raises((mpikv.CheckpointError, mpikv.PeerFailed), match="checksum"):
                     store.load(path)
             assert len(other) == 0
-        np.testing.assert_array_equal(kv._exchange.table["w"].residuals()[0], np.full(1000, 0.375, F32))
+        np.testing.assert_array_equal(kv._exchange.values.table["w"].residuals()[0], np.full(1000, 0.375, F32))

@@ -24,9 +24,8 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.exchange import Exchange
 from mpikv.mpi_library import library_of
-from mpikv.plan import build
+from mpikv.pipeline import Pipeline
 from mpikv.process_group import ProcessGroup
 from mpikv.store import open_stores
 from mpikv.testing import Recording
@@ -248,7 +247,7 @@ def test_what_arrives_and_what_is_left_is_what_was_pushed(comm, name):
             arrays = gradients((30, 40), step, kv.size)
             kv.push("w", arrays[kv.rank, 0])
             given, arrived = given + arrays.sum(axis=(0, 1)), arrived + kv.pull("w")
-        (left,) = kv._exchange.table["w"].residuals()
+        (left,) = kv._exchange.values.table["w"].residuals()
         missing = given - arrived
         left = left.astype(np.float64).reshape(30, 40)
         kv.set_gradient_compression(None)
@@ -318,7 +317,7 @@ def test_ranks_that_have_left_join_bring_nothing(comm, name, buffers):
         if buffers:
             kv.buffer("w")[...] = 5
         kv.push("w", np.full((20, 20), 1.5, F32))
-        before = kv._exchange.table["w"].residuals()[0].copy()
+        before = kv._exchange.values.table["w"].residuals()[0].copy()
         last = []
         with kv.join():
             for _ in range(2 if kv.is_root else 0):
@@ -328,7 +327,7 @@ def test_ranks_that_have_left_join_bring_nothing(comm, name, buffers):
             with of_one_rank(comm) as alone:
                 check_alone(alone, name, last)
         else:
-            np.testing.assert_array_equal(kv._exchange.table["w"].residuals()[0], before)
+            np.testing.assert_array_equal(kv._exchange.values.table["w"].residuals()[0], before)
 
 
 def check_alone(kv, name, last):
@@ -492,7 +491,7 @@ def test_lists_of_values_have_the_sums_of_each(comm, placement):
 def test_sums_take_memory_only_where_they_are_used(comm):
     with mpikv.create(comm=comm, placement="root", compression={"type": "topk", "ratio": 1.0}) as kv:
         kv.init("w", np.zeros((300, 400), F32))
-        block = kv._exchange.table["w"].place.block
+        block = kv._exchange.values.table["w"].place.block
         block.sums.fill(-7)
         kv.push("w", np.ones((300, 400), F32))
         assert (block.sums == (kv.size if kv.is_root else -7)).all()
@@ -509,11 +508,7 @@ def test_messages_are_cut_at_owners_and_at_the_limit(comm):
         kv.init("w", np.zeros(2048, np.float16))
         exchange = kv._exchange
         compression = RangeCompression(codecs.Float16(), exchange.transport)
-        entries = [exchange.table["w"]]
-        plan = build(
-            entries, exchange.placement, exchange.transport, exchange.updater, exchange._kernels, exchange._scratch
-        )
-        (bucket,) = plan.buckets
+        (bucket,) = exchange.values.plan(("w",)).buckets
         messages = compression._messages(bucket)
         assert all(message.nbytes <= 4096 for message in messages)
         assert len(messages) > 1
@@ -521,8 +516,8 @@ def test_messages_are_cut_at_owners_and_at_the_limit(comm):
         assert [low for low, _ in ranges[1:]] == [high for _, high in ranges[:-1]], "no gap, no overlap"
         assert (ranges[0][0], ranges[-1][1]) == (0, 2048)
         own = sorted((each.low, each.high) for message in messages for each in message.own)
-        assert own[0][0] == bucket.share.low
-        assert own[-1][1] == bucket.share.high
+        assert own[0][0] == bucket.shard.low
+        assert own[-1][1] == bucket.shard.high
         for message in messages:
             assert sum(message.counts) == message.nbytes
 
@@ -765,14 +760,14 @@ def test_a_transport_that_fails_leaves_nobody_waiting(comm, name):
 @pytest.mark.deadline(60)
 def test_a_large_pushpull_brings_the_newest_values(comm, name, monkeypatch):
     """Each bucket is delivered once all ranks have updated it, however late one of them is."""
-    take = Exchange._take
+    update = Pipeline._update
 
     def late(*arguments):
         time.sleep(0.003)
-        take(*arguments)
+        update(*arguments)
 
     if comm and comm.rank == comm.size - 1:
-        monkeypatch.setattr(Exchange, "_take", late)
+        monkeypatch.setattr(Pipeline, "_update", late)
     shape = (1024, 2304)
     with mpikv.create(comm=comm, compression=name) as kv:
         kv.init("w", np.zeros(shape, F32))

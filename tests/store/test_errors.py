@@ -51,7 +51,7 @@ class Watched:
 
     def internals(self):
         """Versions, counts and this rank's optimizer state, which pulls do not show."""
-        table = self.kv._exchange.table
+        table = self.kv._exchange.values.table
         return [
             [entry.key, table.version(entry.key), table.counts[entry.index]]
             + [(name, array.tobytes()) for name, array in entry.state.items()]

@@ -172,7 +172,7 @@ def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, ranks_per_host):
     monkeypatch.setenv(VARIABLE, str(ranks_per_host))
     with mpikv.create(timeout=10) as kv:
         kv.init("w", np.zeros(8))
-        entry = kv._exchange.table["w"]
+        entry = kv._exchange.values.table["w"]
         kv.barrier()
         entry.value[kv.local_rank] = kv.rank + 1
         kv.barrier()

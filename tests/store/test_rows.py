@@ -840,7 +840,7 @@ def test_a_value_that_cannot_be_cut_on_one_rank(comm, call, transport, monkeypat
         kv.push("s", rows)
         with monkeypatch.context() as patch:
             if kv.rank == kv.size - 1:
-                patch.setattr(kv._exchange.placement, "share", fail)
+                patch.setattr(kv._exchange.placement, "shard", fail)
             with pytest.raises(MemoryError if kv.rank == kv.size - 1 else mpikv.PeerFailed, match="on purpose"):
                 CALLS[call](kv)
         np.testing.assert_array_equal(kv.pull("s"), kv.size * VALUE)

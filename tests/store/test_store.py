@@ -105,7 +105,7 @@ def test_names_of_stores(name):
 @pytest.mark.deadline(10)
 def test_ranks_may_pull_into_other_layouts(placement, monkeypatch):
     """What one rank's arrays look like must not decide which collectives it runs."""
-    monkeypatch.setattr("mpikv.exchange._STREAMED_BYTES", 0)
+    monkeypatch.setattr("mpikv.plan._STREAMED_BYTES", 0)
     with mpikv.create(transport="mpi", placement=placement, bucket_bytes=4096, timeout=5) as kv:
         value = np.arange(512.0 * 5)
         kv.init("w", np.zeros(value.size))
@@ -160,7 +160,7 @@ def test_the_state_of_an_earlier_optimizer_is_freed():
         kv.set_optimizer("sgd", momentum=0.9)
         kv.pushpull("w", np.ones(2))
         kv.pull("w")
-        (block,) = kv._exchange._arena.blocks
+        (block,) = kv._exchange.values._arena.blocks
         state = weakref.ref(block.state["momentum"])
         kv.set_optimizer("sgd")
         gc.collect()

@@ -13,7 +13,7 @@ from mpikv.kernels import NumpyKernels
 from mpikv.keys import Entry, KeyTable
 from mpikv.memory import HOST
 from mpikv.placement import Owners, Replicated, Root, Sharded
-from mpikv.plan import Plans, build, describe, digest, label
+from mpikv.plan import Planner, Plans, describe, digest, label
 from mpikv.transports.local import LocalTransport
 
 LIMIT = 4096
@@ -49,7 +49,7 @@ def entries(requests, seat=None, slots=None):
 class Quiet:
     """An updater that is never run."""
 
-    fallible = assigns = by_key = False
+    may_raise = assigns = by_key = False
 
     def __init__(self, whole, state):
         self.elementwise, self._state = not whole, state
@@ -64,7 +64,7 @@ class Quiet:
 def plan_of(chosen, seat=None, placement=Replicated, whole=False):
     seat = seat or Seat(0, 1)
     updater = Quiet(whole, chosen[0].place.block.state if chosen else {})
-    return build(chosen, placement(seat), seat, updater, NumpyKernels(), zeros(2 * LIMIT))
+    return Planner(seat, placement(seat), updater, NumpyKernels(), zeros(2 * LIMIT)).plan(chosen)
 
 
 REQUESTS = [
@@ -85,18 +85,17 @@ def test_every_element_is_carried_once(order):
     plan = plan_of(chosen)
     seen = [np.zeros(entry.place.size, int) for entry in chosen]
     for bucket in plan.buckets:
-        assert 0 < bucket.nbytes <= LIMIT
-        assert bucket.nbytes == bucket.value.nbytes
+        assert 0 < bucket.value.nbytes <= LIMIT
         carried = 0
         for piece in bucket.pieces:
             entry = chosen[piece.item]
             seen[piece.item][piece.begin : piece.end] += 1
             carried += piece.end - piece.begin
-            assert piece.until <= bucket.value.size
+            assert piece.high <= bucket.value.size
             expected = entry.value.reshape(-1)[piece.begin : piece.end]
-            assert np.shares_memory(bucket.value[piece.at : piece.until], expected)
+            assert np.shares_memory(bucket.value[piece.low : piece.high], expected)
             entry.value.reshape(-1)[piece.begin : piece.end] = 1 + piece.item
-            assert (bucket.value[piece.at : piece.until] == 1 + piece.item).all()
+            assert (bucket.value[piece.low : piece.high] == 1 + piece.item).all()
         assert bucket.dense is (carried == bucket.value.size)
     assert all((counts == 1).all() for counts in seen)
     assert plan.keys == tuple(entry.key for entry in chosen)
@@ -108,17 +107,17 @@ def test_neighbours_are_one_message():
     assert len(plan.buckets) == 1
     assert len(plan.buckets[0].pieces) == 20
     assert plan.buckets[0].dense
-    assert len(plan.buckets[0].parts) == 20
-    assert len(plan.buckets[0].runs) == 1
+    assert len(plan.buckets[0].updates) == 20
+    assert len(plan.buckets[0].joint_updates) == 1
 
 
 def test_gaps_belong_to_other_keys():
     made = entries([(f"k{number}", (10,), FLOAT) for number in range(5)])
     (bucket,) = plan_of([made[0], made[2], made[3]]).buckets
     assert not bucket.dense
-    assert [(piece.at, piece.until) for piece in bucket.pieces] == [(0, 10), (20, 30), (30, 40)]
-    assert [part.value.size for part in bucket.parts] == [10, 10, 10]
-    assert [part.value.size for part in bucket.runs] == [10, 20]
+    assert [(piece.low, piece.high) for piece in bucket.pieces] == [(0, 10), (20, 30), (30, 40)]
+    assert [update.value.size for update in bucket.updates] == [10, 10, 10]
+    assert [update.value.size for update in bucket.joint_updates] == [10, 20]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -129,12 +128,12 @@ def test_parts_are_what_a_rank_owns(name, size):
         seat = Seat(rank, size)
         made = entries(REQUESTS, seat, {"momentum": FLOAT})
         for bucket in plan_of(made, seat, PLACEMENTS[name]).buckets:
-            assert bucket.total.dtype == accumulator(bucket.dtype)
-            assert bucket.total.size == bucket.share.high - bucket.share.low
-            for part in bucket.parts:
-                assert part.total.size == part.value.size == part.state["momentum"].size
-                part.value[:] = 1
-                part.state["momentum"][:] = 2
+            assert bucket.total.dtype == accumulator(bucket.value.dtype)
+            assert bucket.total.size == bucket.shard.high - bucket.shard.low
+            for update in bucket.updates:
+                assert update.total.size == update.value.size == update.state["momentum"].size
+                update.value[:] = 1
+                update.state["momentum"][:] = 2
         for entry in made:
             owned = entry.value.reshape(-1).astype(int)
             owners[entry.key] += owned
@@ -147,7 +146,7 @@ def test_parts_are_what_a_rank_owns(name, size):
 @pytest.mark.parametrize("elements", [1, 1000, 4096])
 def test_shards_are_of_one_size(size, elements):
     """But for the last ones, and begin where no two ranks write to one line of a cache."""
-    counts = Sharded(Seat(0, size)).share(0, elements, (0, elements), 0).counts
+    counts = Sharded(Seat(0, size)).shard(0, elements, (0, elements), 0).counts
     assert sum(counts) == elements
     assert max(counts) < elements / size + 64
     assert all(edge % 64 == 0 for edge in np.cumsum(counts) if edge < elements)
@@ -182,7 +181,7 @@ def test_offsets_beyond_32_bits(low):
     plan = plan_of([entry], Seat(1, 3), Sharded)
     assert sum(bucket.value.size for bucket in plan.buckets) == 10000
     for bucket in plan.buckets:
-        assert sum(bucket.share.counts) == bucket.value.size
+        assert sum(bucket.shard.counts) == bucket.value.size
     positions = [(piece.begin, piece.end) for bucket in plan.buckets for piece in bucket.pieces]
     assert positions[0][0] == 0
     assert positions[-1][1] == 10000

@@ -294,15 +294,15 @@ def test_a_rank_that_has_left_comes_after_what_another_store_has_pending(gpu, co
     """It makes the calls of those that still have work, in their order."""
     with store_on(gpu, comm, timeout=20) as other:
         other.init("w", full(gpu, 0))
-        slow, push, made = threading.Event(), other._exchange.push, list[str]()
+        slow, push, made = threading.Event(), other._exchange.pipeline.push, list[str]()
 
         def late(*arguments: Any) -> None:
             assert slow.wait(20)
             push(*arguments)
             made.append("pending")
 
-        other._exchange.push, shadowed = late, kv._exchange.push
-        kv._exchange.push = lambda *arguments: (shadowed(*arguments), made.append("shadowed"))
+        other._exchange.pipeline.push, shadowed = late, kv._exchange.pipeline.push
+        kv._exchange.pipeline.push = lambda *arguments: (shadowed(*arguments), made.append("shadowed"))
         work = other.push("w", full(gpu, 1), wait=False)
         with kv.join():
             threading.Timer(0.7 if kv.rank else 0.1, slow.set).start()

@@ -108,9 +108,9 @@ def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
     for found, expected in zip(*(kv.pull(keys) for kv in stores), strict=True):
         assert on_host(found).tobytes() == expected.tobytes()
     for key in keys:
-        found, expected = (kv._exchange.table[key].residuals() for kv in stores)
+        found, expected = (kv._exchange.values.table[key].residuals() for kv in stores)
         assert [on_host(each).tobytes() for each in found] == [each.tobytes() for each in expected]
-        found, expected = (kv._exchange.table[key].codec_state for kv in stores)
+        found, expected = (kv._exchange.values.table[key].codec_state for kv in stores)
         assert {name: each.tobytes() for name, each in found.items()} == {
             name: each.tobytes() for name, each in expected.items()
         }
@@ -443,7 +443,7 @@ def test_a_codec_of_values_of_ones_own_works_on_the_host(gpu, comm, placement, f
         kv.set_optimizer("sgd", learning_rate=0.25, momentum=0.5)
         for step in range(3):
             kv.push(list(shapes), [gradients(shape, step, kv.size)[kv.rank, 0] for shape in shapes.values()])
-        assert kv._exchange.table["v"].codec_state["pushes"] == 3
+        assert kv._exchange.values.table["v"].codec_state["pushes"] == 3
     assert_alike(stores, list(shapes))
     close(*stores)
 
@@ -494,7 +494,7 @@ def test_what_codecs_of_values_keep_lies_on_the_host(gpu, comm, name):
         kv.init("w", np.zeros((20, 20), F32))
         kv.set_gradient_compression(name)
         kv.push("w", gpu.upload(np.ones((20, 20), F32)))
-        entry = kv._exchange.table["w"]
+        entry = kv._exchange.values.table["w"]
         assert all(type(each) is np.ndarray for each in (*entry.residuals(), *entry.codec_state.values()))
         kv.set_gradient_compression("2bit")
         kv.push("w", gpu.upload(np.ones((20, 20), F32)))
@@ -541,7 +541,7 @@ def test_keys_that_start_anew_and_other_codecs_have_no_residuals(gpu, comm):
         )
     ):
         for kv in stores:
-            kv.push("w", gradients(600, step, kv.size)[kv.rank, 0].reshape(kv._exchange.table["w"].shape))
+            kv.push("w", gradients(600, step, kv.size)[kv.rank, 0].reshape(kv._exchange.values.table["w"].shape))
         assert_alike(stores, ["w"])
         for kv in stores:
             change(kv)
@@ -591,7 +591,7 @@ def test_residuals_of_other_ranks(gpu, comm, folder):
     stores = pair(gpu, comm, "2bit")
     for kv in stores:
         kv.load(folder / "alone")
-        assert len(kv._exchange.table["w"].residuals()) == 2
+        assert len(kv._exchange.values.table["w"].residuals()) == 2
     assert_alike(stores, ["w"])
     close(*stores)
 
@@ -716,7 +716,7 @@ def test_auto_waits_for_the_gpu(gpu, comm, monkeypatch):
 
     def note(of, verb):
         call = getattr(of, verb)
-        monkeypatch.setattr(of, verb, lambda *given: (calls.append(verb), call(*given))[1])
+        monkeypatch.setattr(of, verb, lambda *given, **named: (calls.append(verb), call(*given, **named))[1])
 
     with store_on(gpu, comm, placement="sharded") as kv:
         note(kv._transport.memory.order, "wait")

@@ -99,7 +99,7 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(comm, ranks_pe
         def reduce(*_: Any) -> Any:
             raise ZeroDivisionError("planned")
 
-        monkeypatch.setattr(kv._exchange.placement, "reduce", reduce)
+        monkeypatch.setattr(kv._exchange.placement, "bind_reduce", lambda shard: reduce)
         with pytest.raises(ZeroDivisionError):
             kv.push("w", np.ones(5))
     else:
