@@ -8,8 +8,9 @@
 array([1., 1., 1.])
 """
 
-from . import codecs, optimizers, schedules
-from .asynchronous import AsyncKVStore
+from . import codecs, optimizers
+from .async_store.async_kvstore import AsyncKVStore
+from .cluster.background import Work
 from .create import create
 from .errors import (
     CheckpointError,
@@ -28,16 +29,16 @@ from .errors import (
     Unsupported,
     ValueMismatch,
 )
-from .gradients import LossScaler, clip_global_norm
-from .parameter import Parameter
-from .plugins import KVStoreBase
-from .replay import Compiled
-from .rowsparse import RowSparse
-from .scope import Scope
-from .store import KVStore
-from .storeless import AllReduce
-from .trainer import Trainer
-from .work import Work
+from .memory.row_sparse import RowSparse
+from .optimizers import schedules
+from .store.allreduce_store import AllReduce
+from .store.capture import Compiled
+from .store.kvstore import KVStore
+from .store.plugins import KVStoreBase
+from .store.scope import Scope
+from .train.loss_scaling import LossScaler, clip_global_norm
+from .train.parameter import Parameter
+from .train.trainer import Trainer
 
 __version__ = "0.1.0"
 

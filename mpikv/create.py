@@ -10,24 +10,24 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from . import codecs
-from .asynchronous import AsyncKVStore, check_options
-from .board import Board
+from .async_store.async_kvstore import AsyncKVStore, check_options
+from .cluster.process_group import ProcessGroup, connect
+from .cluster.status_board import Board
+from .cluster.tracebacks import hiding_frames
+from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
+from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
-from .device import DeviceMemory
-from .endings import prepare_endings
 from .errors import ConfigError, PeerFailed, RankMismatch, TransportUnavailable, Unsupported, known_names, mark_repeated
-from .gpu import find_gpu, find_nccl, gpu_of, has_cupy
-from .kernels import find_kernels
-from .memory import HostMemory
+from .memory.device import DeviceMemory
+from .memory.host import HostMemory
 from .options import check_whole
-from .plugins import KVStoreBase, plugin
-from .process_group import ProcessGroup, connect
-from .store import KVStore, let_gpus_queue
-from .storeless import AllReduce
-from .tracebacks import hiding_frames
-from .tracing import Tracer, find_tracer
+from .protocols import GpuKernels, Transport
+from .store.allreduce_store import AllReduce
+from .store.endings import prepare_endings
+from .store.kvstore import KVStore, let_gpus_queue
+from .store.plugins import KVStoreBase, plugin
+from .store.tracing import Tracer, find_tracer
 from .transports import open_gpu_transport, open_transport
-from .typing import GpuKernels, Transport
 
 __all__ = ["check_name", "create"]
 
@@ -337,7 +337,7 @@ def _open_transport(
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:
         return open_transport(group, settings, board.warn, HostMemory(gpu_of)), None
-    from .cuda.kernels import CudaKernels
+    from .compute.cuda.kernels import CudaKernels
 
     nccl = find_nccl() if group.size > 1 else None
     return open_gpu_transport(group, settings, device, nccl, board.warn), CudaKernels()

@@ -21,8 +21,8 @@ from mpi4py import MPI
 
 import mpikv
 from mpikv import codecs
-from mpikv.kernels import find_codec
-from mpikv.typing import RangeCodec
+from mpikv.compute.kernels import find_codec
+from mpikv.protocols import RangeCodec
 
 PACKING = ("2bit", "1bit", "fp16", "bf16")
 """What packs any range of a value."""

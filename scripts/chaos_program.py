@@ -17,8 +17,8 @@ from chaos_faults import FUNCTION, MISTAKES, Mistake, Scene, Wrong, judge
 
 import mpikv
 from mpikv import KVStore, optimizers
-from mpikv.arrays import accumulator
-from mpikv.runtime import present
+from mpikv.arrays.arrays import accumulator
+from mpikv.cluster.runtime import present
 
 try:
     import ml_dtypes

@@ -25,8 +25,8 @@ from chaos_growth import Resources
 from chaos_program import Program
 
 import mpikv
+from mpikv.cluster.runtime import present
 from mpikv.errors import MPIKVError
-from mpikv.runtime import present
 from mpikv.testing.faulty import Planned, store_over
 
 STEPS = 300

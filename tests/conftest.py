@@ -22,8 +22,8 @@ from support.launching import Deadline, Frozen, Here, Launched, Together, ranks_
 from support.simulated import shared_patches
 
 from mpikv.__main__ import COMMANDS
+from mpikv.cluster.runtime import present
 from mpikv.config import launch_of
-from mpikv.runtime import present
 
 # All ranks must draw the same examples; deadlines and a memory of failed examples would make them differ.
 # The fixtures here, comm above all, may be shared by the examples of a test.

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from ..agreement import Agreement, Call, PreparedCall
+from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..engine.exchange import Exchange
+from ..engine.keys import Entry
+from ..engine.plan import Bucket, Plan, digest
 from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
-from ..exchange import Exchange
-from ..keys import Entry
 from ..optimizers import Optimizer
-from ..plan import Bucket, Plan, digest
-from ..typing import Array, Key, Updater
+from ..protocols import Array, Key, Updater
 from .chunks import Parts, Piece, cut_array, read_arrays, write_arrays
 from .compatibility import (
     check_dumpable,

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..errors import CheckpointError, brief
-from ..typing import Array
+from ..protocols import Array
 from .files import NONCE, Draft, Reader, Source
 from .header import CHUNK, Header
 

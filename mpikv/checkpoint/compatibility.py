@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .. import optimizers, schedules
+from .. import optimizers
 from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
-from ..optimizers import Optimizer
+from ..optimizers import Optimizer, schedules
 from ..optimizers.options import in_order
-from ..schedules import Schedule
-from ..typing import Key, Slots, Updater
-from ..updaters import Assign
+from ..optimizers.schedules import Schedule
+from ..optimizers.updaters import Assign
+from ..protocols import Key, Slots, Updater
 from .files import Source, inspect
 from .header import Header, check_byte_order, parse_dtype
 

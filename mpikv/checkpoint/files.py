@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError, Unsupported
-from ..typing import Array
+from ..protocols import Array
 from .header import LARGEST_HEADER, Header, parse_header
 
 __all__ = ["NONCE", "Draft", "Reader", "Source", "inspect"]

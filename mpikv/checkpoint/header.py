@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import bfloat16
+from ..arrays.arrays import bfloat16
 from ..errors import CheckpointError, Unsupported, brief
-from ..typing import Array, Key
+from ..protocols import Array, Key
 
 __all__ = [
     "CHUNK",

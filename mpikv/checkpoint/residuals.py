@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..arena import Block
-from ..compression import ensure_residuals
-from ..exchange import Exchange
-from ..keys import Entry
-from ..typing import Array, Codec
+from ..engine.arena import Block
+from ..engine.compression import ensure_residuals
+from ..engine.exchange import Exchange
+from ..engine.keys import Entry
+from ..protocols import Array, Codec
 from .chunks import Piece, cut, cut_array
 from .header import CHUNK, CodecArray, Header, SavedKey, Tensor, parse_dtype
 

@@ -17,11 +17,11 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import SavedKey, Source, inspect
+from ..cluster.process_group import ProcessGroup, connect
+from ..compute.cuda.gpu import survey
+from ..compute.kernels import find_kernels
 from ..config import TRANSPORTS, Config, Launch, advise_start, find_allocation, launch_of, visible_gpus
 from ..errors import MPIKVError
-from ..gpu import survey
-from ..kernels import find_kernels
-from ..process_group import ProcessGroup, connect
 from ..transports import choose
 from .launchers import core_count, environment, find_launcher, find_library
 

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cluster.mpi_library import name_library, why_no_mpi
 from ..config import forced_library
 from ..errors import ConfigError, TransportUnavailable
-from ..mpi_library import name_library, why_no_mpi
 
 __all__ = [
     "Launcher",

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from ..cluster.tracebacks import place_of, print_last, print_lines
+from ..cluster.waiting import until_read
 from ..config import FILES, aborts, launch_of
-from ..endings import tell_unseen
-from ..tracebacks import place_of, print_last, print_lines
-from ..waiting import until_read
+from ..store.endings import tell_unseen
 from .watch import PREFIX, shared_files
 
 INTERRUPTED = 130

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..tracing import SUFFIX
+from ..store.tracing import SUFFIX
 from .parser import Parser
 
 __all__ = ["main"]

@@ -18,8 +18,8 @@ option ``codec="bf16"``, is that codec where it saves time, and no compression e
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
 
-**A codec of your own** has the methods of :class:`mpikv.typing.RangeCodec` or :class:`mpikv.typing.ValueCodec`, and is
-passed as an object, or registered under a name. :class:`mpikv.testing.RangeCodecContract` and
+**A codec of your own** has the methods of :class:`mpikv.protocols.RangeCodec` or :class:`mpikv.protocols.ValueCodec`,
+and is passed as an object, or registered under a name. :class:`mpikv.testing.RangeCodecContract` and
 :class:`mpikv.testing.ValueCodecContract` hold it to what they promise::
 
     @dataclass(frozen=True)
@@ -53,7 +53,7 @@ from typing import Any
 
 from ..errors import ConfigError, known_names
 from ..options import check_names, check_switch
-from ..typing import Codec
+from ..protocols import Codec
 from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
@@ -89,7 +89,7 @@ _KINDS: dict[str, Callable[..., Codec]] = {
     "topk": TopK,
     "lowrank": LowRank,
 }
-_WANTED = "compression is a name, a dict with a 'type', a codec (see mpikv.typing) or None"
+_WANTED = "compression is a name, a dict with a 'type', a codec (see mpikv.protocols) or None"
 
 
 def register(name: str, kind: Callable[..., Codec]) -> None:

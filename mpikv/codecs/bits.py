@@ -25,7 +25,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..options import check_float32
-from ..typing import Array
+from ..protocols import Array
 from .options import BLOCK, Scratch
 
 __all__ = ["OneBit", "TwoBit"]

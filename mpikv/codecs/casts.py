@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..float16 import add_widened, narrow
-from ..typing import Array
+from ..arrays.float16 import add_widened, narrow
+from ..protocols import Array
 from .options import BLOCK, Scratch
 
 __all__ = ["Bfloat16", "Float16"]

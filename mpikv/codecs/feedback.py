@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError
-from ..typing import Array, Codec, RangeCodec, Rounds, ValueCodec
+from ..protocols import Array, Codec, RangeCodec, Rounds, ValueCodec
 from .options import Scratch, checked
 
 __all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
@@ -38,14 +38,14 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
         >>> total, residual.round(1)
         (array([ 1., -1.,  0.,  1.], dtype=float32), array([ 0.4, -0.2,  0.4,  0. ], dtype=float32))
     """
-    checked(codec, "ErrorFeedback takes a codec (see mpikv.typing)", "; mpikv.codecs.create() makes one of a name")
+    checked(codec, "ErrorFeedback takes a codec (see mpikv.protocols)", "; mpikv.codecs.create() makes one of a name")
     if codec.feedback:
         raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
     return RangeFeedback(codec) if codec.elementwise else ValueFeedback(codec)
 
 
 class RangeFeedback:
-    """A :class:`~mpikv.typing.RangeCodec` that is another one with error feedback."""
+    """A :class:`~mpikv.protocols.RangeCodec` that is another one with error feedback."""
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[True]] = True
@@ -87,7 +87,7 @@ class RangeFeedback:
 
 
 class ValueFeedback:
-    """A :class:`~mpikv.typing.ValueCodec` that is another one with error feedback."""
+    """A :class:`~mpikv.protocols.ValueCodec` that is another one with error feedback."""
 
     elementwise: ClassVar[Literal[False]] = False
     feedback: ClassVar[Literal[True]] = True

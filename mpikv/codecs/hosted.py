@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..typing import Array, Memory, RangeCodec
+from ..protocols import Array, Memory, RangeCodec
 from .options import SamePayloads
 
 __all__ = ["HostRanges"]
 
 
 class HostRanges(SamePayloads):
-    """A :class:`~mpikv.typing.RangeCodec` for arrays of a GPU, whose work another one does on the host.
+    """A :class:`~mpikv.protocols.RangeCodec` for arrays of a GPU, whose work another one does on the host.
 
     What that reads is copied to the host, which waits for it, and what it writes is copied back.
     """

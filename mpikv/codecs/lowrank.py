@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..options import count, settle_fields
-from ..typing import Array, Rounds, Sum
+from ..protocols import Array, Rounds, Sum
 
 __all__ = ["LowRank"]
 

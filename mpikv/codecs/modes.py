@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Unsupported
-from ..typing import Codec
+from ..protocols import Codec
 from .casts import Bfloat16, Float16
 from .options import checked
 
@@ -20,7 +20,7 @@ class Auto:
     codec: Codec
 
     def __post_init__(self) -> None:
-        checked(self.codec, "Auto takes a codec (see mpikv.typing)", "; mpikv.codecs.create() makes one of a name")
+        checked(self.codec, "Auto takes a codec (see mpikv.protocols)", "; mpikv.codecs.create() makes one of a name")
 
     def settings(self) -> str:
         """Describe what may be chosen."""
@@ -43,7 +43,7 @@ class BothDirections:
     codec: Codec
 
     def __post_init__(self) -> None:
-        checked(self.codec, "BothDirections takes a codec (see mpikv.typing)")
+        checked(self.codec, "BothDirections takes a codec (see mpikv.protocols)")
         if not isinstance(_innermost(self.codec), (Float16, Bfloat16)):
             raise Unsupported(
                 f"both_directions is for fp16 and bf16, and not for {self.codec.settings()}: a threshold, or a number "

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..typing import Array, Codec, RangeCodec
+from ..protocols import Array, Codec, RangeCodec
 
 __all__ = ["BLOCK", "SamePayloads", "Scratch", "checked"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..options import check_number, check_whole
-from ..typing import Array, Gather, Rounds
+from ..protocols import Array, Gather, Rounds
 
 __all__ = ["TopK", "largest"]
 

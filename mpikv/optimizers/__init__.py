@@ -1,6 +1,6 @@
 """Update rules as array code: they know no ranks and no store, and keep nothing of a value.
 
-An optimizer implements :class:`mpikv.typing.Updater`. Its options are its attributes, with MXNet's names; its state
+An optimizer implements :class:`mpikv.protocols.Updater`. Its options are its attributes, with MXNet's names; its state
 lives with the caller, in arrays that :meth:`~Optimizer.slots` names; what depends on the key or on its number of
 updates comes in through :meth:`~Optimizer.step`. The common options are those of :class:`Optimizer`.
 
@@ -43,7 +43,7 @@ array([0.9, 0.9, 0.9, 0.9], dtype=float32)
 
 It is fast once every operation writes to memory that is already there (``out=``), as the rules here do; it is right
 from the start. :class:`mpikv.testing.UpdaterContract` tests it. An updater that shares nothing with these needs the
-methods of :class:`~mpikv.typing.Updater` alone.
+methods of :class:`~mpikv.protocols.Updater` alone.
 """
 
 from __future__ import annotations

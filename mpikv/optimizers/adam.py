@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..options import flag, number
-from ..typing import Array
+from ..protocols import Array
 from .optimizer import Block, Optimizer, Step
 from .options import rate
 from .parts import average, descend

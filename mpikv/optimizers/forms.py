@@ -1,6 +1,6 @@
 """Which form of its rule an optimizer's options ask for, and with which numbers: what all compiled code has in common.
 
-A form is a rule without choices, for one element. numba's loops (``compiled.py``) and the kernels of a GPU
+A form is a rule without choices, for one element. numba's loops (``compute/numba/rules.py``) and the kernels of a GPU
 (``mpikv/cuda``) have one body for each, under the form's name.
 """
 

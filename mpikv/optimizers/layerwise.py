@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..options import flag, number
-from ..typing import Array, Key
+from ..protocols import Array, Key
 from .adam import Moments
 from .optimizer import Block, Optimizer, Step
 from .options import rate, suffixes

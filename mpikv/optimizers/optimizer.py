@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..arrays.float16 import narrow, widen
 from ..errors import ConfigError, Unsupported
-from ..float16 import narrow, widen
 from ..options import count, flag, number
-from ..schedules import Schedule, beginning_with
-from ..typing import Array, Key, Slots
+from ..protocols import Array, Key, Slots
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
+from .schedules import Schedule, beginning_with
 
 __all__ = ["BLOCK", "Block", "Optimizer", "Step"]
 
@@ -85,8 +85,8 @@ class _OfInit:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Optimizer:
-    """The settings that every optimizer has, and the parts of the :class:`~mpikv.typing.Updater` contract that do not
-    differ.
+    """The settings that every optimizer has, and the parts of the :class:`~mpikv.protocols.Updater` contract that do
+    not differ.
 
     Options may be set at any time and hold from the next update; an unknown or bad one raises
     :class:`~mpikv.errors.ConfigError`. The sum of a push becomes the gradient ``g`` of a rule by::

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..typing import Array
+from ..protocols import Array
 
 __all__ = ["average", "average_squares", "descend", "descend_with_momentum", "sum_of_squares"]
 

@@ -3,7 +3,7 @@
 :func:`cluster` runs a program on many ranks in this process, in an order that a seed draws, with the faults that a test
 asks for.
 
-A class of tests holds for every implementation of one seam of :mod:`mpikv.typing`; a subclass in a test module gives
+A class of tests holds for every implementation of one seam of :mod:`mpikv.protocols`; a subclass in a test module gives
 the factory, and pytest does the rest. All of them are SPMD code, true for any number of ranks, and need pytest. Those
 that move data use a fixture ``comm``: the communicator of the ranks that run the test, or None on one rank.
 """

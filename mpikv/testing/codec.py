@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..codecs import LARGEST, ErrorFeedback
-from ..typing import Array, Codec, Gather, RangeCodec, Rounds, Sum, ValueCodec
+from ..protocols import Array, Codec, Gather, RangeCodec, Rounds, Sum, ValueCodec
 
 __all__ = ["CodecContract", "RangeCodecContract", "ValueCodecContract", "together"]
 
@@ -78,7 +78,7 @@ class CodecContract:
 
 
 class RangeCodecContract(CodecContract):
-    """The promises of :class:`mpikv.typing.RangeCodec`."""
+    """The promises of :class:`mpikv.protocols.RangeCodec`."""
 
     def codec(self) -> RangeCodec:
         """Return a new codec, always of the same settings."""
@@ -126,7 +126,7 @@ class RangeCodecContract(CodecContract):
 
 
 class ValueCodecContract(CodecContract):
-    """The promises of :class:`mpikv.typing.ValueCodec`."""
+    """The promises of :class:`mpikv.protocols.ValueCodec`."""
 
     def codec(self) -> ValueCodec:
         """Return a new codec, always of the same settings."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import accumulator
-from ..typing import Array, Transport
+from ..arrays.arrays import accumulator
+from ..protocols import Array, Transport
 from .transport import TransportContract, divisions
 from .wrappers import Wrapper
 
@@ -25,7 +25,7 @@ class InOrder(Wrapper):
 
 
 class DeviceTransportContract(TransportContract):
-    """The promises of :class:`mpikv.typing.Transport`, of one whose messages lie on a GPU. ``make`` returns it in
+    """The promises of :class:`mpikv.protocols.Transport`, of one whose messages lie on a GPU. ``make`` returns it in
     :class:`InOrder`.
     """
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import accumulator
+from ..arrays.arrays import accumulator
 from ..errors import Unsupported, a_kind
 from ..optimizers import BLOCK
-from ..typing import Array
+from ..protocols import Array
 from .fakekernels import FakeKernels
 from .fakestreams import Block, Checker, FakeMark, FakeStream, MisuseError, Recorded
 
@@ -171,7 +171,7 @@ def _beneath(value: Any) -> Value:
 
 
 class FakeGpu:
-    """A :class:`~mpikv.typing.Gpu` of host memory.
+    """A :class:`~mpikv.protocols.Gpu` of host memory.
 
     >>> import numpy as np
     >>> gpu = FakeGpu()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from ..cuda.codes import code_of, has_code
+from ..compute.cuda.codes import code_of, has_code
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
-from ..typing import Memory, RangeCodec, Updater
+from ..protocols import Memory, RangeCodec, Updater
 from .fakestreams import MisuseError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["FakeKernels", "FakeRanges", "FakeTable"]
 
 
 class FakeKernels:
-    """The :class:`~mpikv.typing.Kernels` of a :class:`FakeGpu`: the rules of updaters, in numpy, as one launch each."""
+    """The :class:`~mpikv.protocols.Kernels` of a :class:`FakeGpu`: the rules of updaters, in numpy, one launch each."""
 
     rules: Sequence[str] = ()
 
@@ -168,8 +168,8 @@ class FakeRow(NamedTuple):
 
 
 class FakeTable:
-    """The :class:`~mpikv.typing.StepTable` of :class:`FakeKernels`. As in a kernel's launch, which form of a rule runs
-    is settled when the update is queued.
+    """The :class:`~mpikv.protocols.StepTable` of :class:`FakeKernels`. As in a kernel's launch, which form of a rule
+    runs is settled when the update is queued.
     """
 
     def __init__(self, gpu: FakeGpu, updater: Updater, memory: Memory, count: int) -> None:

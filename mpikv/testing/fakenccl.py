@@ -16,8 +16,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import bfloat16
-from ..typing import Array
+from ..arrays.arrays import bfloat16
+from ..protocols import Array
 from .fakegpu import FakeGpu
 from .fakestreams import Blocker, FakeGraph, FakeStream, MisuseError
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..board import Board
+from ..cluster.process_group import connect
+from ..cluster.status_board import Board
 from ..config import Config
 from ..errors import TransportError
-from ..process_group import connect
-from ..store import KVStore
+from ..protocols import Transport
+from ..store.kvstore import KVStore
 from ..transports import open_transport
-from ..typing import Transport
 from .wrappers import Wrapper
 
 __all__ = ["Dying", "Failing", "Slow", "store_over"]

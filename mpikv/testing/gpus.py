@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..sharing import sharing
+from ..compute.cuda.sharing import sharing
 
 __all__ = ["sharing"]

@@ -4,7 +4,7 @@ Subclass :class:`KernelsContract` in a test module and give the factory::
 
     class TestNumba(KernelsContract):
         def make(self):
-            return mpikv.kernels.find_kernels("numba")
+            return mpikv.compute.kernels.find_kernels("numba")
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from .. import optimizers
-from ..typing import Kernels, Updater
-from ..updaters import Assign
+from ..optimizers.updaters import Assign
+from ..protocols import Kernels, Updater
 from .updater import available, same_bits, wide, zeros
 
 __all__ = ["KernelsContract"]
@@ -35,7 +35,7 @@ SIZES = (0, 1, 1000, optimizers.BLOCK + 7)
 
 
 class KernelsContract:
-    """The promises of :class:`mpikv.typing.Kernels`."""
+    """The promises of :class:`mpikv.protocols.Kernels`."""
 
     def make(self) -> Kernels:
         """Return the kernels."""

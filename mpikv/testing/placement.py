@@ -20,11 +20,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from ..arrays import accumulator, add
+from ..arrays.arrays import accumulator, add
+from ..cluster.process_group import ProcessGroup
 from ..config import Config
-from ..process_group import ProcessGroup
+from ..protocols import Placement, Shard, Transport
 from ..transports import open_transport
-from ..typing import Placement, Shard, Transport
 from .wrappers import Recording
 
 __all__ = ["PlacementContract"]
@@ -34,7 +34,7 @@ CELLS = ((0, 1024), (1024, 2048), (2048, 2500), (0, 1), (64, 65), (2**40, 2**40 
 
 
 class PlacementContract:
-    """The promises of :class:`mpikv.typing.Placement`."""
+    """The promises of :class:`mpikv.protocols.Placement`."""
 
     collectives: tuple[str, ...] = ()
     """The collectives that one reduce and one publish of a range run."""

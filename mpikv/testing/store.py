@@ -18,8 +18,8 @@ import pytest
 
 from ..errors import Closed, KeyAlreadyInitialized, KeyNotInitialized, Unsupported, ValueMismatch
 from ..optimizers import SGD, Test
-from ..store import KVStore
-from ..typing import Array
+from ..protocols import Array
+from ..store.kvstore import KVStore
 
 __all__ = ["StoreContract"]
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..arrays import accumulator, add
+from ..arrays.arrays import accumulator, add
+from ..cluster.process_group import ProcessGroup
 from ..errors import Stalled, TransportError
-from ..process_group import ProcessGroup
-from ..typing import Array, Transport
+from ..protocols import Array, Transport
 
 __all__ = ["TransportContract"]
 
@@ -38,7 +38,7 @@ LARGEST_TOKEN = (1 << 62) - 1
 
 
 class TransportContract:
-    """The promises of :class:`mpikv.typing.Transport`. Sums are compared exactly, with sums made by numpy from the
+    """The promises of :class:`mpikv.protocols.Transport`. Sums are compared exactly, with sums made by numpy from the
     inputs of all ranks, which every rank can make again from a seed.
     """
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from ..errors import Unsupported
-from ..typing import Array, Updater
+from ..protocols import Array, Updater
 
 __all__ = ["UpdaterContract"]
 
@@ -30,7 +30,7 @@ GUARD = 8
 
 
 class UpdaterContract:
-    """The promises of :class:`mpikv.typing.Updater`."""
+    """The promises of :class:`mpikv.protocols.Updater`."""
 
     block = 1 << 16
     """The largest piece that the updater works on at once, in elements: sizes around it are tested."""

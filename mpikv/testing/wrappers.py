@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..typing import Array, Transport
+from ..protocols import Array, Transport
 
 __all__ = ["Recording", "Wrapper"]
 

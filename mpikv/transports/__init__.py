@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ..cluster.process_group import ProcessGroup
+from ..cluster.waiting import Waiting, Waits, Warn
 from ..config import Config
-from ..device import DeviceMemory
 from ..errors import Unsupported
-from ..memory import HOST
-from ..process_group import ProcessGroup
-from ..typing import Memory, Transport
-from ..waiting import Waiting, Waits, Warn
+from ..memory.device import DeviceMemory
+from ..memory.host import HOST
+from ..protocols import Memory, Transport
 from .local import LocalTransport
 
 __all__ = ["choose", "open_gpu_transport", "open_transport"]
@@ -64,7 +64,7 @@ def open_transport(
 
         return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy, memory=memory)
     if name == "hosts":
-        from .hosts import HostsTransport
+        from .hierarchical import HostsTransport
 
         return HostsTransport(group, config.bucket_bytes, waiting, memory=memory)
     from .mpi import MpiTransport

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..cluster.process_group import ProcessGroup
 from ..errors import settled
-from ..process_group import ProcessGroup
-from ..typing import Array
+from ..protocols import Array
 
 __all__ = ["allocate_collectively"]
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..cluster.process_group import ProcessGroup
 from ..errors import TransportError
-from ..process_group import ProcessGroup
-from ..typing import Array
+from ..protocols import Array
 
 __all__ = ["Attached", "CopyChoice", "address_of", "attach"]
 

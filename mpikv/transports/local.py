@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import settled
-from ..memory import HOST
-from ..typing import Array, Memory
+from ..memory.host import HOST
+from ..protocols import Array, Memory
 
 __all__ = ["LocalTransport"]
 

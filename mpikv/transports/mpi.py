@@ -1,7 +1,7 @@
 """Ranks of any hosts: MPI's own collectives over host memory.
 
 Messages are at most a bucket: both widespread libraries slow down threefold on larger ones, for which they allocate
-temporary memory in every call. What MPI cannot sum, or not by the rules of :mod:`mpikv.typing`, is summed in a wider
+temporary memory in every call. What MPI cannot sum, or not by the rules of :mod:`mpikv.protocols`, is summed in a wider
 type.
 
 Every call is MPI's nonblocking one and a wait of ours, which gives up the core and has a deadline. At the size of a
@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import accumulator, zeros
-from ..float16 import widen
-from ..memory import HOST
-from ..process_group import ProcessGroup
-from ..typing import Array, Memory
-from ..waiting import Waits
+from ..arrays.arrays import accumulator, zeros
+from ..arrays.float16 import widen
+from ..cluster.process_group import ProcessGroup
+from ..cluster.waiting import Waits
+from ..memory.host import HOST
+from ..protocols import Array, Memory
 from .allocation import allocate_collectively
 from .requests import Requests
 

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import accumulator
-from ..device import DeviceMemory
+from ..arrays.arrays import accumulator
+from ..cluster.process_group import ProcessGroup
+from ..cluster.waiting import Waiting
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
-from ..process_group import ProcessGroup
-from ..typing import Array, Memory, Transport
-from ..waiting import Waiting
+from ..memory.device import DeviceMemory
+from ..protocols import Array, Memory, Transport
 from .allocation import allocate_collectively
 from .preflight import preflight, shown
 from .watchdog import Watchdog, Work

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..cluster.process_group import ProcessGroup
 from ..config import nccl_host, nccl_settings
 from ..errors import TransportUnavailable, settled
-from ..process_group import ProcessGroup
-from ..typing import Gpu
+from ..protocols import Gpu
 
 __all__ = ["preflight"]
 

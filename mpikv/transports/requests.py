@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from ..cluster.process_group import ProcessGroup
+from ..cluster.runtime import present
+from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
-from ..process_group import ProcessGroup
-from ..runtime import present
-from ..waiting import Waits
 
 __all__ = ["AbortableWaiting", "Requests"]
 
@@ -46,8 +46,8 @@ def _looking(
 
 
 class AbortableWaiting:
-    """A :class:`~mpikv.waiting.Waits` that raises TransportError when another rank has told that it has ended the
-    store, and why.
+    """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError when another rank has told that it has ended
+    the store, and why.
     """
 
     def __init__(self, group: ProcessGroup, waiting: Waits) -> None:

@@ -22,12 +22,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..arrays import zeros
+from ..arrays.arrays import zeros
+from ..cluster.process_group import ProcessGroup
+from ..cluster.waiting import Waits
 from ..errors import Stalled
-from ..memory import HOST
-from ..process_group import ProcessGroup
-from ..typing import Array, Memory
-from ..waiting import Waits
+from ..memory.host import HOST
+from ..protocols import Array, Memory
 from .cma import CopyChoice, address_of, attach
 
 __all__ = ["ShmTransport"]

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..typing import Event
-from ..waiting import Waiting
+from ..cluster.waiting import Waiting
+from ..protocols import Event
 
 __all__ = ["Watchdog", "Work"]
 

@@ -1,18 +1,18 @@
-"""The collective calls of a store: a file for each family, each verb in the order *check, call, run*.
+"""What a call of the store makes of its arguments: check them, describe them for the other ranks, prepare the run.
 
-A verb finds all that is wrong with this rank's arguments, and returns a :class:`~mpikv.agreement.PreparedCall`: what
-the ranks compare, and what runs once they agree. No value moves or changes before that. The store lets calls in, and
-deals with failures; verbs know neither.
+A verb finds all that is wrong with this rank's arguments, and returns a :class:`~mpikv.cluster.agreement.PreparedCall`:
+what the ranks compare, and what runs once they agree. No value moves or changes before that. The store lets calls in,
+and deals with failures; verbs know neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..agreement import Agreement
-from ..exchange import Exchange
-from ..rows import Rows
-from ..typing import Codec
+from ..cluster.agreement import Agreement
+from ..engine.exchange import Exchange
+from ..protocols import Codec
+from ..sparse.rows import Rows
 from .comparison import Comparison
 from .join import Join
 from .operands import Operands

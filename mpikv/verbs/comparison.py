@@ -7,15 +7,15 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from ..agreement import Agreement, Call
-from ..arguments import priorities
-from ..exchange import Exchange
-from ..keys import Form
+from ..cluster.agreement import Agreement, Call
+from ..engine.exchange import Exchange
+from ..engine.keys import Form
+from ..engine.pipeline import Confirm, Steps
+from ..engine.plan import Plan, describe, digest, label
+from ..memory.row_sparse import RowSparse
 from ..optimizers import Optimizer
-from ..pipeline import Confirm, Steps
-from ..plan import Plan, describe, digest, label
-from ..rowsparse import RowSparse
-from ..typing import Array
+from ..protocols import Array
+from .arguments import priorities
 
 __all__ = ["Comparison", "Contribution", "add_text", "compare_text"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..agreement import Agreement, Call, PreparedCall
+from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.process_group import ProcessGroup
+from ..engine.plan import digest
 from ..errors import ConfigError, Unsupported
-from ..plan import digest
-from ..process_group import ProcessGroup
 from .comparison import compare_text
 
 __all__ = ["ControlVerbs", "check_head"]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..agreement import PreparedCall, Said
+from ..cluster.agreement import PreparedCall, Said
+from ..engine.exchange import Exchange
+from ..engine.plan import Plan
 from ..errors import RankMismatch
-from ..exchange import Exchange
-from ..plan import Plan
 from .comparison import Contribution
 from .push_pull import PushPull
 from .rows import RowVerbs

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ..arguments import new_arrays, outs_of, sources, stand_in, targets, writable
+from ..engine.exchange import Exchange
+from ..engine.keys import flatten, parse
+from ..engine.pipeline import Arrays
+from ..engine.plan import Plan
 from ..errors import Unsupported, ValueMismatch, is_unwritable
-from ..exchange import Exchange
-from ..keys import flatten, parse
-from ..pipeline import Arrays
-from ..plan import Plan
-from ..renewed import Renewed
-from ..rowarguments import Brought, brings_rows, brought
-from ..rows import Rows, check_updater
-from ..typing import Array, Key
+from ..protocols import Array, Key
+from ..sparse.rows import Rows, check_updater
+from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
+from .renewed import Renewed
+from .row_arguments import Brought, brings_rows, brought
 
 __all__ = ["Operands", "given_to_fill"]
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..agreement import PreparedCall
-from ..arguments import in_form
-from ..exchange import Exchange
-from ..pipeline import Arrays, are_plain
-from ..plan import Plan
-from ..renewed import Renewed
-from ..rowarguments import Brought, asks_rows
+from ..cluster.agreement import PreparedCall
+from ..engine.exchange import Exchange
+from ..engine.pipeline import Arrays, are_plain
+from ..engine.plan import Plan
+from .arguments import in_form
 from .comparison import Comparison, Contribution
 from .operands import Operands, given_to_fill
+from .renewed import Renewed
+from .row_arguments import Brought, asks_rows
 from .rows import RowVerbs
 
 __all__ = ["PushPull"]

@@ -8,19 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from ..agreement import PreparedCall
-from ..arguments import outs_of
+from ..cluster.agreement import PreparedCall
+from ..engine.exchange import Exchange
+from ..engine.keys import Entry, parse
+from ..engine.pipeline import Arrays
+from ..engine.plan import Plan
 from ..errors import Unsupported, noted, settled
-from ..exchange import Exchange
-from ..keys import Entry, parse
-from ..pipeline import Arrays
-from ..plan import Plan
-from ..rowarguments import Asked, Wanted, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
-from ..rows import Rows
-from ..rowsparse import RowSparse
-from ..typing import Array
+from ..memory.row_sparse import RowSparse
+from ..protocols import Array
+from ..sparse.rows import Rows
+from .arguments import outs_of
 from .comparison import Comparison, Contribution
 from .operands import Operands
+from .row_arguments import Asked, Wanted, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
 
 __all__ = ["RowVerbs"]
 

@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any, cast
 
 from .. import codecs
-from ..agreement import PreparedCall
-from ..arguments import optimizer_of, updater_function
-from ..autotune import Choice, choose
+from ..cluster.agreement import PreparedCall
 from ..codecs.hosted import HostRanges
+from ..engine.autotune import Choice, choose
+from ..engine.exchange import Exchange
+from ..engine.pull_compression import Cast
 from ..errors import Unsupported
-from ..exchange import Exchange
-from ..publication import Cast
-from ..typing import Array, Codec, Updater
-from ..updaters import Assign, CallableUpdater
+from ..optimizers.updaters import Assign, CallableUpdater
+from ..protocols import Array, Codec, Updater
+from .arguments import optimizer_of, updater_function
 from .comparison import Comparison, compare_text
 
 __all__ = ["SettingVerbs"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ..agreement import PreparedCall
-from ..arguments import priorities, singles
-from ..exchange import Exchange
-from ..keys import parse
-from ..renewed import answer
-from ..rowarguments import brings_rows, single_rows
-from ..rows import Rows
+from ..cluster.agreement import PreparedCall
+from ..engine.exchange import Exchange
+from ..engine.keys import parse
+from ..sparse.rows import Rows
+from .arguments import priorities, singles
 from .comparison import Comparison, Contribution
 from .operands import Operands, given_to_fill
+from .renewed import answer
+from .row_arguments import brings_rows, single_rows
 
 __all__ = ["ValueVerbs"]
 

@@ -50,7 +50,7 @@ class Peer:
         """Return NCCL and a communicator of all ranks, on this rank's GPU."""
         import cupy
 
-        from mpikv.gpu import find_nccl
+        from mpikv.compute.cuda.gpu import find_nccl
 
         nccl = find_nccl()
         cupy.cuda.Device(self.rank % cupy.cuda.runtime.getDeviceCount()).use()

@@ -21,8 +21,8 @@ class Ranks:
     def __init__(self) -> None:
         import cupy
 
+        from mpikv.compute.cuda.gpu import find_nccl
         from mpikv.config import launch_of
-        from mpikv.gpu import find_nccl
 
         self.nccl, self.rank, self.size, self.mpi = find_nccl(), 0, 1, None
         if launch_of() is not None:

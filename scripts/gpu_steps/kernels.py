@@ -24,7 +24,7 @@ def kernels() -> Numbers:
     """Say at what bandwidth copies, casts and updates run, beside a copy on the device."""
     import cupy
 
-    from mpikv.cuda.copies import copy
+    from mpikv.compute.cuda.copies import copy
 
     size = fitting(18)
     total, value = cupy.full(size, 1e-3, "f4"), cupy.ones(size, "f4")
@@ -48,7 +48,7 @@ def optimizers() -> list[tuple[str, Any, Any, int]]:
     import numpy as np
 
     from mpikv import optimizers
-    from mpikv.arrays import bfloat16
+    from mpikv.arrays.arrays import bfloat16
 
     plain = np.dtype(np.float32)
     return [
@@ -66,7 +66,7 @@ def update_of(updater: Any, total: Any, weight: Any) -> Callable[[], None]:
     """Return what makes an update, with a state of its own."""
     import cupy
 
-    from mpikv.cuda.kernels import CudaKernels
+    from mpikv.compute.cuda.kernels import CudaKernels
 
     on_gpu = CudaKernels()
     on_gpu.prepare(updater, weight.dtype, False)
@@ -80,7 +80,7 @@ def rows() -> Numbers:
     import cupy
     import numpy as np
 
-    from mpikv.cuda import rows as on_gpu
+    from mpikv.compute.cuda import rows as on_gpu
 
     count, width = MB, 64
     table = cupy.ones((count, width), "f4")
@@ -102,8 +102,8 @@ def codes() -> Numbers:
     import cupy
 
     from mpikv import codecs
-    from mpikv.cuda.codes import CudaRanges
-    from mpikv.cuda.copies import exceeding
+    from mpikv.compute.cuda.codes import CudaRanges
+    from mpikv.compute.cuda.copies import exceeding
 
     size = 64 * MB
     gradient, residual, total = cupy.full(size, 1e-3, "f4"), cupy.zeros(size, "f4"), cupy.zeros(size, "f4")

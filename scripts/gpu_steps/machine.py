@@ -39,7 +39,7 @@ def versions() -> Numbers:
     import cupy
 
     from mpikv.cli.launchers import environment, find_launcher, find_library
-    from mpikv.gpu import survey
+    from mpikv.compute.cuda.gpu import survey
 
     found = survey()
     library = find_library(environment())
@@ -68,8 +68,8 @@ def staging() -> Numbers:
     """Say how fast arrays of the host come and go."""
     import numpy as np
 
+    from mpikv.compute.cuda.gpu import find_gpu
     from mpikv.config import visible_gpus
-    from mpikv.gpu import find_gpu
 
     gpu, array = find_gpu(0, 1, visible=visible_gpus()), np.ones(64 * MB // 4, np.float32)
     there = gpu.upload(array)

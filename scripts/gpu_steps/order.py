@@ -66,7 +66,7 @@ def wrong_without(left_out: str) -> int:
     """Return how many elements of a pushpull are wrong, on whose both sides work is slow."""
     import cupy
 
-    from mpikv.gpu import CupyStream
+    from mpikv.compute.cuda.gpu import CupyStream
 
     real = CupyStream.wait
     with store() as kv, cupy.cuda.Stream(non_blocking=True) as caller:

@@ -16,7 +16,7 @@ from .step import ROOT, Numbers, count_gpus, said_by
 def tests(ranks: int) -> Callable[[], Numbers]:
     def run() -> Numbers:
         """Run ``pytest -m gpu`` on a number of ranks, of which some must pass and none be skipped for want of a GPU."""
-        from mpikv.gpu import survey
+        from mpikv.compute.cuda.gpu import survey
 
         if problems := survey().problems:
             raise AssertionError("; ".join(problems))

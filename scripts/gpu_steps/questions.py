@@ -95,7 +95,7 @@ def check_sum(handle: int, rank: int, size: int) -> None:
 
 def add(handle: int, address: int, count: int, stream: int) -> None:
     """Queue an allReduce of float32 in place."""
-    from mpikv.gpu import find_nccl
+    from mpikv.compute.cuda.gpu import find_nccl
 
     nccl, place = find_nccl(), ctypes.c_void_p(address)
     kind = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
@@ -127,7 +127,7 @@ def finalize(peer: Peer) -> None:
 def named(peer: Peer) -> None:
     import cupy
 
-    from mpikv.gpu import find_nccl
+    from mpikv.compute.cuda.gpu import find_nccl
 
     identity, handle, config = Identity(), ctypes.c_void_p(), Config.named("mpikv")
     ctypes.memmove(ctypes.byref(identity), find_nccl().get_unique_id(), ctypes.sizeof(identity))
@@ -155,7 +155,7 @@ def registered(peer: Peer) -> None:
 
 def not_blocking(peer: Peer) -> str:
     """What CuPy makes of a communicator that is still in the making when NCCL returns."""
-    from mpikv.gpu import find_nccl
+    from mpikv.compute.cuda.gpu import find_nccl
 
     nccl = find_nccl()
     try:
@@ -178,7 +178,7 @@ def not_blocking(peer: Peer) -> str:
 
 def duplicate(peer: Peer) -> str:
     """What NCCL says to two ranks of one GPU that are told nothing."""
-    from mpikv.gpu import find_nccl
+    from mpikv.compute.cuda.gpu import find_nccl
     from mpikv.transports.nccl import last_error as said
 
     nccl, begin = find_nccl(), time.perf_counter()

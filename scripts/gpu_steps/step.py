@@ -53,7 +53,7 @@ def count_gpus() -> int:
 
 def prepare(rank: int, size: int, environ: Variables, one_gpu: bool = False) -> None:
     """Set the environment of a rank. It counts from the import of CuPy and the first call of NCCL on."""
-    from mpikv.sharing import sharing
+    from mpikv.compute.cuda.sharing import sharing
 
     if one_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]

@@ -13,17 +13,17 @@ from pathlib import Path
 
 AREAS = {
     "transports": ("transports/*.py",),
-    "agreement": ("agreement.py", "board.py", "ledger.py", "waiting.py"),
+    "agreement": (*(f"cluster/{name}.py" for name in ("agreement", "status_board", "waiting")), "async_store/owner.py"),
     "engine": (
-        *("exchange.py", "pipeline.py", "values.py", "plan.py", "arena.py", "work.py"),
-        *("verbs/operands.py", "verbs/push_pull.py"),
+        *(f"engine/{name}.py" for name in ("exchange", "pipeline", "values", "plan", "arena")),
+        *("cluster/background.py", "verbs/operands.py", "verbs/push_pull.py"),
     ),
-    "placement": ("placement.py", "located.py"),
-    "keys": ("keys.py", "create.py"),
-    "rows": ("rows.py", "rowsparse.py", "rowmessages.py", "rowarguments.py"),
+    "placement": ("engine/placement.py", "train/array_location.py"),
+    "keys": ("engine/keys.py", "create.py"),
+    "rows": ("sparse/*.py", "memory/row_sparse.py", "verbs/row_arguments.py"),
     "checkpoint": ("checkpoint/*.py",),
-    "compression": ("compression.py", "codecs/*.py"),
-    "asynchronous": ("asynchronous.py", "asking.py", "publication.py"),
+    "compression": ("engine/compression.py", "codecs/*.py"),
+    "asynchronous": ("async_store/async_kvstore.py", "async_store/client.py", "engine/pull_compression.py"),
 }
 """What is mutated, in the folder mpikv."""
 
@@ -32,7 +32,7 @@ ON_GPUS = (
     "transports/preflight.py",
     "transports/watchdog.py",
     "codecs/hosted.py",
-    "located.py",
+    "train/array_location.py",
 )
 """Of these, what runs on GPUs only, or on stand-ins for them."""
 

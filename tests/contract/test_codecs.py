@@ -19,8 +19,8 @@ from support.published import BITS
 
 import mpikv
 from mpikv import codecs
+from mpikv.compute.kernels import find_codec
 from mpikv.errors import ConfigError
-from mpikv.kernels import find_codec
 from mpikv.testing import RangeCodecContract, ValueCodecContract
 from mpikv.testing.codec import together
 

@@ -11,7 +11,7 @@ from gpu.stand_ins.test_device import store_on
 from support.sparing import forbid_more_memory
 
 from mpikv import RowSparse
-from mpikv.store import KVStore
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.verbs import rows as row_verbs
 

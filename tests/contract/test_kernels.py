@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import optimizers
+from mpikv.compute import numba
 
 if find_spec("numba") is None:
     pytest.skip("numba is not installed: pip install 'mpikv[numba]'", allow_module_level=True)
@@ -116,7 +116,7 @@ def compare(name, options, comm):
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_last_addition_is_made_with_the_update(comm, deterministic):
-    from mpikv.optimizers import compiled
+    from mpikv.compute.numba import rules as compiled
 
     with mpikv.create(comm=comm, kernels="numba", transport="shm", deterministic=deterministic) as kv:
         kv.init("w", np.zeros(300_000))
@@ -136,8 +136,8 @@ def test_the_last_addition_is_made_with_the_update(comm, deterministic):
 @pytest.mark.deadline(60)
 def test_numba_is_missing_on_one_rank(comm, monkeypatch):
     if comm.rank == 1:
-        monkeypatch.setitem(sys.modules, "mpikv.optimizers.compiled", None)
-        monkeypatch.delattr(optimizers, "compiled", raising=False)
+        monkeypatch.setitem(sys.modules, "mpikv.compute.numba.rules", None)
+        monkeypatch.delattr(numba, "rules", raising=False)
     with pytest.raises((mpikv.TransportUnavailable, mpikv.PeerFailed), match="numba") as caught:
         mpikv.create(comm=comm, kernels="numba")
     assert isinstance(caught.value, mpikv.TransportUnavailable if comm.rank == 1 else mpikv.PeerFailed)

@@ -7,16 +7,16 @@ import pytest
 
 import mpikv
 from mpikv import KVStore, Unsupported, optimizers
-from mpikv.board import Board
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
+from mpikv.engine.placement import Owners, Replicated, Root, Sharded, place
 from mpikv.errors import ConfigError
-from mpikv.placement import Owners, Replicated, Root, Sharded, place
-from mpikv.process_group import ProcessGroup
+from mpikv.optimizers.updaters import Assign, CallableUpdater
+from mpikv.protocols import Placement, Transport
 from mpikv.testing import PlacementContract, Recording
 from mpikv.transports import open_transport
 from mpikv.transports.local import LocalTransport
-from mpikv.typing import Placement, Transport
-from mpikv.updaters import Assign, CallableUpdater
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from support.dealt import Dealt
 
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
 from mpikv.errors import Stalled, Unsupported
-from mpikv.process_group import ProcessGroup
+from mpikv.protocols import Transport
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
-from mpikv.transports.hosts import HostsTransport
+from mpikv.transports.hierarchical import HostsTransport
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.mpi import MpiTransport
 from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
-from mpikv.typing import Transport
-from mpikv.waiting import Waiting
 
 
 @pytest.mark.ranks(1)

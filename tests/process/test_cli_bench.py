@@ -30,7 +30,7 @@ from mpikv.cli.bench.progress import Silent, seconds_text
 from mpikv.cli.bench.rounds import Case, measure
 from mpikv.cli.bench.rules import BLOCK, RULES
 from mpikv.cli.launchers import clean, core_count
-from mpikv.typing import Array
+from mpikv.protocols import Array
 
 ROOT = Path(__file__).parents[2]
 # Two jobs take a dozen seconds where nothing else runs.

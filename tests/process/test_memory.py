@@ -220,7 +220,7 @@ def test_values_that_come_and_go(comm, transport, seed):
 @pytest.mark.deadline(40)
 def test_lists_of_keys_that_grow(comm, monkeypatch):
     """What is kept of them is bounded by their keys."""
-    monkeypatch.setattr("mpikv.plan._MOST_KEYS", 2000)
+    monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 2000)
     arrays = [np.ones(1, np.float32)] * 250
     with mpikv.create(comm=comm, timeout=15) as kv:
         kv.init(list(range(250)), arrays)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.cluster.process_group import ProcessGroup
 from mpikv.errors import PeerFailed, Stalled, TransportError
-from mpikv.process_group import ProcessGroup
+from mpikv.protocols import Sum
 from mpikv.transports.cma import Attached, CopyChoice, attach
-from mpikv.typing import Sum
 
 SIZE = 100_003
 """Elements: several buckets of the smallest size that is lent."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import runtime
+from mpikv.cluster import runtime
 from mpikv.testing import Cut, Deadlock, Delay, Hung, Kill, SimulatedError, cluster
 from mpikv.testing.explore import explore, load, main
 from mpikv.testing.simulation.scheduler import Scheduler

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.agreement import Agreement
-from mpikv.asynchronous import AsyncKVStore, Kind
-from mpikv.clocks import Clocks
-from mpikv.pipeline import Pipeline
+from mpikv.async_store.async_kvstore import AsyncKVStore, Kind
+from mpikv.async_store.ssp import Clocks
+from mpikv.cluster.agreement import Agreement
+from mpikv.engine.pipeline import Pipeline
+from mpikv.engine.values import Values
 from mpikv.testing.explore import explore
-from mpikv.transports.hosts import HostsTransport
+from mpikv.transports.hierarchical import HostsTransport
 from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
-from mpikv.values import Values
 from simulation.random_calls import program as random_calls
 
 SEEDS = range(40)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.board import Board
-from mpikv.process_group import ProcessGroup
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.status_board import Board
 from mpikv.testing import cluster
 
 REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite

@@ -28,9 +28,9 @@ from mpikv import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.asking import Kind
+from mpikv.async_store.client import Kind
 from mpikv.cli.launchers import clean
-from mpikv.runtime import owned
+from mpikv.cluster.runtime import owned
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpikv
-from mpikv.board import Board
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.process_group import ProcessGroup
 from mpikv.testing.faulty import store_over
 from mpikv.testing.wrappers import Wrapper
 from mpikv.transports import open_transport
@@ -113,7 +113,7 @@ def test_any_pushes_and_pulls(comm, transport, sizes, name, placement, over, buc
 @pytest.mark.parametrize("streamed", [False, True])
 def test_pushpull_of_several_messages(comm, transport, name, streamed, monkeypatch):
     if streamed:
-        monkeypatch.setattr("mpikv.plan._STREAMED_BYTES", 0)
+        monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
     sizes = {"large": 30_000, "small": 70, "other": 90}
     with mpikv.create(comm=comm, transport=transport, bucket_bytes=1 << 14, compression=both(name)) as kv:
         values = {key: np.linspace(-1, 1, size, dtype=F32) for key, size in sizes.items()}

@@ -11,7 +11,7 @@ import pytest
 
 import mpikv
 from mpikv import optimizers
-from mpikv.arrays import accumulator
+from mpikv.arrays.arrays import accumulator
 from mpikv.errors import settled
 from mpikv.testing.faulty import Slow, store_over
 from mpikv.testing.wrappers import Wrapper
@@ -376,7 +376,7 @@ def test_views_are_pushed(comm, transport, placement, monkeypatch):
     """The sum goes where they are."""
     size = 3000
     if placement in ("sharded", "replicated"):
-        monkeypatch.setattr("mpikv.plan._STREAMED_BYTES", 0)
+        monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
     with mpikv.create(comm=comm, transport=transport, placement=placement, timeout=10, bucket_bytes=4096) as kv:
         kv.init(["a", "b", "c"], [np.arange(size) + 1.0, -np.arange(size) - 1.0, np.arange(5.0)])
         a, b, c = (value.copy() for value in kv.view(["a", "b", "c"]))

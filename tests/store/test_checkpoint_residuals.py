@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv.checkpoint import inspect
-from mpikv.mpi_library import library_of
+from mpikv.cluster.mpi_library import library_of
 
 from .test_compression import gradients
 

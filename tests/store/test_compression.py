@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv import codecs, optimizers
-from mpikv.board import Board
-from mpikv.compression import RangeCompression
+from mpikv.cluster.mpi_library import library_of
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
+from mpikv.engine.compression import RangeCompression
+from mpikv.engine.pipeline import Pipeline
 from mpikv.errors import (
     Closed,
     ConfigError,
@@ -24,10 +27,7 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.mpi_library import library_of
-from mpikv.pipeline import Pipeline
-from mpikv.process_group import ProcessGroup
-from mpikv.store import open_stores
+from mpikv.store.kvstore import open_stores
 from mpikv.testing import Recording
 from mpikv.testing.codec import together
 from mpikv.testing.faulty import Failing, Slow, store_over

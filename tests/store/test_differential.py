@@ -506,7 +506,7 @@ def test_programs(comm, monkeypatch, transport, placement, streamed):
     if comm is None and transport != "shm":
         pytest.skip("one rank has one transport")
     if streamed:
-        monkeypatch.setattr("mpikv.plan._STREAMED_BYTES", 0)
+        monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
 
     # Shrinking takes minutes where every example that fails waits for a deadline.
     @hypothesis.settings(max_examples=EXAMPLES[comm.size if comm else 1], phases=[hypothesis.Phase.generate])
@@ -549,7 +549,7 @@ def together(comm, function):
     ids=str,
 )
 def kv(request, monkeypatch):
-    monkeypatch.setattr("mpikv.plan._STREAMED_BYTES", 0)
+    monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
     transport, placement = request.param
     with mpikv.create(transport=transport, placement=placement, bucket_bytes=4096, timeout=10) as kv:
         yield kv

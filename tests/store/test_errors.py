@@ -27,7 +27,7 @@ from mpikv import (
     optimizers,
 )
 from mpikv.cli.launchers import clean
-from mpikv.gpu import survey
+from mpikv.compute.cuda.gpu import survey
 
 GPU_NAMES = ("nccl", "dist_device_sync", "dist_sync_device")
 NO_GPU = "the package CuPy .*pip install|no GPU can be used here|pip install 'nvidia-nccl"

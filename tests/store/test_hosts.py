@@ -18,14 +18,14 @@ import pytest
 from support.dealt import Dealt
 
 import mpikv
-from mpikv import process_group, windows
 from mpikv.cli.launchers import clean
+from mpikv.cluster import process_group, windows
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
 from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
-from mpikv.process_group import ProcessGroup
 from mpikv.transports import choose
-from mpikv.transports.hosts import HostsTransport
-from mpikv.waiting import Waiting
+from mpikv.transports.hierarchical import HostsTransport
 
 SEVERAL = pytest.mark.ranks(2, 3, 4)
 VARIABLE = "MPIKV_RANKS_PER_HOST"
@@ -236,7 +236,7 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
     short, windows = kv._group.ranks_of_hosts[-1], len(kv._group.windows._windows)
     with monkeypatch.context() as poor:
         if kv.rank in short:
-            poor.setattr("mpikv.windows._free_bytes", lambda: 1 << 20)
+            poor.setattr("mpikv.cluster.windows._free_bytes", lambda: 1 << 20)
         with pytest.raises(MemoryError) as caught:
             kv.init("large", np.zeros(4 << 20, np.int8))
     said = str(caught.value)
@@ -410,7 +410,7 @@ LEFT = """
 import numpy as np
 from mpi4py import MPI
 import mpikv
-from mpikv.process_group import ProcessGroup
+from mpikv.cluster.process_group import ProcessGroup
 comm = MPI.COMM_WORLD
 mpikv.create()
 everybody, half = ProcessGroup(comm), ProcessGroup(comm.Split(comm.rank % 2))

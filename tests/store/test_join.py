@@ -10,7 +10,7 @@ import pytest
 
 import mpikv
 from mpikv import Closed, PeerFailed, RankMismatch, Stalled, Unsupported, optimizers
-from mpikv.mpi_library import library_of
+from mpikv.cluster.mpi_library import library_of
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.mpi_library import library_of
-from mpikv.runtime import present
+from mpikv.cluster.mpi_library import library_of
+from mpikv.cluster.runtime import present
 
 ALL = pytest.mark.ranks(1, 2)
 
@@ -244,7 +244,7 @@ def test_shared_memory_is_not_promised_twice(comm, monkeypatch):
     """The system makes the pages of staging memory, and takes them from what is free, when they are first used."""
     staging = 2 * comm.size * (1 << 20)
     free = staging + (4 << 20)
-    monkeypatch.setattr("mpikv.windows._free_bytes", lambda: free)
+    monkeypatch.setattr("mpikv.cluster.windows._free_bytes", lambda: free)
     monkeypatch.setitem(present().owned, "live windows", [])  # stores that were abandoned keep theirs
     with mpikv.create(comm=comm, transport="shm") as kv:
         with pytest.raises(MemoryError, match="of shared memory are needed and /dev/shm has"):

@@ -105,7 +105,7 @@ def test_names_of_stores(name):
 @pytest.mark.deadline(10)
 def test_ranks_may_pull_into_other_layouts(placement, monkeypatch):
     """What one rank's arrays look like must not decide which collectives it runs."""
-    monkeypatch.setattr("mpikv.plan._STREAMED_BYTES", 0)
+    monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
     with mpikv.create(transport="mpi", placement=placement, bucket_bytes=4096, timeout=5) as kv:
         value = np.arange(512.0 * 5)
         kv.init("w", np.zeros(value.size))

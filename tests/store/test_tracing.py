@@ -12,7 +12,7 @@ import pytest
 import mpikv
 from mpikv import ConfigError, KeyNotInitialized, PeerFailed
 from mpikv.__main__ import main
-from mpikv.tracing import SUFFIX, Tracer, find_tracer
+from mpikv.store.tracing import SUFFIX, Tracer, find_tracer
 
 # A process has one file for each folder.
 pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.processes]

@@ -11,7 +11,7 @@ import mpikv
 from mpikv import CheckpointError, ConfigError, Parameter, PeerFailed, RankMismatch, Unsupported, ValueMismatch
 from mpikv.checkpoint import chunks
 from mpikv.checkpoint.header import CHUNK
-from mpikv.mpi_library import library_of
+from mpikv.cluster.mpi_library import library_of
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

@@ -29,7 +29,7 @@ from mpikv import (
     ValueMismatch,
 )
 from mpikv.cli.launchers import clean
-from mpikv.runtime import owned, present
+from mpikv.cluster.runtime import owned, present
 from mpikv.testing import cluster
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)

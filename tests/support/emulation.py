@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpikv.cuda import loading
+from mpikv.compute.cuda import loading
 
 __all__ = ["Launch", "OnDevice", "compiler", "cupy_on_host", "emulated", "expressions", "launched", "run_program"]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from mpikv.compute.cuda.gpu import choose_gpu
+from mpikv.compute.cuda.sharing import share_gpus
 from mpikv.config import launch_of
 from mpikv.errors import TransportUnavailable
-from mpikv.gpu import choose_gpu
-from mpikv.sharing import share_gpus
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
@@ -60,10 +60,10 @@ def install(count: int) -> FakeGpu:
     def find_nccl() -> FakeNccl:
         return FakeNccl(gpu, comm)
 
-    for module in map(import_module, ("mpikv.gpu", "mpikv.create", "mpikv.cli.bench.gpus")):
+    for module in map(import_module, ("mpikv.compute.cuda.gpu", "mpikv.create", "mpikv.cli.bench.gpus")):
         mock.patch.object(module, "find_gpu", find_gpu).start()
         mock.patch.object(module, "find_nccl", find_nccl).start()
-    mock.patch("mpikv.cuda.kernels.CudaKernels", return_value=SparingKernels(gpu)).start()
+    mock.patch("mpikv.compute.cuda.kernels.CudaKernels", return_value=SparingKernels(gpu)).start()
     return gpu
 
 

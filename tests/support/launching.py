@@ -35,10 +35,10 @@ from typing import Any
 import pytest
 
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
+from mpikv.cluster.runtime import present
+from mpikv.compute.cuda.gpu import survey
 from mpikv.config import visible_gpus
 from mpikv.errors import MPIKVError
-from mpikv.gpu import survey
-from mpikv.runtime import present
 from mpikv.testing.simulation.errors import Ended
 
 DEADLINE = 20.0  # seconds that one test may take

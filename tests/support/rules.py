@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from mpikv import optimizers
-from mpikv.kernels import NumpyKernels
+from mpikv.compute.kernels import NumpyKernels
 from mpikv.optimizers import BLOCK
 from mpikv.testing.updater import wide
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest import runner
 
-from mpikv.runtime import present
+from mpikv.cluster.runtime import present
 from mpikv.testing.simulation import cluster
 
 # What pytest redirects, or watches, for the whole process.

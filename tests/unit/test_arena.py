@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mpikv.arena import Arena
+from mpikv.engine.arena import Arena
 from mpikv.transports.local import LocalTransport
 
 FLOAT, HALF, INT = np.dtype(np.float64), np.dtype(np.float16), np.dtype(np.int32)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.arrays import (
+from mpikv.arrays.arrays import (
     accumulator,
     castable,
     check_apart,

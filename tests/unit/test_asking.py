@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.arena import Arena
-from mpikv.asking import Asking, Kind
+from mpikv.async_store.client import Asking, Kind
+from mpikv.cluster.waiting import Waiting
+from mpikv.engine.arena import Arena
+from mpikv.engine.keys import KeyTable
 from mpikv.errors import PeerFailed, Stalled, TransportError
-from mpikv.keys import KeyTable
 from mpikv.transports.local import LocalTransport
-from mpikv.transports.post import Letter, unserved
-from mpikv.waiting import Waiting
+from mpikv.transports.rpc import Letter, unserved
 
 NOTHING = np.empty(0, np.uint8)
 

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from mpikv import board
-from mpikv.board import _answer, _answer_questions, _ask, _frames, _is_in_use
+from mpikv.cluster import status_board as board
+from mpikv.cluster.status_board import _answer, _answer_questions, _ask, _frames, _is_in_use
 
 FRAMES = """  File "train.py", line 7 in evaluate
   File "train.py", line 22 in <module>

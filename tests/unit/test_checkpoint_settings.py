@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import schedules
 from mpikv.checkpoint.compatibility import describe_updater, restore_updater
-from mpikv.updaters import Assign
+from mpikv.optimizers import schedules
+from mpikv.optimizers.updaters import Assign
 
 TRIALS = int(os.environ.get("CHECKPOINT_SETTINGS", "500"))
 ODD = (None, True, False, 0, 1, -1, 2**70, 0.5, -0.0, 1e308, "", "w", "0.5", [], {}, [1], [[1, 2]], {"items": [1, 2]})

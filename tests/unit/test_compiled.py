@@ -16,13 +16,13 @@ from support.rules import RULES, bits, in_numpy, plain, run, training
 import mpikv
 from mpikv import optimizers
 from mpikv.cli.launchers import clean
-from mpikv.kernels import NumpyKernels
+from mpikv.compute.kernels import NumpyKernels
 from mpikv.optimizers.forms import call_of
 from mpikv.testing import KernelsContract, UpdaterContract
 
 WHY = "numba is not installed: pip install 'mpikv[numba]'"
 numba = pytest.importorskip("numba", reason=WHY)
-compiled = pytest.importorskip("mpikv.optimizers.compiled", reason=WHY)
+compiled = pytest.importorskip("mpikv.compute.numba.rules", reason=WHY)
 
 FLOATS = ("float32", "float64")
 

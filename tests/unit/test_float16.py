@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikv import float16
+from mpikv.arrays import float16
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -97,7 +97,7 @@ def same(found: Array, expected: Array) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_loops_round_and_add_as_numpy_does(dtype: np.dtype[Any]) -> None:
     pytest.importorskip("numba")
-    from mpikv.optimizers import compiled_halves
+    from mpikv.compute.numba import half_rules as compiled_halves
 
     numbers, random = around(dtype), np.random.default_rng(0)
     value = np.empty(numbers.size, dtype)
@@ -151,7 +151,7 @@ def test_halves_do_not_vanish_with_subnormal_numbers(kernels: str) -> None:
     """Which are normal ones in float32, wherever the sum is made."""
     if kernels == "numba":
         pytest.importorskip("numba")
-        from mpikv.optimizers import compiled_halves
+        from mpikv.compute.numba import half_rules as compiled_halves
     dtype = np.dtype(np.float16)
     finite = every(dtype)[np.isfinite(every(dtype))]
     expected, doubled = finite.astype(np.float32), (2 * finite.astype(np.float32)).astype(dtype)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpikv.board import Inquiry
+from mpikv.cluster.status_board import Inquiry
 
 
 class Group:

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import mpikv
-from mpikv import optimizers
-from mpikv.kernels import NumpyKernels, find_kernels
+from mpikv.compute import numba
+from mpikv.compute.kernels import NumpyKernels, find_kernels
 from mpikv.testing import KernelsContract
 
 
@@ -26,10 +26,10 @@ def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):
 @pytest.fixture
 def without_numba(monkeypatch):
     """Forget what has imported numba, which cannot be imported any more."""
-    for name in ("compiling", "codecs.compiled", "optimizers.compiled", "optimizers.compiled_halves"):
-        monkeypatch.delitem(sys.modules, f"mpikv.{name}", raising=False)
+    for name in ("compiling", "codecs", "rules", "half_rules"):
+        monkeypatch.delitem(sys.modules, f"mpikv.compute.numba.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delattr(optimizers, "compiled", raising=False)
+    monkeypatch.delattr(numba, "rules", raising=False)
 
 
 def test_numba_is_missing(without_numba):

@@ -7,9 +7,9 @@ import enum
 import numpy as np
 import pytest
 
-from mpikv.arena import Arena
+from mpikv.engine.arena import Arena
+from mpikv.engine.keys import KeyTable, flatten, parse
 from mpikv.errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
-from mpikv.keys import KeyTable, flatten, parse
 from mpikv.transports.local import LocalTransport
 
 A, B, C = (np.full(2, number) for number in (1, 2, 3))

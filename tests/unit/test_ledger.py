@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.arena import Arena
-from mpikv.clocks import Clocks
-from mpikv.keys import KeyTable
-from mpikv.ledger import HalfUpdated, Ledger
+from mpikv.async_store.owner import HalfUpdated, Ledger
+from mpikv.async_store.ssp import Clocks
+from mpikv.engine.arena import Arena
+from mpikv.engine.keys import KeyTable
 from mpikv.optimizers import Test as Plainest
+from mpikv.optimizers.updaters import CallableUpdater
 from mpikv.transports.local import LocalTransport
-from mpikv.updaters import CallableUpdater
 
 
 class Owner:

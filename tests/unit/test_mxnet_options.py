@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpikv import ConfigError, optimizers, schedules
+from mpikv import ConfigError, optimizers
+from mpikv.optimizers import schedules
 
 LEFT_OUT = object()
 """In place of a default: the argument is refused, and the message says what to write instead."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from mpikv.asynchronous import AsyncKVStore
-from mpikv.store import KVStore
+from mpikv.async_store.async_kvstore import AsyncKVStore
+from mpikv.store.kvstore import KVStore
 
 
 def test_what_is_on_its_way_arrives_before_a_rank_parts(monkeypatch):

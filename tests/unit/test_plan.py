@@ -7,13 +7,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mpikv.arena import Arena, Block, Place
-from mpikv.arrays import accumulator, zeros
-from mpikv.kernels import NumpyKernels
-from mpikv.keys import Entry, KeyTable
-from mpikv.memory import HOST
-from mpikv.placement import Owners, Replicated, Root, Sharded
-from mpikv.plan import Planner, Plans, describe, digest, label
+from mpikv.arrays.arrays import accumulator, zeros
+from mpikv.compute.kernels import NumpyKernels
+from mpikv.engine.arena import Arena, Block, Place
+from mpikv.engine.keys import Entry, KeyTable
+from mpikv.engine.placement import Owners, Replicated, Root, Sharded
+from mpikv.engine.plan import Planner, Plans, describe, digest, label
+from mpikv.memory.host import HOST
 from mpikv.transports.local import LocalTransport
 
 LIMIT = 4096
@@ -225,7 +225,7 @@ class TestPlans:
         return entries([(number, (2,), FLOAT) for number in range(1000)])
 
     def test_lists_are_kept_up_to_a_number_of_keys(self, made, monkeypatch):
-        monkeypatch.setattr("mpikv.plan._MOST_KEYS", 1000)
+        monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 1000)
         plans, lists = Plans(), [plan_of(made[:length]) for length in range(2, 200)]
         for plan in lists:
             plan.memo["call"] = plan
@@ -236,7 +236,7 @@ class TestPlans:
         assert all(bool(plan.memo) is (plan in kept) for plan in lists)
 
     def test_what_is_used_is_kept(self, made, monkeypatch):
-        monkeypatch.setattr("mpikv.plan._MOST_KEYS", 1000)
+        monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 1000)
         plans, used = Plans(), plan_of(made[:10])
         plans.add(used, 0)
         for start in range(0, 900, 2):
@@ -245,7 +245,7 @@ class TestPlans:
 
     def test_single_keys_and_a_list_of_all_are_kept(self, made, monkeypatch):
         """However many there are: they are no more than the store has."""
-        monkeypatch.setattr("mpikv.plan._MOST_KEYS", 10)
+        monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 10)
         plans, halves = Plans(), [plan_of(made[:500]), plan_of(made[500:])]
         for entry in made:
             plans.add(plan_of([entry]), 1000)

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
+from mpikv.cluster.waiting import Waiting
 from mpikv.errors import Stalled, TransportError
 from mpikv.transports import requests
 from mpikv.transports.requests import Requests
-from mpikv.waiting import Waiting
 
 
 class Group:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv import RowSparse, ValueMismatch
-from mpikv.rowarguments import asks_rows
-from mpikv.rowsparse import merged_rows
+from mpikv.memory.row_sparse import merged_rows
+from mpikv.verbs.row_arguments import asks_rows
 
 
 @st.composite

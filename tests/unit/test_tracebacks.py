@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import tracebacks
+from mpikv.cluster import tracebacks
 from mpikv.config import keeps_frames
 
 PACKAGE = str(Path(mpikv.__file__).parent)

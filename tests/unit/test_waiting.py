@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from mpikv.cluster.waiting import Waiting, until_read
 from mpikv.errors import Stalled
 from mpikv.testing import cluster
-from mpikv.waiting import Waiting, until_read
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mpikv.runtime import present
+from mpikv.cluster.background import Pending
+from mpikv.cluster.runtime import present
 from mpikv.testing import cluster
-from mpikv.work import Pending
 
 
 def test_who_waits_is_patient_while_calls_complete():

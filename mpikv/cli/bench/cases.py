@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...typing import Array
+from ...protocols import Array
 from .keysets import KeySet, gradients
 from .rounds import Contender
 from .rules import Rule

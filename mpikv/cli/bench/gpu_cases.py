@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from ... import optimizers
-from ...typing import Array
+from ...protocols import Array
 from .gpus import RankGpu
 from .keysets import KeySet
 from .rounds import Contender

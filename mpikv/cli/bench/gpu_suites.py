@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...typing import Array
+from ...protocols import Array
 from .cases import Comparison, Factory, Group, unless
 from .gpu_cases import COLLECTIVES, Copy, FlatUpdate, Nccl, OnGpu, Pack, Tiled, Update
 from .gpus import RankGpu

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ...compute.cuda.gpu import find_gpu, find_nccl
 from ...config import Config, place_on_host, visible_gpus
-from ...gpu import find_gpu, find_nccl
-from ...typing import Array, Kernels
+from ...protocols import Array, Kernels
 
 __all__ = ["GpuClock", "RankGpu", "open_gpu"]
 
@@ -21,7 +21,7 @@ _FLOAT = np.dtype(np.float32)
 
 def open_gpu(comm: Any, mpi: Any) -> RankGpu:
     """Return the GPU that a store on GPUs gives to this rank. Collective."""
-    from ...cuda.kernels import CudaKernels
+    from ...compute.cuda.kernels import CudaKernels
 
     host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     place = place_on_host() or (host.rank, host.size)
@@ -34,7 +34,7 @@ class RankGpu:
     """A GPU, what computes on it, and the stream of the measurement. As a context manager, that is the present one."""
 
     def __init__(self, comm: Any, gpu: Any, kernels: Kernels) -> None:
-        """Collective. ``gpu`` is a :class:`~mpikv.typing.Gpu` whose ``mark()`` returns points of known time."""
+        """Collective. ``gpu`` is a :class:`~mpikv.protocols.Gpu` whose ``mark()`` returns points of known time."""
         self.rank, self.size = comm.rank, comm.size
         self.gpu, self.kernels, self.stream = gpu, kernels, gpu.stream()
         self.shared = len(set(comm.allgather(gpu.uuid))) < comm.size

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...typing import Array
+from ...protocols import Array
 
 __all__ = ["KeySet", "bert_base", "gradients", "key_set", "many_small", "resnet50"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ...typing import Array
+from ...protocols import Array
 from .keysets import KeySet, gradients
 from .rounds import Case
 from .rules import EPSILON, Rule

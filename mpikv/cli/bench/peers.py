@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...typing import Array
+from ...protocols import Array
 from .rules import RULES, Rule
 
 __all__ = ["Allreduce", "AllreduceLoop", "Memcpy", "ReducePerKey"]

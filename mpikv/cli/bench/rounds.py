@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...typing import Array
+from ...protocols import Array
 
 __all__ = ["Case", "Clock", "Contender", "HostClock", "measure"]
 

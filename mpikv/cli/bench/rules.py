@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...typing import Array
+from ...protocols import Array
 
 __all__ = ["BLOCK", "EPSILON", "RULES", "Rule"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ...typing import Array
+from ...protocols import Array
 from .cases import Comparison, Factory, Group, Inputs, unless
 from .keysets import KeySet, key_set
 from .options import Options

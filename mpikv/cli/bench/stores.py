@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import KVStore, create
 from ...errors import MPIKVError
-from ...typing import Array
+from ...protocols import Array
 from .keysets import KeySet
 from .rules import Rule
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from ...typing import Array
+from ...protocols import Array
 from .gpus import RankGpu
 from .rules import Rule
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ... import runtime
-from ...asynchronous import AsyncKVStore
-from ...store import KVStore
+from ...async_store.async_kvstore import AsyncKVStore
+from ...cluster import runtime
+from ...store.kvstore import KVStore
 from .faults import Differ, Fault
 
 __all__ = ["other_calls"]

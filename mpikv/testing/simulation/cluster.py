@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ... import runtime
+from ...cluster import runtime
 from ...errors import noted
 from .calls import other_calls
 from .errors import Deadlock, Ended, Hung, Planted, SimulatedError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ... import runtime
+from ...cluster import runtime
 
 __all__ = ["Condition", "Event", "Lock"]
 

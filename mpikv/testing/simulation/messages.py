@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ... import runtime
-from ...arrays import zeros
+from ...arrays.arrays import zeros
+from ...cluster import runtime
 from .errors import SimulatedError
 from .faults import Fault, arrival
 from .scheduler import Scheduler

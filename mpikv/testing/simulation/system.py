@@ -1,7 +1,7 @@
 """What a simulated rank's thread is given for functions that are the process's: of time, files, and MPI itself.
 
-They are put in their places once, while any cluster runs, and ask :func:`mpikv.runtime.present` who calls: a real
-thread still reaches the real ones.
+They are put in their places once, while any cluster runs, and ask :func:`mpikv.cluster.runtime.present` who calls: a
+real thread still reaches the real ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
-from ... import runtime
+from ...cluster import runtime
 from .errors import SimulatedError
 
 __all__ = ["simulated_system"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from ... import runtime
+from ...cluster import runtime
 from .errors import Ended
 from .locks import Condition, Event, Lock
 from .warned import Warned
@@ -28,7 +28,13 @@ _FOLDER = str(Path(__file__).parent)
 # The last scheduling points of a task that a failure shows.
 _SHOWN = 8
 # Modules whose frames say nothing of what a task was about.
-_INNER = ("mpikv.testing.simulation.", "mpikv.waiting", "mpikv.runtime", "mpikv.transports.requests", "contextlib")
+_INNER = (
+    "mpikv.testing.simulation.",
+    "mpikv.cluster.waiting",
+    "mpikv.cluster.runtime",
+    "mpikv.transports.requests",
+    "contextlib",
+)
 
 
 @dataclass
@@ -42,7 +48,7 @@ class Process:
 
 
 class Task:
-    """A thread of a simulated rank, and the :class:`~mpikv.runtime.Runtime` of that thread."""
+    """A thread of a simulated rank, and the :class:`~mpikv.cluster.runtime.Runtime` of that thread."""
 
     # A wait that finds nothing naps at once: its condition is asked without a turn.
     polls = 0
@@ -103,7 +109,7 @@ class Task:
             self.alive = False
             self.scheduler.leave(self)
 
-    # --- As mpikv.runtime.Runtime
+    # --- As mpikv.cluster.runtime.Runtime
 
     @property
     def process(self) -> int:
@@ -215,7 +221,7 @@ class Task:
 
 
 class _Peer:
-    """What ranks see of another one. A :class:`~mpikv.runtime.Peer`."""
+    """What ranks see of another one. A :class:`~mpikv.cluster.runtime.Peer`."""
 
     def __init__(self, scheduler: Scheduler, rank: int) -> None:
         self._scheduler, self._rank = scheduler, rank

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mpikv.compute.cuda.gpu import survey
 from mpikv.config import launch_of, visible_gpus
-from mpikv.gpu import survey
 from mpikv.testing.gpus import sharing
 
 LAUNCH = launch_of()

@@ -9,8 +9,8 @@ import pytest
 
 import mpikv
 from mpikv import codecs
-from mpikv.cuda.codes import CudaRanges
-from mpikv.cuda.copies import exceeding
+from mpikv.compute.cuda.codes import CudaRanges
+from mpikv.compute.cuda.copies import exceeding
 from mpikv.testing.updater import available
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]

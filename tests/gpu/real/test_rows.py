@@ -7,9 +7,9 @@ import pytest
 
 import mpikv
 from mpikv import RowSparse
+from mpikv.compute.cuda.gpu import find_gpu
 from mpikv.config import visible_gpus
-from mpikv.gpu import find_gpu
-from mpikv.workspace import GpuWorkspace
+from mpikv.memory.workspace import GpuWorkspace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.compute.cuda.gpu import find_gpu, find_nccl
 from mpikv.config import Config, visible_gpus
-from mpikv.device import DeviceMemory
-from mpikv.gpu import find_gpu, find_nccl
+from mpikv.memory.device import DeviceMemory
 from mpikv.testing import StoreContract
 from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.transports import open_gpu_transport

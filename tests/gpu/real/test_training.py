@@ -9,7 +9,7 @@ import pytest
 
 import mpikv
 from mpikv import LossScaler, Parameter, Trainer, clip_global_norm
-from mpikv.cuda import norms
+from mpikv.compute.cuda import norms
 from mpikv.testing.updater import available
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]

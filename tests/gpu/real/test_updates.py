@@ -9,10 +9,10 @@ import pytest
 
 import mpikv
 from mpikv import optimizers
-from mpikv.cuda import kernels
-from mpikv.cuda.copies import copy
+from mpikv.compute.cuda import kernels
+from mpikv.compute.cuda.copies import copy
+from mpikv.protocols import Whole
 from mpikv.testing.updater import available, wide, zeros
-from mpikv.typing import Whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.deadline(120)]
 

@@ -22,14 +22,14 @@ from support.rules import LAYERWISE, RULES, bits, in_numpy, numbers, plain, run,
 
 import mpikv
 from mpikv import codecs, optimizers
-from mpikv.arrays import accumulator
+from mpikv.arrays.arrays import accumulator
 from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
-from mpikv.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
-from mpikv.cuda.kernels import CudaKernels
+from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
+from mpikv.compute.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
+from mpikv.optimizers.updaters import Assign
 from mpikv.testing import KernelsContract, RangeCodecContract
 from mpikv.testing.updater import available, wide, zeros
-from mpikv.updaters import Assign
 
 FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu", "steps.cu")
 ALL_FILES = (*FILES, "norms.cu", "layerwise.cu")
@@ -476,7 +476,7 @@ class TestPreparation:
             CudaKernels().prepare(optimizers.SGD(), np.dtype(np.int32), False)
 
     def test_an_updater_function_is_left_to_itself(self, unrun):
-        updater = mpikv.updaters.CallableUpdater(lambda key, received, stored: stored.__iadd__(received))
+        updater = mpikv.optimizers.updaters.CallableUpdater(lambda key, received, stored: stored.__iadd__(received))
         CudaKernels().prepare(updater, np.dtype(np.float32), False)
         value = np.zeros(3, np.float32)
         CudaKernels().bind(updater, np.ones(3, np.float32), value, {})("key")
@@ -492,7 +492,7 @@ class TestPreparation:
 
 
 def test_cupy_is_loaded_late():
-    code = "import sys, mpikv.cuda.kernels, mpikv.cuda.copies; assert 'cupy' not in sys.modules"
+    code = "import sys, mpikv.compute.cuda.kernels, mpikv.compute.cuda.copies; assert 'cupy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,11 +14,11 @@ from support.rules import LAYERWISE, bits, in_numpy, numbers, run, sum_of, train
 
 import mpikv
 from mpikv import optimizers
-from mpikv.cuda import layerwise, loading
-from mpikv.cuda.kernels import CudaKernels
+from mpikv.compute.cuda import layerwise, loading
+from mpikv.compute.cuda.kernels import CudaKernels
 from mpikv.optimizers import BLOCK
+from mpikv.protocols import Whole
 from mpikv.testing.updater import available, wide, zeros
-from mpikv.typing import Whole
 
 FLOATS = available()
 

@@ -12,7 +12,7 @@ from support.emulation import OnDevice, launched
 from support.rules import bits, numbers
 
 import mpikv
-from mpikv.cuda import norms
+from mpikv.compute.cuda import norms
 from mpikv.testing.updater import available
 
 FLOATS = available()

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.board import Board
+from mpikv.cluster.process_group import connect
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
-from mpikv.process_group import connect
-from mpikv.store import KVStore
+from mpikv.memory.device import DeviceMemory
+from mpikv.store.kvstore import KVStore
 from mpikv.testing import StoreContract
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
@@ -290,7 +290,7 @@ def gpus(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(sys.modules["mpikv.create"], "find_gpu", find)
         monkeypatch.setattr(sys.modules["mpikv.create"], "find_nccl", lambda: FakeNccl(gpu, nccl))
-        monkeypatch.setattr("mpikv.cuda.kernels.CudaKernels", lambda: FakeKernels(gpu))
+        monkeypatch.setattr("mpikv.compute.cuda.kernels.CudaKernels", lambda: FakeKernels(gpu))
 
     give(None)
     return give

@@ -16,11 +16,11 @@ from support.sparing import forbid_more_memory
 import mpikv
 from mpikv import RowSparse
 from mpikv.errors import PeerFailed, Unsupported
-from mpikv.store import KVStore
+from mpikv.memory.workspace import GpuWorkspace
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakestreams import MisuseError
 from mpikv.testing.store import on_host
-from mpikv.workspace import GpuWorkspace
 
 from .test_device import store_on
 

@@ -26,11 +26,11 @@ from mpikv import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.board import Board
+from mpikv.cluster.process_group import connect
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
-from mpikv.process_group import connect
-from mpikv.store import KVStore
+from mpikv.memory.device import DeviceMemory
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl

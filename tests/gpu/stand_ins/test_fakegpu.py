@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikv import codecs, optimizers
-from mpikv.device import DeviceMemory
 from mpikv.errors import TransportError, Unsupported
+from mpikv.memory.device import DeviceMemory
+from mpikv.memory.workspace import GpuWorkspace
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakestreams import FakeEvent, FakeGraph, FakeStream, MisuseError, RaceError
-from mpikv.workspace import GpuWorkspace
 
 STREAMS, SIZE = 3, 4
 

@@ -22,11 +22,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpikv.compute.cuda.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
+from mpikv.compute.cuda.sharing import sharing
 from mpikv.config import Launch, visible_gpus
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
-from mpikv.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
-from mpikv.sharing import sharing
-from mpikv.stream_order import _PER_THREAD
+from mpikv.memory.stream_order import _PER_THREAD
 
 ROOT = Path(__file__).parents[3]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
@@ -93,9 +93,8 @@ def run(code: str, **variables: str) -> tuple[str, float]:
 
 @needs_cupy
 def test_without_a_gpu():
-    code = (
-        "import mpikv, mpikv.gpu\ntry: mpikv.gpu.find_gpu(0, 1, visible='')\nexcept mpikv.MPIKVError as e: print(e)\n"
-    )
+    use = "gpu.find_gpu(0, 1, visible='')"
+    code = f"import mpikv\nfrom mpikv.compute.cuda import gpu\ntry: {use}\nexcept mpikv.MPIKVError as e: print(e)\n"
     text, seconds = run(f"exec({code!r})", CUDA_VISIBLE_DEVICES="")
     assert re.search(r"^CuPy \S+ is installed, but no GPU can be used here \(.+, with CUDA_VISIBLE_DEVICES=''\)", text)
     assert re.search("install NVIDIA's driver, 580 or newer|nvidia-smi shows which", text)
@@ -106,13 +105,13 @@ def test_without_a_gpu():
 def test_without_nccl():
     """The library is there, but what loads it fails as where it is not."""
     code = """
-import sys, mpikv, mpikv.gpu
+import sys, mpikv, mpikv.compute.cuda.gpu
 class Missing:
     def find_spec(self, name, *others):
         if name == "cupy_backends.cuda.libs.nccl":
             raise ImportError("libnccl.so.2: cannot open shared object file")
 sys.meta_path.insert(0, Missing())
-try: mpikv.gpu.find_nccl()
+try: mpikv.compute.cuda.gpu.find_nccl()
 except mpikv.MPIKVError as e: print(e)
 """
     text, seconds = run(f"exec({code!r})")
@@ -195,7 +194,7 @@ def test_every_name_of_cupy_that_is_used_is_one(name):
 
 
 def test_the_table_names_all_that_gpu_py_uses():
-    text = (ROOT / "mpikv/gpu.py").read_text()
+    text = (ROOT / "mpikv/compute/cuda/gpu.py").read_text()
     used = set(
         re.findall(r"\b(?:self\.gpu\.|self\.|cupy\.)(cuda(?:\.\w+)+|(?:empty|zeros|from_dlpack|ascont\w+))\(", text)
     )
@@ -438,7 +437,7 @@ def test_a_stream_is_urgent_and_waits_for_no_other(gpu, cupy):
 
 
 def test_hosts_arrays_come_and_go(gpu, monkeypatch):
-    monkeypatch.setattr("mpikv.gpu._PIECE", 64)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu._PIECE", 64)
     for array in (np.arange(1000.0), np.arange(12).reshape(3, 4)[:, ::2], np.float32(3)[...], np.empty((0, 3))):
         here = gpu.upload(array)
         assert gpu.owns(here)
@@ -449,7 +448,9 @@ def test_hosts_arrays_come_and_go(gpu, monkeypatch):
 
 
 def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
-    monkeypatch.setattr("mpikv.gpu.copies.copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host))
+    monkeypatch.setattr(
+        "mpikv.compute.cuda.gpu.copies.copy", lambda targets, sources: np.copyto(targets[0].host, sources[0].host)
+    )
     for filled in (np.zeros((3, 4)), np.zeros((3, 8))[:, ::2], np.zeros((0, 2))):
         array, out = np.random.default_rng(1).random(filled.shape), StandinArray(filled, 1)
         assert gpu.upload(array, out) is out
@@ -465,7 +466,7 @@ def test_norms_of_arrays(gpu, monkeypatch):
         given.extend(zip(arrays, dtypes, strict=True))
         return sums, [2, 0, 1]
 
-    monkeypatch.setattr("mpikv.gpu.norms.measure", measure)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.norms.measure", measure)
     arrays = [StandinArray(np.zeros(size), 1) for size in (70000, 0, 3)]
     assert gpu.measure(arrays, ["f2", "f4", "f8"]) == [(4.0, False), (0.0, True), (4.0, True)]
     assert given == list(zip(arrays, ["f2", "f4", "f8"], strict=True))
@@ -486,8 +487,8 @@ def test_arrays_of_any_layout_are_scaled(gpu, cupy, monkeypatch):
         for target, source in zip(targets, sources, strict=True):
             target.host[...] = source.host
 
-    monkeypatch.setattr("mpikv.gpu.norms.scale", scale)
-    monkeypatch.setattr("mpikv.gpu.copies.copy", copy)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.norms.scale", scale)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.copies.copy", copy)
     gpu.scale([StandinArray(contiguous, 1), StandinArray(strided, 1)], 2.0)
     assert contiguous.tolist() == [0, 2, 4]
     assert strided.tolist() == [0, 4, 8]
@@ -496,7 +497,7 @@ def test_arrays_of_any_layout_are_scaled(gpu, cupy, monkeypatch):
 def test_the_gpu_of_an_array(monkeypatch):
     standin = Standin()
     monkeypatch.setitem(sys.modules, "cupy", standin)
-    monkeypatch.setattr("mpikv.gpu._known", SimpleNamespace(gpus={}))
+    monkeypatch.setattr("mpikv.compute.cuda.gpu._known", SimpleNamespace(gpus={}))
     array = StandinArray(np.arange(3.0), 1)
     gpu = gpu_of(array)
     assert (gpu.name, standin.present) == ("cuda:1", 0)
@@ -524,7 +525,7 @@ def test_what_to_do_without_a_driver_or_a_gpu(monkeypatch):
 def test_an_array_of_a_gpu_that_cannot_be_used(monkeypatch):
     standin = Standin()
     monkeypatch.setitem(sys.modules, "cupy", standin)
-    monkeypatch.setattr("mpikv.gpu._known", SimpleNamespace(gpus={}))
+    monkeypatch.setattr("mpikv.compute.cuda.gpu._known", SimpleNamespace(gpus={}))
 
     def without_driver(ordinal):
         raise Failure(35)
@@ -554,7 +555,7 @@ def test_arrays_are_looked_at_on_their_gpu(gpu, cupy, monkeypatch):
         seen.append((arrays, flags.host.tolist(), bound, cupy.present))
         flags.host[1] = 1
 
-    monkeypatch.setattr("mpikv.gpu.copies.exceeding", look)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.copies.exceeding", look)
     arrays = [object() for _ in range(3)]
     flags = gpu.zeros(3)
     assert gpu.exceeding(arrays, 7.0, flags) == [False, True, False]
@@ -683,8 +684,8 @@ def test_cupy_returns_what_cuda_says_of_an_event_unchecked():
 @pytest.mark.parametrize("name", ["NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"])
 def test_ranks_that_share_a_gpu_tell_nccl_before_cupy_is_used(monkeypatch, name):
     environ = {"NCCL_PROTO": "LL"}
-    monkeypatch.setattr("mpikv.sharing.os", SimpleNamespace(environ=environ))
-    monkeypatch.setattr("mpikv.gpu.launch_of", lambda: Launch("a launcher", 6, 5))
+    monkeypatch.setattr("mpikv.compute.cuda.sharing.os", SimpleNamespace(environ=environ))
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.launch_of", lambda: Launch("a launcher", 6, 5))
     standin = Standin()
     standin.cuda.runtime.getDeviceCount = lambda: len(environ) > 10 or name in environ
     monkeypatch.setitem(sys.modules, "cupy", standin)
@@ -698,7 +699,7 @@ def test_ranks_that_share_a_gpu_tell_nccl_before_cupy_is_used(monkeypatch, name)
 
 
 def test_the_gpu_of_a_rank(monkeypatch):
-    monkeypatch.setattr("mpikv.sharing.os", SimpleNamespace(environ={}))
+    monkeypatch.setattr("mpikv.compute.cuda.sharing.os", SimpleNamespace(environ={}))
     standin = Standin()
     monkeypatch.setitem(sys.modules, "cupy", standin)
     assert find_gpu(1, 2).name == "cuda:1"

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.sharing import sharing
+from mpikv.compute.cuda.sharing import sharing
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts/gpu_check"

@@ -16,9 +16,9 @@ from store.test_compression import QUANTISERS, Simulated, gradients
 
 import mpikv
 from mpikv import codecs
-from mpikv.board import Board
+from mpikv.cluster.process_group import connect
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
 from mpikv.errors import (
     CheckpointError,
     Closed,
@@ -29,14 +29,14 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.process_group import connect
-from mpikv.store import KVStore
+from mpikv.memory.device import DeviceMemory
+from mpikv.protocols import Gather, Sum
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels, FakeRanges
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports import open_gpu_transport
-from mpikv.typing import Gather, Sum
 
 from .test_device import store_on
 
@@ -617,7 +617,7 @@ def test_what_is_said_of_it(gpu, comm):
 @pytest.mark.parametrize("name", [*NAMES, "topk", "lowrank"])
 def test_auto_measures_and_changes_nothing_else(gpu, comm, name, saved, monkeypatch):
     """How long this GPU takes says nothing, so that the answer is given here."""
-    monkeypatch.setattr("mpikv.autotune._SAVED", saved)
+    monkeypatch.setattr("mpikv.engine.autotune._SAVED", saved)
     with store_on(gpu, comm) as kv:
         kv.init("w", np.full(100, 2, F32))
         for _ in range(2):

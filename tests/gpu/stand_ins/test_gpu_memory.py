@@ -16,11 +16,11 @@ import pytest
 
 import mpikv
 from mpikv import RowSparse
-from mpikv.board import Board
+from mpikv.cluster.process_group import connect
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
-from mpikv.process_group import connect
-from mpikv.store import KVStore
+from mpikv.memory.device import DeviceMemory
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
@@ -278,7 +278,7 @@ TAKING_NONE |= {"steps of their own in a fixed order"}
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_lack_of_memory_ends_no_store(comm: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Which values are expected would else depend on how fast a codec is here.
-    monkeypatch.setattr("mpikv.autotune._SAVED", 1.0)
+    monkeypatch.setattr("mpikv.engine.autotune._SAVED", 1.0)
     scenario, options = SCENARIOS[name]
     found = list(outcomes(comm, scenario, options))
     assert bool(found) == (name not in TAKING_NONE), "whether memory is taken by the call"

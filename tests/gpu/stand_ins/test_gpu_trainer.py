@@ -12,16 +12,16 @@ import pytest
 
 import mpikv
 from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, ValueMismatch, clip_global_norm
-from mpikv.board import Board
+from mpikv.cluster.process_group import connect
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
-from mpikv.located import writable
-from mpikv.process_group import connect
-from mpikv.store import KVStore
+from mpikv.memory.device import DeviceMemory
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.updater import available
+from mpikv.train.array_location import writable
 from mpikv.transports import open_gpu_transport
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)

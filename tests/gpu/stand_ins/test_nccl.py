@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.arrays import accumulator, bfloat16
-from mpikv.device import DeviceMemory
+from mpikv.arrays.arrays import accumulator, bfloat16
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.waiting import Waiting
 from mpikv.errors import MPIKVError, PeerFailed, Stalled, TransportError, TransportUnavailable
-from mpikv.process_group import ProcessGroup
-from mpikv.stream_order import GpuOrder
+from mpikv.memory.device import DeviceMemory
+from mpikv.memory.stream_order import GpuOrder
+from mpikv.protocols import Transport
 from mpikv.testing.device import DeviceTransportContract, InOrder
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
@@ -29,8 +31,6 @@ from mpikv.transports.local import LocalTransport
 from mpikv.transports.nccl import WIRES, NcclTransport
 from mpikv.transports.shm import ShmTransport
 from mpikv.transports.watchdog import Watchdog, Work
-from mpikv.typing import Transport
-from mpikv.waiting import Waiting
 
 
 def joined(

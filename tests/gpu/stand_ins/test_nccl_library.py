@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpikv.device import DeviceMemory
+from mpikv.cluster.process_group import ProcessGroup
+from mpikv.cluster.waiting import Waiting
 from mpikv.errors import TransportError
-from mpikv.process_group import ProcessGroup
+from mpikv.memory.device import DeviceMemory
 from mpikv.testing.fakegpu import FakeArray, FakeGpu
 from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl, NcclError
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.nccl import WIRES, NcclTransport, last_error
-from mpikv.waiting import Waiting
 
 pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
 with warnings.catch_warnings():

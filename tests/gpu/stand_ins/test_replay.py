@@ -13,14 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpikv
-from mpikv import RowSparse, optimizers, schedules
-from mpikv.board import Board
+from mpikv import RowSparse, optimizers
+from mpikv.cluster.process_group import connect
+from mpikv.cluster.status_board import Board
 from mpikv.config import Config
-from mpikv.device import DeviceMemory
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
-from mpikv.process_group import connect
-from mpikv.store import KVStore
-from mpikv.stream_order import GpuOrder
+from mpikv.memory.device import DeviceMemory
+from mpikv.memory.stream_order import GpuOrder
+from mpikv.optimizers import schedules
+from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from support.emulation import OnDevice, compiler, cupy_on_host, emulated
 
-from mpikv.arrays import accumulator
-from mpikv.cuda import loading
-from mpikv.gpu import CupyGpu
-from mpikv.memory import HOST
+from mpikv.arrays.arrays import accumulator
+from mpikv.compute.cuda import loading
+from mpikv.compute.cuda.gpu import CupyGpu
+from mpikv.memory.host import HOST
+from mpikv.memory.workspace import GpuWorkspace
+from mpikv.protocols import Array, Workspace
 from mpikv.testing.fakegpu import FakeGpu
-from mpikv.typing import Array, Workspace
-from mpikv.workspace import GpuWorkspace
 
 from .test_gpu import Standin
 

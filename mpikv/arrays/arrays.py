@@ -1,0 +1,411 @@
+"""Arrays of any library as numpy arrays over the same memory, and the rules of dtypes.
+
+numpy arrays pass through untouched; other libraries' arrays are viewed without a copy, torch's through ``numpy()`` and
+the rest through DLPack. No array library but numpy is ever imported here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from functools import cache
+from math import prod
+from typing import Any, TypeGuard, TypeVar
+
+import numpy as np
+
+from ..errors import Unsupported, ValueMismatch, a_kind, mark_unwritable
+from ..protocols import Array
+from .float16 import add_widened, widen
+
+__all__ = [
+    "accumulator",
+    "add",
+    "add_in_pairs",
+    "add_in_pairs_over",
+    "aligned",
+    "as_of_library",
+    "castable",
+    "check_apart",
+    "check_mutable",
+    "disjoint",
+    "is_array",
+    "is_immutable",
+    "is_read_only",
+    "lies_on_host",
+    "local_sum",
+    "name_of",
+    "quiet",
+    "run_quietly",
+    "source",
+    "storable",
+    "target",
+    "zeros",
+]
+
+Result = TypeVar("Result")
+
+# By name: numpy gives bfloat16 the kind 'V' of raw bytes, so kinds alone cannot tell it.
+_KINDS = {
+    "bool": "bool",
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), "integer"),
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64"), "float"),
+    **dict.fromkeys(("complex64", "complex128"), "complex"),
+}
+_HALVES = ("float16", "bfloat16")
+
+# Devices whose memory the host can read: DLPack's kDLCPU and kDLCUDAHost (pinned host memory).
+_HOST_DEVICES = (1, 3)
+# Libraries whose arrays must not be written to. DLPack's mark of that is not heeded everywhere.
+_IMMUTABLE = ("jax", "jaxlib")
+# From here on memory is mapped by itself, as allocators do.
+_MAPPED_BYTES = 128 << 10
+
+
+def is_array(value: object) -> TypeGuard[Any]:
+    """Return whether the value is an array of any library, a numpy scalar included."""
+    return isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "__dlpack_device__")
+
+
+def lies_on_host(value: Any) -> bool:
+    """Return whether the memory of an array of any library is the host's."""
+    return isinstance(value, (np.ndarray, np.generic)) or int(value.__dlpack_device__()[0]) in _HOST_DEVICES
+
+
+def is_immutable(out: Any) -> bool:
+    """Return whether an array is one of a library whose arrays are never written to."""
+    return type(out).__module__.partition(".")[0] in _IMMUTABLE
+
+
+def is_read_only(array: Any) -> bool:
+    """Return whether an array of the host, of any library, cannot be written."""
+    return isinstance(array, np.generic) or not source(array).flags.writeable
+
+
+def check_mutable(out: Any) -> None:
+    """Raise TypeError if an array that is not the host's is one of a library whose arrays are never written to."""
+    if is_immutable(out):
+        text = f"a {type(out).__module__} array cannot be written to; pass an out= that can be"
+        raise mark_unwritable(TypeError(text))
+
+
+def check_apart(out: Array) -> None:
+    """Raise TypeError if elements of an array that is to be filled may lie in the same memory: each would be filled by
+    what comes for the last of them. numpy makes such arrays read-only, and others do not.
+
+    >>> check_apart(np.zeros((4, 6))[::2, ::-1].T)
+    >>> check_apart(np.lib.stride_tricks.as_strided(np.zeros(6), (4, 6), (0, 8)))
+    Traceback (most recent call last):
+    TypeError: what is to be filled has elements in the same memory: shape (4, 6), strides (0, 8)
+    """
+    reach = out.itemsize
+    for stride, length in sorted((abs(step), each) for step, each in zip(out.strides, out.shape, strict=True)):
+        if length > 1 and stride < reach and out.size:
+            raise TypeError(
+                f"what is to be filled has elements in the same memory: shape {out.shape}, strides {out.strides}"
+            )
+        reach += stride * (length - 1)
+
+
+def source(value: Any) -> Array:
+    """Return a numpy array to read ``value`` from, without a copy.
+
+    Raises:
+        TypeError: not an array, or a masked one, whose hidden elements would silently take part in sums.
+        Unsupported: the array is on a GPU.
+    """
+    if type(value) is np.ndarray:
+        array = value
+    elif isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array has no defined sum over ranks; pass array.filled(0)")
+    elif isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+    elif hasattr(value, "__dlpack_device__"):
+        array = _foreign(value)
+    else:
+        maker = "cupy" if hasattr(value, "__cuda_array_interface__") else "numpy"
+        advice = "value.to_dense()" if hasattr(value, "to_dense") else f"{maker}.asarray(value)"
+        raise TypeError(f"expected an array, got {type(value).__name__}; {advice} makes one")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def target(out: Any) -> Array:
+    """Return a numpy array over the memory of ``out`` to write to.
+
+    Raises:
+        TypeError: not an array, or one that cannot be written, as JAX's.
+        Unsupported: the array is on a GPU.
+    """
+    if not is_array(out):
+        raise TypeError(f"what is to be filled is {a_kind(out)}, not an array that can be filled")
+    if isinstance(out, np.generic):
+        raise mark_unwritable(TypeError(f"what is to be filled is {a_kind(out)}, not an array that can be filled"))
+    array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _foreign(out)
+    if not array.flags.writeable or is_immutable(out):
+        text = (
+            f"what is to be filled is a read-only {type(out).__module__} array; pass an out= that can be written, or "
+            "leave it out: a pull then returns new arrays, and a pushpull fills its values"
+        )
+        raise mark_unwritable(TypeError(text))
+    return array
+
+
+def _foreign(value: Any) -> Array:
+    device = int(value.__dlpack_device__()[0])
+    if device not in _HOST_DEVICES:
+        raise Unsupported(
+            f"the array is on a GPU (DLPack device type {device}), and what is asked for here is one of the host; copy "
+            "it to the host"
+        )
+    if type(value).__module__.partition(".")[0] == "torch":
+        return _torch(value.detach())
+    if isinstance(dtype := getattr(value, "dtype", None), np.dtype) and dtype.kind == "V":
+        return np.asarray(value)  # numpy has no DLPack for the dtypes of ml_dtypes
+    return np.from_dlpack(value)
+
+
+def as_of_library(array: Array, original: Any) -> Any:
+    """Return an array of the host as one of the library, and where there are devices on the device, of another one that
+    cannot be written. The memory is not copied where the library takes it.
+    """
+    if isinstance(original, np.ndarray):
+        return array
+    if isinstance(original, np.generic):
+        return array[()]
+    namespace, device = original.__array_namespace__(), original.device
+    if array.dtype.kind == "V" or not lies_on_host(original):
+        return namespace.asarray(array, device=device)
+    return namespace.from_dlpack(array, device=device)
+
+
+def _torch(tensor: Any) -> Array:
+    if str(tensor.dtype) != "torch.bfloat16":
+        return tensor.numpy()  # type: ignore[no-any-return]
+    # numpy cannot take torch's bfloat16 in any way but as the bytes of another 2-byte type.
+    return tensor.view(_sibling(tensor, "int16")).numpy().view(bfloat16())  # type: ignore[no-any-return]
+
+
+def _sibling(tensor: Any, name: str) -> Any:
+    """Return torch's dtype of that name without importing torch."""
+    import sys
+
+    return getattr(sys.modules["torch"], name)
+
+
+def bfloat16() -> np.dtype[Any]:
+    """Return numpy's bfloat16, which the package ml_dtypes brings.
+
+    Raises:
+        Unsupported: ml_dtypes is not installed.
+    """
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise Unsupported("bfloat16 needs the package ml_dtypes: pip install 'mpikv[bf16]'") from None
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype if values of it can be stored and summed.
+
+    Raises:
+        ValueMismatch: it is none of the known ones.
+    """
+    if dtype.name not in _KINDS:
+        raise ValueMismatch(f"dtype {dtype} cannot be stored (known: {', '.join(_KINDS)})")
+    return dtype
+
+
+def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Return whether values may be cast silently: within one kind, and never from signed to unsigned.
+
+    >>> castable(np.dtype("float64"), np.dtype("float32")), castable(np.dtype("int64"), np.dtype("float32"))
+    (True, False)
+    """
+    if given == wanted:
+        return True
+    if _KINDS.get(given.name) != _KINDS.get(wanted.name) or given.name not in _KINDS:
+        return False
+    return not (given.kind == "i" and wanted.kind == "u")
+
+
+@cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which numpy puts together each time."""
+    name: str = dtype.name
+    return name
+
+
+@cache
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values of this dtype are summed: float32 for half precision, else their own."""
+    return np.dtype(np.float32) if dtype.name in _HALVES else dtype
+
+
+def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = False) -> Array:
+    """Return the sum of this rank's arrays for one key, in the accumulator of ``dtype``: from left to right, or as in
+    :func:`add_in_pairs`.
+    """
+    if len(arrays) == 1:
+        return arrays[0]
+    if in_pairs:
+        return _sum_in_pairs([array.astype(accumulator(dtype), copy=False) for array in arrays], accumulator(dtype))
+    total = arrays[0].astype(accumulator(dtype))
+    for array in arrays[1:]:
+        np.add(total, array, out=total, dtype=total.dtype, casting="unsafe")
+    return total
+
+
+def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
+    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype, from the first to the last."""
+    if high - low < terms[0].size:
+        terms = [term[low:high] for term in terms]
+    if terms[0].dtype != out.dtype:
+        _add_halves(terms, out)
+        return
+    if len(terms) == 1:
+        np.copyto(out, terms[0])
+        return
+    np.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        np.add(out, term, out=out)
+
+
+def _add_halves(terms: Sequence[Array], out: Array) -> None:
+    """Put the sum of terms into float32 memory. The first is of half precision, and the others may be."""
+    widen(terms[0], out)
+    for term in terms[1:]:
+        if term.dtype == out.dtype:
+            np.add(out, term, out=out)
+        else:
+            add_widened(out, term)
+
+
+def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
+    """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype: the sum of both halves' sums.
+
+    Halves of halves are what ranks have when the terms are shared out among them, so that the order stays the same.
+    """
+    np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
+
+
+def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
+    """Do what :func:`add_in_pairs` does without memory of its own: where the terms lie, but for the ``own``-th, which
+    is only read. All are of the dtype of ``out``.
+    """
+    total, _ = _sum_over([(term[low:high], number != own) for number, term in enumerate(terms)])
+    np.copyto(out, total)
+
+
+def _sum_over(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
+    """Return a sum, and whether it may be written over; so may all terms but one."""
+    if len(terms) == 1:
+        return terms[0]
+    middle = len(terms) // 2
+    (left, over_left), (right, _) = _sum_over(terms[:middle]), _sum_over(terms[middle:])
+    total = left if over_left else right
+    np.add(left, right, out=total)
+    return total, True
+
+
+def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    if len(terms) == 1:
+        if terms[0].dtype == dtype:
+            return terms[0]
+        wide = np.empty(terms[0].size, dtype)
+        widen(terms[0], wide)
+        return wide
+    middle = len(terms) // 2
+    left, right = _sum_in_pairs(terms[:middle], dtype), _sum_in_pairs(terms[middle:], dtype)
+    total: Array = np.add(left, right, out=None if left is terms[0] else left)
+    return total
+
+
+def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Array:
+    """Return zeroed bytes of private memory, aligned. Pages that are never written take no memory.
+
+    Huge pages are for what is written everywhere: each is taken as soon as a byte of it is written.
+
+    Raises:
+        MemoryError: the process cannot have as much.
+    """
+    if nbytes >= _MAPPED_BYTES:
+        return _mapped(nbytes, huge_pages)  # aligned to a page
+    memory = np.zeros(nbytes + alignment, np.uint8)
+    start = -memory.__array_interface__["data"][0] % alignment
+    return memory[start : start + nbytes]
+
+
+def _mapped(nbytes: int, huge_pages: bool) -> Array:
+    """Return memory that goes back to the system with the last array over it.
+
+    numpy asks for huge pages from 4 MB on, and an allocator may give memory that it has to fill with zeros.
+    """
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"the process cannot have {nbytes} bytes more: {error}") from error
+    advice = getattr(mmap, "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        with suppress(OSError):  # of a kernel that has no huge pages
+            pages.madvise(advice)
+    return np.frombuffer(pages, np.uint8)
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = 64) -> Array:
+    """Return a new array that begins where other libraries, as JAX, take memory over instead of copying it."""
+    nbytes = prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + alignment, np.uint8)
+    start = -memory.__array_interface__["data"][0] % alignment
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def quiet() -> Callable[..., Any]:
+    """Return a function ``run(function, *arguments)`` that has numpy pass over overflows, whatever the caller's rules.
+
+    numpy 2 keeps the rules in a context, which is entered in a tenth of the time that ``errstate`` takes. The function
+    then sees the context variables of now, and calls must not be nested.
+    """
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        return run_quietly
+    context = copy_context()
+    context.run(np.seterr, all="ignore")
+    return context.run
+
+
+def run_quietly(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Run a function that may call anybody's code, with numpy passing over overflows."""
+    with np.errstate(all="ignore"):
+        return function(*arguments)
+
+
+def disjoint(sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Array]]) -> bool:
+    """Return whether each key's targets may be written before the sources of the other keys have been read.
+
+    ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine.
+    Where it would take long to tell, the answer is False.
+    """
+    arrays = [array for group in (*sources, *targets) for array in group]
+    if not all(array.flags.c_contiguous for array in arrays):
+        return False
+    ranges: dict[tuple[int, int, int], bool] = {}
+    for written, groups in ((False, sources), (True, targets)):
+        for key, group in enumerate(groups):
+            for array in group:
+                low = array.__array_interface__["data"][0]
+                ranges[low, low + array.nbytes, key] = written
+    return _apart(sorted((low, high, written) for (low, high, _), written in ranges.items()))
+
+
+def _apart(ranges: Sequence[tuple[int, int, bool]]) -> bool:
+    """Return whether no written range meets another; the ranges are sorted."""
+    reach = reach_written = 0
+    for low, high, written in ranges:
+        if low < reach_written or (written and low < reach):
+            return False
+        reach = max(reach, high)
+        reach_written = max(reach_written, high) if written else reach_written
+    return True

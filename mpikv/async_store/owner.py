@@ -1,0 +1,152 @@
+"""What the owner of keys does with the pushes and pulls that arrive in any order.
+
+It knows no messages and no threads: a request is a call, and an answer is a call of ``answer``, in the same call or in
+a later one. A push is applied when it comes; or, in *rounds*, it is parked until every active rank has pushed the key,
+and the sum of theirs, in rank order, makes one update, which is what a synchronous store does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..arrays.arrays import accumulator, add
+from ..engine.keys import Entry, KeyTable
+from ..errors import TransportError, noted
+from ..protocols import Array, Updater
+
+__all__ = ["Answer", "HalfUpdated", "Ledger"]
+
+Answer: TypeAlias = "Callable[[int, int, int, Array | BaseException | None], None]"
+"""Told the rank, its ticket, the version of the value, and for a pull the value, which may change when it returns; for
+a push that has changed nothing, what its updater raised; or a :class:`HalfUpdated`."""
+
+
+class HalfUpdated(TransportError):
+    """An optimizer has failed in the middle of its rule: nobody knows what the value is. The store cannot be used any
+    more.
+    """
+
+
+class _Push(NamedTuple):
+    rank: int
+    ticket: int
+    payload: Array
+
+
+class _Pull(NamedTuple):
+    rank: int
+    ticket: int
+
+
+class Ledger:
+    """The requests to one owner. Calls must come one at a time."""
+
+    def __init__(self, size: int, rounds: bool, answer: Answer) -> None:
+        self._size, self._rounds, self._answer = size, rounds, answer
+        self.applied = 0
+        """How many updates were made."""
+
+    def begin(self, table: KeyTable, updater: Updater) -> None:
+        """Start anew, when all ranks have met: nothing is parked, and all ranks are active.
+
+        Args:
+            table: the keys that there are, whose counts of updates are kept here.
+            updater: what makes an update. Nobody else uses or changes it until the next call.
+        """
+        self._table, self._updater = table, updater
+        self._entries = {entry.index: entry for entry in table.entries()}
+        self._active = set(range(self._size))
+        self._parked: dict[int, list[_Push]] = {}
+        self._pulls: dict[int, list[_Pull]] = {}
+
+    def push(self, rank: int, ticket: int, row: int, payload: Array) -> None:
+        """Update a value by what a rank has pushed, the elements or their bytes, now or when the round is complete.
+
+        A rank's pushes of a key wait for each other: it has none that is parked. ``payload`` may be overwritten, and
+        again by others when this returns.
+        """
+        payload = payload.reshape(-1).view(self._entries[row].dtype)
+        if not self._rounds:
+            self._apply(row, [_Push(rank, ticket, payload)])
+            return
+        self._parked.setdefault(row, []).append(_Push(rank, ticket, payload.copy()))
+        self._complete(row)
+
+    def pull(self, rank: int, ticket: int, row: int) -> None:
+        """Answer with the value, once it has all that the rank itself has pushed."""
+        if any(push.rank == rank for push in self._parked.get(row, ())):
+            self._pulls.setdefault(row, []).append(_Pull(rank, ticket))
+        else:
+            self._show(row, _Pull(rank, ticket))
+
+    def leave(self, rank: int) -> None:
+        """Wait for a rank no more: it pushes nothing until all have met."""
+        self._active.discard(rank)
+        for row in list(self._parked):
+            self._complete(row)
+
+    def awaited(self, rank: int) -> list[int]:
+        """Return the ranks for which the rounds of a rank's pushes wait."""
+        come = [{push.rank for push in pushes} for pushes in self._parked.values()]
+        return sorted(set().union(*(self._active - ranks for ranks in come if rank in ranks)))
+
+    def _complete(self, row: int) -> None:
+        """Make the update of a round if all have come."""
+        pushes = sorted(self._parked[row], key=lambda push: push.rank)
+        if self._active <= {push.rank for push in pushes}:
+            del self._parked[row]
+            self._apply(row, pushes)
+
+    def _apply(self, row: int, pushes: Sequence[_Push]) -> None:
+        entry, failure = self._entries[row], None
+        try:
+            with np.errstate(all="ignore"):
+                self._update(entry, [push.payload for push in pushes])
+            self._table.counts[row] += 1
+            self.applied += 1
+        except BaseException as error:
+            # sys.exit in a user's function, too. One that may not fail has left the value half changed.
+            if not isinstance(error, Exception) and not self._updater.may_raise:
+                raise
+            failure = noted(error, f"updating key {entry.key!r}")
+        for push in pushes:
+            self._answer(push.rank, push.ticket, self._version(row), failure)
+        if isinstance(failure, HalfUpdated):
+            raise failure
+        for pull in self._pulls.pop(row, ()):  # of ranks that have pushed
+            self._show(row, pull)
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure
+
+    def _update(self, entry: Entry, payloads: Sequence[Array]) -> None:
+        """Make one update by the sum of the payloads. A failure but :class:`HalfUpdated` changes nothing."""
+        updater = self._updater
+        step = updater.step(entry.key, int(self._table.counts[entry.index]) + 1)
+        total = payloads[0]
+        if len(payloads) > 1 or accumulator(entry.dtype) != entry.dtype:
+            total = np.empty(entry.place.size, accumulator(entry.dtype))
+            add(payloads, 0, total.size, total)
+        value, state = entry.value, entry.state
+        if not updater.may_raise:
+            shape = (-1,) if updater.elementwise else entry.shape
+            flat = {name: array.reshape(shape) for name, array in state.items()}
+            try:
+                updater.update(step, total.reshape(shape), value.reshape(shape), flat)
+            except Exception as error:
+                text = f"the update of key {entry.key!r} has failed in the middle, by {error!r}"
+                raise HalfUpdated(f"{text}; value and state may be half changed: go on from a checkpoint") from error
+            return
+        changed, states = value.copy(), {name: array.copy() for name, array in state.items()}
+        updater.update(step, total.reshape(entry.shape), changed, states)
+        np.copyto(value, changed)
+        for name, array in states.items():
+            np.copyto(state[name], array)
+
+    def _show(self, row: int, pull: _Pull) -> None:
+        self._answer(pull.rank, pull.ticket, self._version(row), self._entries[row].value)
+
+    def _version(self, row: int) -> int:
+        return int(self._table.counts[row] + self._table.earlier[row])

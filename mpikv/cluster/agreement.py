@@ -1,0 +1,267 @@
+"""What ranks compare before data move. What each is doing it writes on the board, of ``cluster/status_board.py``.
+
+Every collective call of the store starts by comparing one number, a digest of the call. Only when all ranks passed the
+same one do data move. Otherwise the ranks exchange texts and every one of them raises: the rank whose own arguments
+were bad raises its own error, the others ``PeerFailed``; ranks that made different calls all raise the same
+``RankMismatch``. Either way every rank has made the same number of steps, so the store can be used again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from ..errors import (
+    MPIKVError,
+    PeerFailed,
+    Raised,
+    RankMismatch,
+    is_settled,
+    mark_repeated,
+    noted,
+    notes,
+    settled,
+    text_of,
+)
+from ..protocols import Key, Transport
+from .process_group import ProcessGroup
+from .status_board import Board
+
+__all__ = ["JOINED", "Agreement", "Call", "PreparedCall", "Said", "told"]
+
+# Tokens that are no digest: of an owner whose work went well, of a rank whose arguments are bad or whose work failed,
+# and of one that has run out of work.
+_WELL = 1
+_FAILED = (1 << 62) - 1
+_JOINABLE = ("push", "pull", "pushpull", "row_sparse_pull", "barrier")
+JOINED = (1 << 62) - 2
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One rank's view of a collective call."""
+
+    verb: str
+    token: int
+    label: str = ""
+    """The keys, shortened, for messages."""
+    keys: tuple[Key, ...] = ()
+    describe: Callable[[], Sequence[str]] = lambda: ()
+    """All that the token was made of; asked for only when ranks disagree."""
+
+    def __str__(self) -> str:
+        return f"{self.verb}({self.label})"
+
+    @cached_property
+    def note(self) -> bytes:
+        """The call's text for the board."""
+        return str(self).encode()
+
+
+class PreparedCall(NamedTuple):
+    """A call in which this rank has found nothing wrong."""
+
+    call: Call
+    """What the ranks compare."""
+    run: Callable[[], Any]
+    """Makes the call once they agree; returns what the caller gets."""
+
+
+class Said(NamedTuple):
+    """What a rank tells the others when not all have made the same call."""
+
+    text: str
+    verb: str
+    keys: Sequence[Key]
+    token: int
+    parts: Sequence[str]
+    error: str
+
+
+class Agreement:
+    """Compares the ranks' calls."""
+
+    def __init__(self, transport: Transport, group: ProcessGroup, board: Board, check: bool) -> None:
+        self._transport, self._group, self._board, self.check = transport.control, group, board, check
+        self.calls = 0
+        self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
+
+    def begin(self, call: Call, showing: bool = False) -> None:
+        """Wait for every rank to make the same call. Also a fence.
+
+        ``showing``: the outbox holds what this call sends first.
+
+        Raises:
+            RankMismatch: ranks made different calls.
+            PeerFailed: another rank raised before it could take part.
+            Stalled: a rank did not come; the message says nothing yet of where it is.
+        """
+        self.calls += 1
+        self._board.write(self.calls, call.note)
+        if not self.check:
+            self._transport.fence(showing)
+        elif not self._transport.agree(call.token, showing):
+            _, some_have_left = self._settle(call)
+            if some_have_left:
+                self.confirm(call, None)  # that they can do their part
+
+    def least(self, number: int) -> int:
+        """Return the smallest of the ranks' numbers. All have agreed that this comes next."""
+        self._numbers[self._group.rank] = number
+        self._transport.all_gather(self._numbers, self._one_each)
+        return int(self._numbers.min())
+
+    def refuse(self, call: Call, error: BaseException) -> NoReturn:
+        """Tell the other ranks that this one cannot make its call, and raise why."""
+        self.calls += 1
+        self._board.write(self.calls, call.note)
+        if self.check:
+            self._tell_failure(call, error)
+        if isinstance(error, MemoryError):
+            self.name(call, error)
+        raise self.at_rank(call.verb, error)
+
+    def confirm(self, call: Call, error: BaseException | None) -> None:
+        """Learn whether what only some ranks did, as the owners' updates, went well; raise on all ranks if not."""
+        if error is None:
+            if not self._transport.agree(_WELL):
+                self._settle(call)
+            return
+        self._tell_failure(call, error)
+        # An error of the caller's own code is raised as it is.
+        raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else self._noted(call, error)
+
+    def shadow(self, call: Call) -> Said | None:
+        """Take part in the next call for a rank that has run out of work. A call of :meth:`confirm` has to follow.
+
+        Returns:
+            What the working ranks call, or None once no rank has work.
+        """
+        self.calls += 1
+        self._board.write(self.calls, call.note)
+        return None if self._transport.agree(JOINED) else self._settle(call)[0]
+
+    def _tell_failure(self, call: Call, error: BaseException) -> None:
+        rank = self._group.rank
+        if self._transport.agree(_FAILED):  # no rank was right: most likely all are wrong in the same way
+            mark_repeated(error, rank == 0)
+        else:
+            said = [other.error for other in self._tell(call, error)]
+            mark_repeated(error, said.index(said[rank]) == rank)
+
+    def _tell(self, call: Call, error: BaseException | None) -> list[Said]:
+        """Exchange what each rank has to say."""
+        mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), told(error) if error else "")
+        return [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
+
+    def _settle(self, call: Call) -> tuple[Said, bool]:
+        """Raise unless all ranks that have work make the same call; return it, and whether some have none."""
+        said = self._tell(call, None)
+        for rank, other in enumerate(said):
+            if other.error:
+                raise self.at_rank(call.verb, _of_peer(call, rank, other.error))
+        working = {rank: other for rank, other in enumerate(said) if other.token != JOINED}
+        if len(working) < len(said):
+            self._check_joinable(call, working)
+        if len({other.token for other in working.values()}) > 1:
+            text = (
+                f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed; "
+                "every rank must make the same calls in the same order, outside of conditions on the rank"
+            )
+            raise self.at_rank(call.verb, self._mismatch(text, working))
+        return next(iter(working.values())), len(working) < len(said)
+
+    def _check_joinable(self, call: Call, working: Mapping[int, Said]) -> None:
+        for rank, other in working.items():
+            if other.verb not in _JOINABLE:
+                text = (
+                    f"rank {rank} calls {other.text} while others have left join(), which may take part in {_JOINABLE}"
+                )
+                raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
+
+    def _mismatch(self, text: str, working: Mapping[int, Said]) -> RankMismatch:
+        """Return an error of all ranks. One that closes the store may be at its end, where nothing is printed."""
+        first = next((rank for rank, other in working.items() if other.verb != "close"), 0)
+        return mark_repeated(RankMismatch(text), first == self._group.rank)
+
+    def at_rank(self, verb: str, error: Raised) -> Raised:
+        """Add the verb and this rank to the error's message, unless an earlier call has."""
+        if is_settled(error):
+            return error
+        if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
+            error.args = (self._placed(verb, verb, error),)
+        return settled(error)
+
+    def name(self, call: Call, error: MemoryError) -> None:
+        """Have the message of a lack of memory begin with its call, and end with this rank."""
+        error.args = (self._placed(str(call), call.verb, error),)
+
+    def _placed(self, begin: str, verb: str, error: BaseException) -> str:
+        """Return an error's text with its beginning, unless it begins with the verb, and with this rank."""
+        text = text_of(error)
+        text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
+        where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
+        return text if text.endswith(where) else text + where
+
+    def _noted(self, call: Call, error: BaseException) -> BaseException:
+        return settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
+
+
+def _of_peer(call: Call, rank: int, said: str) -> Exception:
+    kind, _, text = said.partition(": ")
+    if kind == RankMismatch.__name__:  # found by the one rank that could, and everybody's
+        return mark_repeated(RankMismatch(text), first=False)
+    return PeerFailed(f"{call}: rank {rank} raised {said}; nothing was changed in the store", rank)
+
+
+def told(error: BaseException) -> str:
+    """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
+    if isinstance(error, MPIKVError) or error.__traceback__ is None:
+        return f"{type(error).__name__}: {text_of(error)}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = ", ".join([*notes(error), f"in {last.name}, {last.filename}:{last.lineno}"])
+    return f"{type(error).__name__}: {text_of(error)} ({where})"
+
+
+def _difference(said: Mapping[int, Said]) -> str:
+    """Show the call of the first rank beside the first call that differs from it."""
+    (rank, first), *others = said.items()
+    other = next(other for _, other in others if other.token != first.token)
+    where = ""
+    if other.text == first.text:
+        sides = enumerate(zip_longest(first.parts, other.parts))
+        where = next((f" (item {at}: {_between(left, right)})" for at, (left, right) in sides if left != right), "")
+    like = [rank for rank, one in said.items() if one.token == other.token]
+    return f"rank {rank} calls {first.text}; {_ranks(like)} {other.text}{where}"
+
+
+_OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
+
+
+def _between(left: str | None, right: str | None) -> str:
+    """Show in what two calls differ: a text of each, None where a call has none."""
+    if left is None or right is None:
+        return f"{left or right}, only in the {'first' if right is None else 'second'} of these calls"
+    return _apart(left, right)
+
+
+def _apart(left: str, right: str) -> str:
+    """Show two texts; of two lists of the same options, as of an updater, only those that differ."""
+    lists = _OPTIONS.fullmatch(left), _OPTIONS.fullmatch(right)
+    if lists[0] is None or lists[1] is None or lists[0]["name"] != lists[1]["name"]:
+        return f"{left}, {right}"
+    one, other = (each["options"].split(", ") for each in lists if each is not None)
+    differing = [f"{a}, {b}" for a, b in zip_longest(one, other, fillvalue="nothing") if a != b]
+    return f"{lists[0]['name']}: {'; '.join(differing)}" if len(one) == len(other) else f"{left}, {right}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"

@@ -1,0 +1,313 @@
+"""Calls that the caller does not wait for: a queue, the thread that makes them, and an order that all ranks keep.
+
+Which call comes next must be the same on every rank, and at any moment one rank has issued more calls than another. So
+before each call the ranks compare how many they have queued. Next is the most urgent of as many as all have; of
+several, the one that was issued first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from types import TracebackType
+from typing import Any
+
+from ..errors import Closed, TransportError, Unsupported, noted, text_of
+from .runtime import present
+from .tracebacks import hidden_from_pytest, hide_frames
+
+__all__ = ["Pending", "Work", "makes_calls", "urgency"]
+
+__tracebackhide__ = hidden_from_pytest
+
+# Seconds after which the thread looks again whether another one's call has ended.
+_SHORT = 1e-3
+
+
+class _Here(threading.local):
+    makes_calls = False
+
+
+_here = _Here()
+
+
+def makes_calls() -> bool:
+    """Return whether this thread makes calls with ``wait=False`` for those that have issued them."""
+    return bool(_here.makes_calls)
+
+
+class Work:
+    """A call that was made with ``wait=False``, and what comes of it.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> kv = mpikv.create()
+        >>> kv.init("w", np.zeros(2))
+        >>> work = kv.pushpull("w", np.ones(2), wait=False)
+        >>> work.wait()
+        array([1., 1.])
+        >>> work.done
+        True
+    """
+
+    def __init__(
+        self,
+        pending: Pending,
+        urgent: int,
+        text: Callable[[], str],
+        run: Callable[[], Any],
+        rejoin: Callable[[], None] | None = None,
+    ) -> None:
+        self._pending, self._urgency, self._text = pending, urgent, text
+        self._run: Callable[[], Any] | None = run
+        self._rejoin = rejoin
+        self._completed = present().event()
+        self._result: Any = None
+        self.inner: Callable[[Any], Any] | None = None
+        """What :meth:`wait` makes of the call's own result, if it is to return anything else."""
+        self._error: BaseException | None = None
+        self._trace: TracebackType | None = None
+
+    def __repr__(self) -> str:
+        state = (
+            f"failed: {text_of(self._error, repr)}" if self._error is not None else "done" if self.done else "pending"
+        )
+        return f"<mpikv.Work {self._text()} {state}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether the call has completed, well or not. Local. On a GPU it has when it is queued."""
+        return bool(self._completed.is_set())
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the call raised; None if nothing, or not yet. Local. Looking here does not count as having seen it."""
+        # Else every time that it is raised would make the traceback longer.
+        return self._error and self._error.with_traceback(self._trace)
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait until the call has completed; return what it returns, or raise what it raised.
+
+        Local: every rank may wait when it likes, more than once, or not at all. What a call raised and nobody has seen
+        is logged, and raised by the next call that does not itself have ``wait=False``, in its place.
+
+        On a GPU it waits until the call is queued, and what this thread's present stream is given next comes after it.
+
+        Args:
+            timeout: seconds; None waits until it has completed, which the store's own timeout bounds unless an updater
+                never returns.
+
+        Raises:
+            TimeoutError: the call has not completed yet; it goes on, and so does the store.
+            Unsupported: an updater waits, for which the call itself waits.
+            Closed: it was issued before a fork, and completes in the other process.
+        """
+        self._pending.check_progress(self)
+        if not self._completed.wait(timeout):
+            raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it goes on")
+        error = self.error
+        if self._rejoin is not None:
+            # After a failure of the GPU nothing comes after it, and what the call raised says more.
+            with nullcontext() if error is None else suppress(TransportError):
+                self._rejoin()
+        if error is not None:
+            self._pending.saw(self)
+            raise error
+        return self._result if self.inner is None else self.inner(self._result)
+
+    def _perform(self) -> None:
+        assert self._run is not None
+        try:
+            self._result = self._run()
+        except BaseException as error:  # sys.exit in an updater, too: wait() raises it where the program can end
+            self._fail(error)
+        self._run = None  # it holds the caller's arrays
+
+    def _fail(self, error: BaseException) -> None:
+        hide_frames(error)
+        self._error, self._trace = error, error.__traceback__
+        self._run = None
+        # They hold the caller's arrays.
+        traceback.clear_frames(self._trace)
+
+
+class Pending:
+    """The calls of one store that were made with ``wait=False``. All methods but those of its thread are local."""
+
+    def __init__(
+        self,
+        least: Callable[[int], int],
+        aside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        busy: Callable[[], bool] = bool,
+    ) -> None:
+        """``least`` returns the smallest of the numbers that all ranks pass, collectively. The thread is in ``aside``
+        while it makes calls, and begins none while the store is ``busy`` with another thread's.
+        """
+        self._least, self._aside, self._busy = least, aside, busy
+        self._changed = present().condition()
+        self._queue: list[Work] = []
+        self._unseen: list[Work] = []
+        self._completed = 0
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._ending = self._some_are_urgent = False
+        self.active = False
+        """Whether calls are queued or running."""
+        self.waiting = False
+        """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
+
+    def add(
+        self,
+        urgent: int,
+        text: Callable[[], str],
+        run: Callable[[], Any],
+        rejoin: Callable[[], None] | None = None,
+    ) -> Work:
+        """Queue a call. ``rejoin`` is called in each thread that has waited for it.
+
+        Raises:
+            Closed: the store has ended.
+        """
+        work = Work(self, urgent, text, run, rejoin)
+        with self._changed:
+            if self._ending:
+                raise Closed(f"{text()}: the store has ended; create a new store")
+            self._start()
+            self._some_are_urgent |= urgent != 0
+            self._queue.append(work)
+            self.active = self.waiting = True
+            self._changed.notify_all()
+        return work
+
+    def _start(self) -> None:
+        if self._thread is None:
+            # Known before it starts: an interrupt comes while this waits for it, and the next call would start another.
+            self._thread = present().thread(self._serve, "mpikv")
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no thread left
+                self._thread = None
+                raise
+
+    def runs_here(self) -> bool:
+        """Return whether this is the queue's thread: one of its calls, or an updater that it runs."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def drain(self, patience: float | None = None) -> bool:
+        """Wait until all calls have completed; return False after ``patience`` seconds in which none has.
+
+        In the queue's own thread, which cannot wait for itself, and in a forked child, returns at once.
+        """
+        if not self.active or self.runs_here() or os.getpid() != self._process:
+            return True
+        completed = -1
+        with self._changed:
+            while completed < self._completed:
+                completed = self._completed
+                if self._changed.wait_for(lambda: not self.active, patience):
+                    return True
+        return False
+
+    def pass_to(self, claim: Callable[[], None]) -> None:
+        """Wait until all calls have completed, and let another thread ``claim`` the store before the next begins."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.active)
+            claim()
+
+    def failure(self) -> BaseException | None:
+        """Return what the first failed call raised that nobody has seen, if there is one; all then count as seen."""
+        with self._changed:
+            if not self._unseen or self.runs_here():
+                return None
+            unseen, self._unseen = self._unseen, []
+            self._look()
+        error = unseen[0].error
+        assert error is not None
+        more = f", nor for {len(unseen) - 1} later ones that failed" if len(unseen) > 1 else ""
+        return noted(error, f"in {unseen[0]._text()}, for which nobody has waited{more}")
+
+    def saw(self, work: Work) -> None:
+        """Take note that somebody has seen what a call raised."""
+        with self._changed:
+            if work in self._unseen:
+                self._unseen.remove(work)
+                self._look()
+
+    def check_progress(self, work: Work) -> None:
+        """Raise if a call that has not completed never will while this thread waits."""
+        if work.done:
+            return
+        if self.runs_here():
+            raise Unsupported(f"an updater cannot wait for {work!r}, which comes after the call that runs the updater")
+        if os.getpid() != self._process:
+            raise Closed(f"{work!r} was issued before a fork, which MPI does not survive; it completes in the parent")
+
+    def end(self) -> None:
+        """Let the thread end when the queue is empty. Does not wait."""
+        if os.getpid() != self._process:
+            return  # a forked child has no such thread, which may have held the lock
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def _look(self) -> None:
+        self.waiting = self.active or bool(self._unseen)
+
+    # --- The thread
+
+    def _serve(self) -> None:
+        _here.makes_calls = True
+        while queued := self._await():
+            with self._aside():
+                work = self._make_next(queued)
+            self._complete(work)  # and only then, as whoever waits for it may close the store
+            del work  # its result may be shared memory, which could not be freed
+
+    def _make_next(self, queued: int) -> Work:
+        try:
+            work = self._take(self._least(queued))
+        except BaseException as error:
+            work = self._take(1)
+            work._fail(error)
+        else:
+            work._perform()
+        return work
+
+    def _await(self) -> int:
+        """Wait for a call to make; return how many there are, or 0 at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._ending)
+            while self._queue and self._busy():
+                self._changed.wait(_SHORT)
+            return len(self._queue)
+
+    def _take(self, common: int) -> Work:
+        """Take the most urgent call out of the queue, of the first ``common``."""
+        with self._changed:
+            candidates = range(common if self._some_are_urgent else 1)
+            return self._queue.pop(max(candidates, key=lambda place: (self._queue[place]._urgency, -place)))
+
+    def _complete(self, work: Work) -> None:
+        if work._error is not None:
+            logging.getLogger("mpikv").warning("a call with wait=False has failed, as its wait() tells: %s", repr(work))
+        with self._changed:
+            self._completed += 1
+            if work._error is not None:
+                self._unseen.append(work)
+            self.active = bool(self._queue)
+            self._look()
+            work._completed.set()
+            self._changed.notify_all()
+
+
+def urgency(priority: Any) -> int:
+    """Return the highest of the priorities of a call; 0 where they are no numbers, which the call itself refuses."""
+    wishes = priority if isinstance(priority, (list, tuple)) else [priority]
+    try:
+        return max(map(int, wishes), default=0)
+    except (TypeError, ValueError, OverflowError):
+        return 0

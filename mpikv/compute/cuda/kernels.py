@@ -1,0 +1,277 @@
+"""The rules of the optimizers on a GPU. A :class:`~mpikv.protocols.Kernels`.
+
+An update is one launch, also of many keys with numbers of their own, which reads each element once, makes all of the
+update of it, and writes it once. The bits are
+those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy as copy_of
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from ...arrays.arrays import accumulator
+from ...errors import TransportError, Unsupported
+from ...optimizers.forms import FORMS, call_of
+from ...optimizers.optimizer import Optimizer, Step
+from ...protocols import Array, Codec, Memory, Updater, Whole
+from . import layerwise
+from .codes import CudaRanges, has_code
+from .copies import copy, prepare
+from .loading import Kernel, address_of, kernel, pointer, zeros
+from .steps import NUMBERS, Row, Table, rows_of
+
+__all__ = ["MANY", "ONE", "CudaKernels", "update_of"]
+
+STATES = 3
+
+
+class Room(NamedTuple):
+    """How many ranges of elements a launch updates at most, and by how many different rows of numbers."""
+
+    name: str
+    ranges: int
+    rows: int
+
+
+ONE, MANY = Room("one", 1, 1), Room("many", 200, 16)
+
+
+def update_of(room: Room) -> np.dtype[Any]:
+    """Return what one launch is given: ``Update`` of rules.cu."""
+    return np.dtype(
+        [
+            ("total", np.uintp),
+            ("value", np.uintp),
+            ("master", np.uintp),
+            ("state", np.uintp, STATES),
+            ("table", np.uintp),
+            ("begin", np.int64),
+            ("count", np.int64),
+            ("end", np.int64, room.ranges),
+            ("row", np.int32, room.ranges),
+            ("numbers", np.float64, room.rows * NUMBERS),
+        ],
+        align=True,
+    )
+
+
+PART = 1 << 12
+"""How many elements a block updates before it takes others."""
+
+THREADS = 256
+# A GPU of 132 multiprocessors runs about 1000 such blocks at once.
+MOST_BLOCKS = 2048
+
+
+class CudaKernels:
+    """The optimizers of :data:`mpikv.optimizers.forms.FORMS`, and LARS and LAMB, as CUDA kernels, for float32, float64,
+    float16 and bfloat16, the latter two computed in float32, with a master or without.
+
+    Arrays are CuPy's, contiguous. Other updaters, and optimizers of one's own, are left to themselves: they get CuPy's
+    arrays, of which numpy's functions make CuPy do what they say.
+    """
+
+    rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
+
+    def has_rule(self, updater: Updater) -> bool:
+        return type(updater) in FORMS or type(updater) in layerwise.KINDS
+
+    def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
+        """Compile what the updater's present options need for values of this dtype, or load it. What is Python is tried
+        with one element.
+
+        Raises:
+            Unsupported: the optimizer cannot update values of this dtype, or arrays of a GPU.
+            TransportUnavailable: nothing can be compiled here.
+        """
+        if updater.assigns:
+            # The sum of half precision is float32.
+            prepare(accumulator(dtype), dtype)
+        elif isinstance(updater, Optimizer):
+            updater.slots(dtype)
+            if not self.has_rule(updater):
+                _check_runs(updater, dtype)
+                return
+            if type(updater) in layerwise.KINDS:
+                layerwise.prepare(updater, dtype)
+                return
+            form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
+            for room in (ONE, MANY):
+                _kernel_of(form, dtype.name, room)
+
+    def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
+        """Return what launches one update of these arrays, which lives as long as they do.
+
+        Raises:
+            ValueMismatch: an array is not as a kernel needs it.
+        """
+        if updater.assigns:
+            return _assignment(total, value)
+        if not isinstance(updater, Optimizer) or not self.has_rule(updater):
+            return updater.bind(total, value, state)
+        if type(updater) in layerwise.KINDS:
+            update = layerwise.bind(updater, [Whole(total, value, state)])
+            return lambda step: update([step])
+        several = _Updates(updater, total, value, state, (value.size,), ONE)
+        return lambda step: several((step,))
+
+    def bind_ranges(
+        self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
+    ) -> Callable[[Sequence[Any]], None]:
+        """Return what makes one update of each of some ranges of these arrays, by as few launches as can be: one for
+        200 ranges of up to 16 different steps. It lives as long as the arrays.
+
+        Raises: as :meth:`bind`.
+        """
+        if isinstance(updater, Optimizer) and self.has_rule(updater):
+            return _Updates(updater, total, value, state, ends, MANY)
+        parts = [slice(low, high) for low, high in pairwise((0, *ends))]
+        updates = [
+            updater.bind(total[part], value[part], {name: array[part] for name, array in state.items()})
+            for part in parts
+        ]
+        return partial(_each, updates)
+
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+        """Return what makes one update of each of some whole values, by a step each; it lives as long as they do.
+
+        Raises: as :meth:`bind`.
+        """
+        if isinstance(updater, Optimizer) and type(updater) in layerwise.KINDS:
+            return layerwise.bind(updater, wholes)
+        return partial(_each, [self.bind(updater, *whole) for whole in wholes])
+
+    def bind_adding(self, updater: Updater, value: Array, state: Mapping[str, Array]) -> None:
+        return None  # where a library adds, there is one term
+
+    def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
+        assert isinstance(updater, Optimizer)
+        table = Table(updater, memory.zeros(Table.nbytes(count)), count)
+        for dtype in dtypes:
+            for room in (ONE, MANY):
+                _kernel_of(table.form, dtype.name, room)
+        return table
+
+    def codec(self, codec: Codec) -> Codec:
+        """Return a codec of the same payloads for CuPy's arrays, compiled or loaded; or the codec, if it has no kernel.
+
+        Raises:
+            TransportUnavailable: nothing can be compiled here.
+        """
+        return CudaRanges(codec) if has_code(codec) else codec
+
+
+_ran: WeakKeyDictionary[Optimizer, set[np.dtype[Any]]] = WeakKeyDictionary()
+"""Of optimizers of one's own the dtypes of which they can update arrays on a GPU."""
+
+
+def _check_runs(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
+    """Raise if an optimizer's own rule cannot update arrays of a GPU, which a push would find out too late. It is found
+    out once, with a copy, as it may count.
+    """
+    ran = _ran.setdefault(optimizer, set())
+    if dtype in ran or type(optimizer).step is not Optimizer.step or not optimizer.elementwise:
+        return  # who knows of which keys, or of which shapes
+    slots, wide = optimizer.slots(dtype), accumulator(dtype)
+    state = {name: zeros(1, each) for name, each in slots.items()}
+    try:
+        copy_of(optimizer).bind(zeros(1, wide), zeros(1, dtype), state)(Step(1.0, 0.0, optimizer.correction(1)))
+    except (MemoryError, TransportError):
+        raise
+    except Exception as error:
+        raise Unsupported(
+            f"{type(optimizer).__name__} cannot update arrays of a GPU ({type(error).__name__}: {error}); use "
+            "functions of numpy that CuPy has, too, on arrays that all lie on the GPU, or a store on the host"
+        ) from error
+    ran.add(dtype)
+
+
+def _assignment(total: Array, value: Array) -> Callable[[Any], None]:
+    if pointer(value) == pointer(total):
+        return _nothing  # the sum was made in its place
+    return lambda step: copy((value,), (total,))
+
+
+def _nothing(step: Any) -> None:
+    pass
+
+
+def _each(updates: Sequence[Callable[[Any], None]], steps: Sequence[Any]) -> None:
+    for update, step in zip(updates, steps, strict=True):
+        update(step)
+
+
+class _Updates:
+    """Updates of ranges of some arrays that follow one another, to be launched for a step each. It keeps the arrays."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total: Array,
+        value: Array,
+        state: Mapping[str, Array],
+        ends: Sequence[int],
+        room: Room,
+    ) -> None:
+        slots = optimizer.slots(value.dtype)
+        self._optimizer, self._arrays = optimizer, (total, value, *state.values())
+        self._dtype, self._room = value.dtype.name, room
+        self._ends = np.array(ends, np.int64)
+        self._arguments = np.zeros(1, update_of(room))
+        wide = accumulator(value.dtype)
+        given = self._given = self._arguments[0]
+        self._rows, self._numbers = given["row"], given["numbers"].reshape(-1, NUMBERS)
+        given["total"] = address_of("the sum", total, wide, value.size)
+        given["value"] = address_of("the value", value, value.dtype, value.size)
+        if "master" in slots:
+            given["master"] = address_of("master", state["master"], slots["master"], value.size)
+        for place, name in enumerate(optimizer.states):
+            given["state"][place] = address_of(name, state[name], slots[name], value.size)
+        self._cut, self._blocks = (0, 0), 0
+
+    def __call__(self, steps: Sequence[Step | Row]) -> None:
+        low = 0
+        while low < len(steps):
+            some = steps[low : low + self._room.ranges]
+            form, count = self._point(some) if isinstance(some[0], Row) else self._write(some)
+            if self._cut != (low, low + count):
+                self._take(low, low + count)
+            if self._blocks:
+                _kernel_of(form, self._dtype, self._room)((self._blocks,), (THREADS,), (self._arguments,))
+            low += count
+
+    def _point(self, steps: Sequence[Any]) -> tuple[str, int]:
+        """Let ranges be updated by rows of a table. Return the form, and how many ranges these are."""
+        self._given["table"] = steps[0].table
+        self._rows[: len(steps)] = [step.row for step in steps]
+        return steps[0].form, len(steps)
+
+    def _write(self, steps: Sequence[Any]) -> tuple[str, int]:
+        """Let ranges be updated by these steps, as far as there are rows for them. Return the same."""
+        rows, different = rows_of(steps, self._room.rows)
+        form = ""
+        for row, step in enumerate(different):
+            # Options may have changed since the last call.
+            form, numbers = call_of(self._optimizer, step)
+            self._numbers[row, : len(numbers)] = numbers
+        self._given["table"] = 0
+        self._rows[: len(rows)] = rows
+        return form, len(rows)
+
+    def _take(self, low: int, high: int) -> None:
+        """Let the next launch update these ranges."""
+        begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
+        self._given["begin"], self._given["count"] = begin, high - low
+        self._given["end"][: high - low] = self._ends[low:high]
+        self._cut, self._blocks = (low, high), min(-(-(end - begin) // PART), MOST_BLOCKS)
+
+
+def _kernel_of(form: str, dtype: str, room: Room) -> Kernel:
+    return kernel("rules.cu", f"update<{form}_rule, {dtype}_kind, {room.name}>")

@@ -1,0 +1,117 @@
+"""Norms of many arrays of a GPU, with numpy's bits, and their scaling."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...errors import Unsupported
+from ...protocols import Array
+from .loading import address_of, kernel, room
+
+__all__ = ["ARRAYS", "CELL", "FLOATS", "cells_of", "measure", "scale"]
+
+MOST = 160
+ARRAYS = np.dtype(
+    [
+        ("array", np.uintp, MOST),
+        ("size", np.int64, MOST),
+        ("end", np.int64, MOST),
+        ("sums", np.uintp),
+        ("factor", np.float64),
+        ("count", np.int64),
+    ],
+    align=True,
+)
+"""What one launch is given: ``Arrays`` of norms.cu."""
+
+CELL, SCALED_PART, THREADS = 1 << 16, 1 << 12, 256
+"""How many elements one block adds up, as numpy's rules do at once; how many one scales; and its threads."""
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[Array, list[int]]:
+    """Find the sum of the squares of each array, as it is when rounded to a dtype, and how many of its numbers are not
+    finite then. Local; on the present stream, by one launch for all arrays of a dtype, and 160 at most.
+
+    Args:
+        arrays: CuPy's contiguous arrays of the present GPU, of float16, bfloat16, float32 or float64.
+        dtypes: for each array one of these.
+
+    Returns:
+        An array on the GPU of two float64 for each cell of each array, and how many cells each array has. The sums of
+        its cells, one after the other, are the sum of the array.
+
+    Raises:
+        Unsupported: an array is of another dtype.
+        TransportUnavailable: nothing can be compiled here.
+    """
+    counts = [cells_of(array.size) for array in arrays]
+    sums = room(2 * sum(counts))
+    firsts = np.cumsum([0, *counts])
+    kinds: defaultdict[str, list[int]] = defaultdict(list)
+    for index, (array, dtype) in enumerate(zip(arrays, dtypes, strict=True)):
+        if counts[index]:
+            kinds[f"measure<{_kind(array.dtype)}, {_kind(dtype)}>"].append(index)
+    for expression, members in kinds.items():
+        for some in _runs(members):
+            # The cells of arrays that follow one another do so, too.
+            given = _given([arrays[index] for index in some], CELL)
+            given["sums"] = address_of("memory for sums", sums, sums.dtype, sums.size) + 16 * int(firsts[some[0]])
+            kernel("norms.cu", expression)((int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
+    return sums, counts
+
+
+def scale(arrays: Sequence[Array], factor: float) -> None:
+    """Multiply arrays in place, in float64, and round once. Local; on the present stream, by one launch for all arrays
+    of a dtype, and 160 at most. Arrays and errors as in :func:`measure`.
+    """
+    kinds: defaultdict[str, list[Array]] = defaultdict(list)
+    for array in arrays:
+        if array.size:
+            kinds[f"scale<{_kind(array.dtype)}>"].append(array)
+    for expression, members in kinds.items():
+        for low in range(0, len(members), MOST):
+            some = members[low : low + MOST]
+            given = _given(some, SCALED_PART)
+            given["factor"] = factor
+            kernel("norms.cu", expression)((int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
+
+
+def cells_of(size: int) -> int:
+    """Return how many cells an array has."""
+    return -(-size // CELL)
+
+
+def _runs(members: Sequence[int]) -> Iterator[list[int]]:
+    """Yield numbers that follow one another, as many at a time as a launch takes."""
+    run: list[int] = []
+    for member in members:
+        if run and (member != run[-1] + 1 or len(run) == MOST):
+            yield run
+            run = []
+        run.append(member)
+    if run:
+        yield run
+
+
+def _given(arrays: Sequence[Array], part: int) -> Array:
+    """Return the arguments of a launch for some arrays, each of which is cut into parts."""
+    given, count = np.zeros(1, ARRAYS), len(arrays)
+    given["array"][0, :count] = [address_of("an array", array, array.dtype, array.size) for array in arrays]
+    given["size"][0, :count] = [array.size for array in arrays]
+    given["end"][0, :count] = np.cumsum([-(-array.size // part) for array in arrays])
+    given["count"] = count
+    return given
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    if dtype.name not in FLOATS:
+        raise Unsupported(
+            f"an array of {dtype.name} on a GPU cannot be measured or scaled (known: {', '.join(FLOATS)})"
+        )
+    return f"{dtype.name}_kind"

@@ -1,0 +1,101 @@
+"""Steps of updates in a GPU's memory, which kernels read when they run: what a graph of them needs, whose arguments are
+the same at each launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...optimizers.forms import call_of
+from ...optimizers.optimizer import Optimizer, Step
+from ...protocols import Array
+from .loading import kernel, pointer
+
+__all__ = ["NUMBERS", "WRITTEN", "Row", "Table", "rows_of"]
+
+NUMBERS = 12
+"""How many a row has: those of an ``Update`` of rules.cu."""
+
+KEYS, ROWS = 2400, 16
+WRITTEN = np.dtype(
+    [("target", np.uintp), ("count", np.int64), ("numbers", np.float64, ROWS * NUMBERS), ("row", np.uint8, KEYS)],
+    align=True,
+)
+"""What one launch is given: ``Numbers`` of steps.cu."""
+
+THREADS = 256
+_WIDTH = NUMBERS * np.dtype(np.float64).itemsize
+
+
+def rows_of(steps: Sequence[Any], most: int) -> tuple[list[int], list[Any]]:
+    """Return which of the different steps each is, and these, as far as there are ``most`` of them.
+
+    >>> one, other = "one", "other"
+    >>> rows_of([one, other, one, "third", one], 2)
+    ([0, 1, 0], ['one', 'other'])
+    """
+    known: dict[int, int] = {}
+    rows, different = list[int](), list[Any]()
+    for step in steps:
+        row = known.setdefault(id(step), len(known))
+        if row == most:
+            break
+        if row == len(different):
+            different.append(step)
+        rows.append(row)
+    return rows, different
+
+
+class Row(NamedTuple):
+    """Stands for a step that an update finds when it runs."""
+
+    form: str
+    table: int
+    """Where the first row is."""
+    row: int
+
+
+class Table:
+    """The :class:`~mpikv.protocols.StepTable` of :class:`~.kernels.CudaKernels`. It keeps its memory."""
+
+    def __init__(self, optimizer: Optimizer, memory: Array, count: int) -> None:
+        """``memory`` is uint8, of :meth:`nbytes`."""
+        self._optimizer, self._memory = optimizer, memory
+        self.form = call_of(optimizer, optimizer.step("", 1))[0]
+        self._address = pointer(memory)
+        self.rows: Sequence[Any] = [Row(self.form, self._address, row) for row in range(count)]
+        # The rows that each launch of the last writing gave to keys, and their numbers.
+        self._told: list[tuple[list[int], list[tuple[float, ...]]]] = []
+        self._arguments = np.zeros(1, WRITTEN)
+        kernel("steps.cu", "write_numbers")
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """Return how much memory so many rows take."""
+        return count * _WIDTH
+
+    def fits(self, step: Step) -> bool:
+        return call_of(self._optimizer, step)[0] == self.form
+
+    def write(self, steps: Sequence[Step]) -> None:
+        told, low = [], 0
+        while low < len(steps):
+            rows, different = rows_of(steps[low : low + KEYS], ROWS)
+            told.append((rows, [call_of(self._optimizer, step)[1] for step in different]))
+            low += len(rows)
+        if told != self._told:
+            self._told = told
+            self._queue()
+
+    def _queue(self) -> None:
+        run, given, low = kernel("steps.cu", "write_numbers"), self._arguments[0], 0
+        table = given["numbers"].reshape(ROWS, NUMBERS)
+        for rows, numbers in self._told:
+            given["target"], given["count"] = self._address + low * _WIDTH, len(rows)
+            given["row"][: len(rows)] = rows
+            table[: len(numbers), : len(numbers[0])] = numbers
+            run((-(-len(rows) * NUMBERS // THREADS),), (THREADS,), (self._arguments,))
+            low += len(rows)

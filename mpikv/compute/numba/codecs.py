@@ -1,0 +1,154 @@
+"""Codecs with error feedback as compiled loops, which pass over memory once. The bits are those of numpy.
+
+A loop makes the same float32 operations on an element, in the same order, as :class:`~mpikv.codecs.ErrorFeedback`
+around the codec. It has one signature, whatever the arrays: arrays that cannot be written are read like others.
+
+This module imports numba, and is imported when numba's kernels are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numba
+import numpy as np
+
+from ...codecs.bits import OneBit, TwoBit
+from ...codecs.casts import Bfloat16
+from ...codecs.feedback import RangeFeedback
+from ...codecs.options import SamePayloads
+from ...protocols import Array, Codec, RangeCodec
+from .compiling import kept
+
+__all__ = ["CompiledRanges", "compiled"]
+
+_SINGLE, _BYTE = numba.types.float32, numba.types.uint8
+_READ_SINGLES, _READ_BYTES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_SINGLE, _BYTE))
+_ENCODE = numba.void(_READ_SINGLES, _BYTE[::1], _SINGLE[::1], _SINGLE)
+_DECODE = numba.void(_READ_BYTES, _SINGLE[::1], _SINGLE[:, ::1])
+# Elements that are worked on at once: whole words of any payload, whose codes stay in the nearest cache.
+_CHUNK = 1024
+
+
+class _Loops(NamedTuple):
+    encode: Callable[..., None]
+    """``encode(gradient, payload, residual, threshold)``."""
+    decode_add: Callable[..., None]
+    """``decode_add(payload, total, decoded)``: the codec's table of what each byte stands for, if it has one."""
+
+
+def compiled(codec: Codec) -> Codec:
+    """Return a codec of the same payloads that is compiled, or the codec itself where there is no loop for it."""
+    if isinstance(codec, RangeFeedback) and type(codec.codec) in _LOOPS:
+        return CompiledRanges(codec)
+    return codec
+
+
+class CompiledRanges(SamePayloads):
+    """A :class:`~mpikv.protocols.RangeCodec` that does what another one does."""
+
+    feedback: ClassVar[Literal[True]] = True
+
+    def __init__(self, codec: RangeFeedback) -> None:
+        """Compile, or read from disk what was compiled before."""
+        self.codec = codec
+        loops = _LOOPS[type(codec.codec)]
+        self._encode, self._decode_add = kept(loops.encode, _ENCODE), kept(loops.decode_add, _DECODE)
+        self._threshold = np.float32(getattr(codec.codec, "threshold", 0))
+        self._decoded = getattr(codec.codec, "decoded", np.empty((0, 0), np.float32))
+
+    def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
+        """Do what the codec does, at once."""
+        self._encode(gradient, payload, residual, self._threshold)
+
+    def decode_add(self, payload: Array, total: Array) -> None:
+        """Do what the codec does, at once."""
+        self._decode_add(payload, total, self._decoded)
+
+
+# --- Loops. All numbers are float32: a Python number would make them float64. The inner loops select instead of
+# branching, and their indices are plainly inside the arrays: the compiler makes vector instructions of them.
+
+
+def _encode_two_bits(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
+    none = np.float32(0)
+    codes = np.empty(_CHUNK, np.uint8)
+    for low in range(0, residual.size, _CHUNK):
+        left, added = residual[low : low + _CHUNK], gradient[low : low + _CHUNK]
+        for i in range(left.size):
+            kept = left[i] + added[i]
+            above = threshold if kept >= threshold else none
+            below = threshold if kept <= -threshold else none
+            left[i] = kept - (above - below)
+            codes[i] = 3 * (kept >= threshold) + 2 * (kept <= -threshold)
+        codes[left.size :] = 0
+        words = payload[low // 4 : (low + _CHUNK) // 4]
+        for i in range(words.size):
+            words[i] = codes[4 * i] << 6 | codes[4 * i + 1] << 4 | codes[4 * i + 2] << 2 | codes[4 * i + 3]
+
+
+def _encode_one_bit(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
+    one = np.float32(1)
+    bits = np.empty(_CHUNK, np.uint8)
+    for low in range(0, residual.size, _CHUNK):
+        left, added = residual[low : low + _CHUNK], gradient[low : low + _CHUNK]
+        for i in range(left.size):
+            kept = left[i] + added[i]
+            sent = one if kept > threshold else -one
+            left[i] = kept - sent
+            bits[i] = kept > threshold
+        bits[left.size :] = 0
+        words = payload[low // 8 : (low + _CHUNK) // 8]
+        for i in range(words.size):
+            high = bits[8 * i] << 7 | bits[8 * i + 1] << 6 | bits[8 * i + 2] << 5 | bits[8 * i + 3] << 4
+            words[i] = high | bits[8 * i + 4] << 3 | bits[8 * i + 5] << 2 | bits[8 * i + 6] << 1 | bits[8 * i + 7]
+
+
+def _add_two_bits(payload: Any, total: Any, table: Any) -> None:
+    whole = total.size // 4
+    for byte in range(whole):
+        code = payload[byte]
+        for i in range(4):
+            total[4 * byte + i] += table[code, i]
+    for i in range(total.size - 4 * whole):
+        total[4 * whole + i] += table[payload[whole], i]
+
+
+def _add_one_bit(payload: Any, total: Any, table: Any) -> None:
+    whole = total.size // 8
+    for byte in range(whole):
+        code = payload[byte]
+        for i in range(8):
+            total[8 * byte + i] += table[code, i]
+    for i in range(total.size - 8 * whole):
+        total[8 * whole + i] += table[payload[whole], i]
+
+
+def _encode_bfloat16(gradient: Any, payload: Any, residual: Any, threshold: Any) -> None:
+    halves = payload.view(np.uint16)
+    bits = residual.view(np.uint32)
+    for place in range(residual.size):
+        residual[place] += gradient[place]
+        kept = bits[place]
+        half = np.uint32((kept + np.uint32(0x7FFF) + (kept >> np.uint32(16) & np.uint32(1))) >> np.uint32(16))
+        halves[place] = half
+        left = residual[place]
+        bits[place] = half << np.uint32(16)
+        residual[place] = left - residual[place]
+
+
+def _add_bfloat16(payload: Any, total: Any, table: Any) -> None:
+    halves = payload.view(np.uint16)
+    one = np.empty(1, np.uint32)
+    number = one.view(np.float32)
+    for place in range(total.size):
+        one[0] = np.uint32(halves[place]) << np.uint32(16)
+        total[place] += number[0]
+
+
+_LOOPS: dict[type[RangeCodec], _Loops] = {
+    TwoBit: _Loops(_encode_two_bits, _add_two_bits),
+    OneBit: _Loops(_encode_one_bit, _add_one_bit),
+    Bfloat16: _Loops(_encode_bfloat16, _add_bfloat16),
+}

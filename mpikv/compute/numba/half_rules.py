@@ -1,0 +1,178 @@
+"""ASSIGN of half precision as compiled loops: two terms are widened, added and rounded in one pass over memory.
+
+The bits are those of :mod:`mpikv.arrays.float16` (a NaN is a NaN: its sign and payload are as it happens). All is done
+with the bits of numbers, which no compiler reorders, but for the additions and one multiplication by a power of two.
+
+This module imports numba, and is imported when numba's kernels are asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+
+from ...arrays.float16 import add_widened, subnormals_vanish, widen
+from ...optimizers.optimizer import BLOCK
+from ...protocols import Array
+from .compiling import inner, kept
+
+__all__ = ["adding", "is_half", "rounding"]
+
+_HALF, _SINGLE = numba.types.uint16, numba.types.float32
+_READ_HALVES, _READ_SINGLES = (numba.types.Array(kind, 1, "C", readonly=True) for kind in (_HALF, _SINGLE))
+_ROUND = numba.void(_READ_SINGLES, _HALF[::1])
+_ADD = numba.void(_READ_HALVES, _READ_HALVES, _HALF[::1])
+# Elements of a loop's own memory, which stays in the nearest cache.
+_CHUNK = 1024
+# The exponent of a float16 begins at 1 where that of such a power of two begins at 126.
+_BIAS = -(126 << 10) & 0xFFFF
+
+
+class _Total(threading.local):
+    """Memory for the sum of a part, each thread's own."""
+
+    def __init__(self) -> None:
+        self.array = np.empty(BLOCK, np.float32)
+
+
+_total = _Total()
+
+
+def is_half(dtype: np.dtype[Any]) -> bool:
+    """Return whether there are loops for values of this dtype."""
+    return dtype.name in _LOOPS
+
+
+def rounding(total: Array, value: Array) -> Callable[[Any], None]:
+    """Return a function of a step that rounds the float32 total to the value."""
+    loop, singles, halves = kept(_LOOPS[value.dtype.name][0], _ROUND), total.reshape(-1), _bits(value)
+    return lambda step: loop(singles, halves)
+
+
+def adding(value: Array) -> Callable[[Array, Array, Any], None]:
+    """Return a function of two terms and a step that rounds their sum to the value."""
+    round_singles, add_halves = (
+        kept(loop, signature) for loop, signature in zip(_LOOPS[value.dtype.name], (_ROUND, _ADD), strict=True)
+    )
+    halves, dtype = _bits(value), value.dtype
+    moves = dtype == np.float16
+
+    def add(first: Array, second: Array, step: Any) -> None:
+        if first.dtype == dtype == second.dtype and not (moves and subnormals_vanish()):
+            add_halves(first.view(np.uint16), second.view(np.uint16), halves)
+            return
+        # With more than two terms all but the last are added up by now.
+        total = _total.array[: halves.size]
+        np.copyto(total, first) if first.dtype == total.dtype else widen(first, total)
+        np.add(total, second, out=total) if second.dtype == total.dtype else add_widened(total, second)
+        round_singles(total, halves)
+
+    return add
+
+
+def _bits(value: Array) -> Array:
+    return value.reshape(-1).view(np.uint16)
+
+
+# --- Parts, for one element. All numbers are uint32: a Python number would make them int64.
+
+
+@inner
+def _power_of(word: Any) -> Any:
+    """Return the bits of the power of two whose last place is that of the float16 to which a float32 is rounded."""
+    u = np.uint32
+    exponent = word & u(0x7F800000)
+    return (exponent if exponent > u(0x38800000) else u(0x38800000)) + u(13 << 23)
+
+
+@inner
+def _float16_of(word: Any, significand: Any, power: Any) -> Any:
+    """Return the bits of the float16 to which a float32 is rounded, of those of its magnitude added to the power. See
+    :func:`mpikv.arrays.float16.narrow`.
+    """
+    u = np.uint32
+    magnitude = word & u(0x7FFFFFFF)
+    half = significand + (power >> u(13)) + u(_BIAS) & u(0xFFFF)
+    half = u(0x7C00) if magnitude >= u(0x477FF000) else half
+    half = u(0x7E00) if magnitude > u(0x7F800000) else half
+    return half | word >> u(16) & u(0x8000)
+
+
+@inner
+def _bfloat16_of(word: Any) -> Any:
+    u = np.uint32
+    half = (word + u(0x7FFF) + (word >> u(16) & u(1))) >> u(16)
+    return word >> u(16) | u(0x40) if word & u(0x7FFFFFFF) > u(0x7F800000) else half
+
+
+@inner
+def _moved(half: Any) -> Any:
+    """Return the bits of a float16 where float32 has them: too small by 2**112, which is not so of inf and NaN."""
+    u = np.uint32
+    magnitude = u(half) & u(0x7FFF)
+    sign = (u(half) & u(0x8000)) << u(16)
+    return sign | magnitude << u(13) | (u(0x7F800000) if magnitude >= u(0x7C00) else u(0))
+
+
+# --- Loops
+
+
+def _round_float16(singles: Any, halves: Any) -> None:
+    sums, powers = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
+    for low in range(0, halves.size, _CHUNK):
+        part = singles[low : low + _CHUNK]
+        _round_chunk(part, part.view(np.uint32), sums, powers, halves[low : low + _CHUNK])
+
+
+def _add_float16(first: Any, second: Any, halves: Any) -> None:
+    left, right = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
+    sums, powers = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
+    total, term, scale = left.view(np.float32), right.view(np.float32), np.float32(2.0**112)
+    for low in range(0, halves.size, _CHUNK):
+        one, other, out = first[low : low + _CHUNK], second[low : low + _CHUNK], halves[low : low + _CHUNK]
+        for i in range(out.size):
+            left[i] = _moved(one[i])
+            right[i] = _moved(other[i])
+        for i in range(out.size):
+            # All are multiples of the smallest float16, so that nothing is lost by adding before scaling.
+            total[i] = (total[i] + term[i]) * scale
+        _round_chunk(total, left, sums, powers, out)
+
+
+@inner
+def _round_chunk(singles: Any, words: Any, sums: Any, powers: Any, halves: Any) -> None:
+    """Round float32 numbers, whose bits are ``words``, to float16; the next two are memory to work in."""
+    total, power = sums.view(np.float32), powers.view(np.float32)
+    for i in range(halves.size):
+        powers[i] = _power_of(words[i])
+    for i in range(halves.size):
+        total[i] = abs(singles[i]) + power[i]
+    for i in range(halves.size):
+        halves[i] = _float16_of(words[i], sums[i], powers[i])
+
+
+def _round_bfloat16(singles: Any, halves: Any) -> None:
+    words = singles.view(np.uint32)
+    for i in range(halves.size):
+        halves[i] = _bfloat16_of(words[i])
+
+
+def _add_bfloat16(first: Any, second: Any, halves: Any) -> None:
+    left, right = np.empty(_CHUNK, np.uint32), np.empty(_CHUNK, np.uint32)
+    total, term = left.view(np.float32), right.view(np.float32)
+    for low in range(0, halves.size, _CHUNK):
+        one, other, out = first[low : low + _CHUNK], second[low : low + _CHUNK], halves[low : low + _CHUNK]
+        for i in range(out.size):
+            left[i] = np.uint32(one[i]) << np.uint32(16)
+            right[i] = np.uint32(other[i]) << np.uint32(16)
+        for i in range(out.size):
+            total[i] = total[i] + term[i]
+        for i in range(out.size):
+            out[i] = _bfloat16_of(left[i])
+
+
+_LOOPS = {"float16": (_round_float16, _add_float16), "bfloat16": (_round_bfloat16, _add_bfloat16)}

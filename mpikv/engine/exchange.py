@@ -1,0 +1,237 @@
+"""The engine of a store: its values, the pipeline that moves them, and what is set for both.
+
+An updater, with the placement that follows from it, and a compression are set on all ranks alike. Each time the
+pipeline is made anew, and plans are, so that a push asks nothing that was known before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import storable, zeros
+from ..memory.host import private
+from ..optimizers import Optimizer
+from ..optimizers.updaters import Assign, check_state
+from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transport, Updater
+from . import pull_compression as publication
+from .arena import Block
+from .compression import Compression, check, check_payloads, compress
+from .pipeline import Arrays, Pipeline, Steps, groups_of
+from .placement import place
+from .plan import Plan, Planner
+from .pull_compression import Cast, Publication
+from .values import Values
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """What a store's values are, and how they are moved. All is collective unless it says that it is local."""
+
+    def __init__(
+        self, transport: Transport, placement: str, root: int, kernels: Kernels, deterministic: bool = False
+    ) -> None:
+        self.transport, self._root, self._wanted, self._kernels = transport, root, placement, kernels
+        self.in_pairs = deterministic
+        """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
+        self.summed = transport.size
+        """Over how many ranks the sums go that are given to the updater; 0: it is given each rank's own."""
+        self.compression: Compression | None = None
+        # How values are sent to those who pull them, where packed.
+        self._publication: Publication | None = None
+        self._publications: dict[str, Publication] = {}
+        updater = Assign()
+        self._revision = updater.revision
+        placed = place(placement, transport, updater, root)
+        # The sum of half precision is twice as wide as the message.
+        scratch = private(transport)(2 * transport.limit)
+        planner = Planner(transport, placed, updater, kernels, scratch, deterministic)
+        self.values = Values(transport, planner, root, pooling=placement != "owners")
+        self._settle(planner)
+
+    def _settle(self, planner: Planner) -> None:
+        """Let calls from now on go by a planner, and by what is set for compression. Local."""
+        self.updater: Updater = planner.updater
+        self.placement: Placement = planner.placement
+        self.values.planner = planner
+        self.values.packed = self._publication is not None and not planner.current
+        self.values.invalidate()
+        self.pipeline = Pipeline(self.values, self.compression, self._publication)
+
+    def close(self) -> None:
+        """Let go of the values, whose memory the transport frees. Local."""
+        self.values.close()
+        self._publication, self._publications = None, {}
+        self._settle(replace(self.values.planner, scratch=zeros(0)))
+
+    # --- Updaters
+
+    def steps(self, plan: Plan) -> Steps:
+        """Return the updater's step for each key of the next push. Local. A user's schedule may raise in it."""
+        updater, keys = self.updater, plan.keys
+        if updater.revision != self._revision:
+            self.check_slots()
+        counts = self.values.table.counts[plan.rows]
+        if len(keys) == 1:
+            return Steps((updater.step(keys[0], int(counts) + 1),), True)
+        if not updater.by_key and len(keys) and (counts == counts[0]).all():
+            return Steps((updater.step(keys[0], int(counts[0]) + 1),) * len(keys), True)
+        steps = [updater.step(key, count + 1) for key, count in zip(keys, counts.tolist(), strict=True)]
+        return Steps(steps, not steps or steps.count(steps[0]) == len(steps))
+
+    def check_slots(self) -> None:
+        """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is. Local."""
+        for entry in self.values.table.entries():
+            check_state(self.updater, entry.dtype, entry.place.block.state)
+        # Other options may need other code.
+        self._ready(self.updater, self.values.dtypes)
+        self._revision = self.updater.revision
+
+    def check_storable(self, arrays: Sequence[Array]) -> None:
+        """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
+        self._ready(self.updater, {storable(array.dtype) for array in arrays})
+
+    def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
+        """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.
+        Local.
+        """
+        placement = place(self._wanted, self.transport, updater, self._root)
+        self._ready(updater, self.values.dtypes | dtypes)
+        return placement
+
+    def _ready(self, updater: Updater, dtypes: Set[np.dtype[Any]]) -> None:
+        """Raise if the updater cannot update values of these dtypes; compile what it needs for them. Local."""
+        self.tell_ranks(updater)
+        for dtype in dtypes:
+            updater.slots(dtype)
+            self._kernels.prepare(updater, dtype, self.values.planner.adding)
+
+    def tell_ranks(self, updater: Updater) -> None:
+        """Tell an optimizer over how many ranks its sums go; raise if it cannot take the mean of them. Local."""
+        if isinstance(updater, Optimizer):
+            updater.sums_over(self.summed)
+
+    def adopt(self, updater: Updater) -> None:
+        """Take another updater, with new state."""
+        placement, table = self.placed(updater), self.values.table
+        # Before anything changes, as a GPU may have too little memory.
+        dtypes = {entry.place.block: entry.dtype for entry in table.entries()}
+        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
+        room = self._room_for_exact(self._publication, placement)
+        # Its placement may have other owners, who need the newest values.
+        self._end_packing()
+        stale = [entry for entry in table.entries() if table.stale[entry.index]]
+        if stale:
+            # For an updater without state: the present one may have been changed to ask for other state than there is.
+            self.pipeline.publish(replace(self.values.planner, updater=Assign()).plan(stale))
+        self._revision = updater.revision
+        self._settle(replace(self.values.planner, updater=updater, placement=placement))
+        for block in self.values.blocks:
+            block.state = states.get(block, {})
+        for entry in table.entries():
+            if entry.present is not None:
+                entry.present.fill()  # other ranks may own the rows from now on
+        table.start_counts()
+        self._begin_packing(room)
+        self.values.start_from_values(tuple(table))
+
+    # --- Calls that a GPU makes again and again
+
+    def capture_blocker(self) -> str:
+        """Return why no pushpull can be recorded on a GPU, to be run again; "" if one can. Local."""
+        updater, planner = self.updater, self.values.planner
+        if updater.may_raise:
+            return "an updater function is Python, which runs on the host"
+        if planner.whole:
+            return f"{type(updater).__name__} updates whole values"
+        if isinstance(self._kernels, GpuKernels) and not (updater.assigns or self._kernels.has_rule(updater)):
+            return f"{type(updater).__name__} is Python, which runs on the host"
+        if planner.compressed:
+            return "pushes are compressed"
+        if self.in_pairs and self.transport.size > 1:
+            return "sums in a fixed order take memory each time"
+        return ""
+
+    def table_of_steps(self, plan: Plan) -> StepTable | None:
+        """Return memory for the steps of a plan's keys, or None if updates have none. There is no
+        :meth:`capture_blocker`. Local.
+
+        Raises:
+            MemoryError: there is too little.
+        """
+        if self.updater.assigns:
+            return None
+        assert isinstance(self._kernels, GpuKernels)
+        return self._kernels.table(self.updater, self.transport.memory, len(plan.keys), set(plan.dtypes))
+
+    # --- Compression
+
+    def check_codec(self, codec: Codec) -> None:
+        """Raise if what a codec packs cannot be sent. Local."""
+        check_payloads(codec, self.transport)
+
+    def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
+        """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
+        assert self.compression is not None
+        arrays = self.pipeline.buffers_as_sources(plan) if sources is None else sources
+        check(self.compression.codec, plan, groups_of(arrays), self.transport.memory)
+
+    def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
+        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
+
+        ``values`` packs what is pulled, where that travels.
+        """
+        # Before anything changes, as there may be too little memory.
+        publishing = None if values is None else self._published_by(values)
+        compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
+        room = self._room_for_exact(publishing, self.placement)
+        self._end_packing()
+        self._publication, self.compression = publishing, compression
+        self.values.drop_residuals()
+        by_bucket = compression is None or compression.by_bucket
+        self._settle(replace(self.values.planner, compressed=compression is not None, by_bucket=by_bucket))
+        # Sums are no longer, or again, left to the rules.
+        self._ready(self.updater, self.values.dtypes)
+        self._begin_packing(room)
+
+    def _published_by(self, codec: Cast) -> Publication | None:
+        """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
+        that it is made once.
+        """
+        if self.transport.shared or self.transport.size == 1:
+            return None
+        name = codec.settings()
+        if name not in self._publications:
+            self._publications[name] = Publication(codec, self.transport)
+        return self._publications[name]
+
+    def _room_for_exact(self, publishing: Publication | None, placement: Placement) -> dict[Block, Array]:
+        """Return memory for exact values, if they are to be kept. On GPUs collective."""
+        if publishing is None or placement.everywhere:
+            return {}
+        return {block: exact for block in self.values.blocks if (exact := block.new_exact()) is not None}
+
+    def _begin_packing(self, room: dict[Block, Array]) -> None:
+        """Have the owners keep exact values there from now on. Every rank has the newest ones. Local."""
+        for block, exact in room.items():
+            block.exact = exact
+        if room:
+            self.values.invalidate()
+            publication.begin(self.values.plan_of_all().buckets)
+
+    def _end_packing(self) -> None:
+        """Give every rank the exact values, and forget that they were something else."""
+        if self.values.packed:
+            self.give_exact()
+            for block in self.values.blocks:
+                block.exact = None
+            self.values.invalidate()
+
+    def give_exact(self) -> None:
+        """Give every rank the exact values, where those that it holds were packed."""
+        if self.values.packed and len(self.values.table):
+            self.pipeline.republish(self.values.plan_of_all())

@@ -1,0 +1,305 @@
+"""The key table, and the forms in which a call names keys and brings arrays.
+
+Forms: one key with one array or a list of arrays; a list of keys with a list of either; a list with repeated keys,
+which means the same as a nested list; a dict, whose nested dicts are joined with ``/``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.arrays import is_array, is_immutable
+from ..errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch, a_kind
+from ..memory.row_sparse import Presence, RowSparse
+from ..protocols import Array, Key
+from .arena import Place
+
+_KINDS = ({str}, {int})
+
+__all__ = ["Entry", "Form", "KeyTable", "flatten", "parse"]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """All that the store knows of one key; the memory itself is the block's."""
+
+    key: Key
+    index: int
+    """The row of this key in the table's ``counts``, ``earlier``, ``stale``, ``buffered`` and ``summed``."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    place: Place
+    value: Array
+    """This rank's memory of the value, in its shape."""
+    present: Presence | None = None
+    """Which rows of a row-sparse value are there; None for a dense one."""
+    codec_state: dict[str, Array] = field(default_factory=dict)
+    """What a codec of whole values keeps between pushes."""
+
+    @cached_property
+    def view(self) -> Array:
+        """The same memory, read-only where arrays can be."""
+        view: Array = self.value.view()
+        if self.place.block.memory.is_host:
+            view.flags.writeable = False
+        return view
+
+    @property
+    def updated(self) -> Array:
+        """What pushes change at the value's owners, in its shape: the value, or the exact one beside it."""
+        block, low = self.place.block, self.place.start
+        return self.value if block.exact is None else block.updated[low : low + self.place.size].reshape(self.shape)
+
+    def buffer(self, place: int) -> Array:
+        """What row ``place`` of the block's buffers, which there are, holds for this key, in its shape."""
+        assert self.place.block.buffers is not None
+        row: Array = self.place.block.buffers[place]
+        return row[self.place.start : self.place.start + self.place.size].reshape(self.shape)
+
+    def residuals(self) -> list[Array]:
+        """Return what compressed pushes of this rank have left out, flat, for each position in lists of arrays."""
+        low, high = self.place.start, self.place.start + self.place.size
+        return [residual[low:high] for residual in self.place.block.residuals]
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """The optimizer state of the value, each array in the value's shape."""
+        low, high = self.place.start, self.place.start + self.place.size
+        return {name: array[low:high].reshape(self.shape) for name, array in self.place.block.state.items()}
+
+
+class KeyTable:
+    """Maps keys to entries; what changes with every push is kept in arrays, so that a list of keys is one numpy
+    operation.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, Entry] = {}
+        self._rows = 0
+        self._free_rows: list[int] = []
+        self.counts = np.zeros(64, np.int64)
+        """How many updates the current updater has made to each value: one per push."""
+        self.earlier = np.zeros(64, np.int64)
+        """How many pushes each value had seen before that updater came."""
+        self.stale = np.zeros(64, np.bool_)
+        """Whether only the owners have the newest value."""
+        self.buffered = np.zeros(64, np.bool_)
+        """Whether the buffers of the key were asked for. Its block may have memory for them for another key's sake."""
+        self.summed = np.zeros(64, np.bool_)
+        """Whether the value is a sum for a Trainer that keeps the weight itself, and is no part of a checkpoint."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __getitem__(self, key: Key) -> Entry:
+        try:
+            return self._entries[key]
+        except KeyError:
+            raise KeyNotInitialized(self._unknown(key)) from None
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def add(
+        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: Presence | None = None
+    ) -> Entry:
+        """Enter a new key."""
+        low, high = place.start, place.start + place.size
+        row = self._free_rows.pop() if self._free_rows else self._new_row()
+        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.summed[row] = 0
+        entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
+        self._entries[key] = entry
+        return entry
+
+    def version(self, key: Key) -> int:
+        """Return how many pushes the value has seen."""
+        row = self[key].index
+        return int(self.counts[row] + self.earlier[row])
+
+    def start_counts(self) -> None:
+        """Count the updates of another updater."""
+        self.earlier += self.counts
+        self.counts[:] = 0
+
+    def remove(self, key: Key) -> Place:
+        """Forget a key; return the place that its value leaves free."""
+        entry = self._entries.pop(key)
+        self._free_rows.append(entry.index)
+        return entry.place
+
+    def check_kind(self, keys: Sequence[Key]) -> None:
+        """Check that the keys are of the type of the keys before them.
+
+        Raises:
+            TypeError: int and str keys are mixed.
+        """
+        kind = type(next(chain(self._entries, keys), None))
+        for key in keys:
+            if type(key) is not kind:
+                given, known = type(key).__name__, kind.__name__
+                raise TypeError(f"key {key!r} is of type {given}; the store's keys are all {known}")
+
+    def check_new(self, keys: Sequence[Key]) -> None:
+        """Check that none of the keys is known.
+
+        Raises:
+            KeyAlreadyInitialized: one is.
+        """
+        known = [key for key in keys if key in self._entries]
+        if known:
+            raise KeyAlreadyInitialized(
+                f"key {known[0]!r} was initialized before, with shape {self._entries[known[0]].shape}; "
+                "use set() to change its value, or init(..., overwrite=True) to start anew"
+            )
+
+    def _unknown(self, key: Key) -> str:
+        names = {str(known): repr(known) for known in self._entries}
+        near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
+        known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"
+        return f"key {key!r} was never initialized ({known}); call init({key!r}, value) on every rank first"
+
+    def _new_row(self) -> int:
+        self._rows += 1
+        if self._rows > self.counts.size:
+            self._grow(2 * self.counts.size)
+        return self._rows - 1
+
+    def _grow(self, rows: int) -> None:
+        for name in ("counts", "earlier", "stale", "buffered", "summed"):
+            old = getattr(self, name)
+            new = np.zeros(rows, old.dtype)
+            new[: old.size] = old
+            setattr(self, name, new)
+
+
+class Form(NamedTuple):
+    """A call's keys without repetition, in the order of the call, and the arrays of each."""
+
+    keys: tuple[Key, ...]
+    groups: tuple[tuple[Any, ...], ...]
+
+
+def parse(key: Any, value: Any, what: str = "value") -> Form:
+    """Bring any form of keys and arrays to one: a tuple of keys and, for each, a tuple of arrays.
+
+    ``value`` may be None where arrays are optional; then every group is empty.
+
+    >>> parse(["a", "b", "a"], [1, 2, 3], "value")
+    Traceback (most recent call last):
+    TypeError: value of key 'a' is an int, not an array; numpy.asarray(value) makes one
+    >>> parse(("a", "b"), None).keys
+    ('a', 'b')
+    """
+    if isinstance(key, Mapping):
+        key, value = flatten(key, value, what)
+    if not isinstance(key, (list, tuple)):
+        single = _key(key)
+        return Form((single,), ((),) if value is None else (_group(single, value, what),))
+    names = _keys(key)
+    unique = tuple(dict.fromkeys(names))
+    if value is None:
+        return Form(unique, ((),) * len(unique))
+    if not isinstance(value, (list, tuple)):
+        raise ValueMismatch(f"{len(names)} keys need a list of as many {what}s, not {a_kind(value)}")
+    if len(value) != len(names):
+        raise ValueMismatch(
+            f"{len(names)} keys and {len(value)} {what}s; give one {what}, or one list of them, per key"
+        )
+    if len(unique) == len(names) and set(map(type, value)) == {np.ndarray}:
+        return Form(unique, tuple(zip(value, strict=True)))
+    groups: dict[Key, tuple[Any, ...]] = {}
+    for name, each in zip(names, value, strict=True):
+        group = _group(name, each, what)
+        groups[name] = groups[name] + group if name in groups else group
+    return Form(unique, tuple(groups.values()))
+
+
+def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> tuple[list[Key], list[Any]]:
+    """Return the keys of a dict and its values, where nested dicts' keys are joined with ``/``.
+
+    >>> flatten({"w": 1, "layer": {"b": 2}})
+    (['w', 'layer/b'], [1, 2])
+    """
+    if value is not None:
+        raise TypeError(f"a dict of keys brings its own {what}s; do not pass {what} as well")
+    leaves: list[Any] = list(tree.values())
+    # A flat one, and lists of plain keys below, are the hot path: looked at without a Python loop.
+    if set(map(type, leaves)) == {np.ndarray}:
+        return list(_keys(list(tree))), leaves
+    names: list[Key] = []
+    leaves = []
+    for key, leaf in tree.items():
+        if isinstance(leaf, Mapping):
+            below, values = flatten(leaf)
+            names += _joined(_key(key), tuple(below))
+            leaves += values
+        else:
+            names.append(_key(key))
+            leaves.append(leaf)
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
+        raise ValueMismatch(f"the dict names key {double!r} twice; a nested dict's keys are joined with '/'")
+    return names, leaves
+
+
+@lru_cache(maxsize=256)
+def _joined(name: Key, below: tuple[Key, ...]) -> list[str]:
+    return [f"{name}/{each}" for each in below]
+
+
+def _keys(keys: Sequence[Any]) -> Sequence[Key]:
+    return keys if set(map(type, keys)) in _KINDS else [_key(key) for key in keys]
+
+
+def _key(key: Any) -> Key:
+    if type(key) is str or type(key) is int:
+        return key
+    if isinstance(key, np.integer):
+        return int(key)
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return int(key)
+    raise TypeError(f"a key is an int or a str, not {a_kind(key)}: {key!r}")
+
+
+def _advice(value: Any, what: str, listed: bool) -> str:
+    """Return what to do about a value that is no array."""
+    if type(value).__module__.startswith("scipy.sparse"):
+        return f"mpikv.RowSparse.from_scipy({what}) makes one"
+    if value is None:
+        return f"no {what} was given for this key"
+    if is_immutable(value):
+        return "it is traced; call the store outside of functions that jax.jit compiles"
+    if what == "out":
+        return "pass one to fill and keep it, as out=numpy.empty(shape, dtype)"
+    if listed:
+        return (
+            "a list holds several arrays of this rank, one for each device; numpy.asarray(list, dtype) makes one of "
+            "numbers"
+        )
+    return f"numpy.asarray({what}) makes one"
+
+
+def _group(key: Key, value: Any, what: str) -> tuple[Any, ...]:
+    listed = isinstance(value, (list, tuple))
+    group = tuple(value) if listed else (value,)
+    if not group:
+        raise ValueMismatch(f"an empty list of {what}s for key {key!r}")
+    for each in group:
+        if not is_array(each) and not isinstance(each, RowSparse):
+            raise TypeError(f"{what} of key {key!r} is {a_kind(each)}, not an array; {_advice(each, what, listed)}")
+    return group

@@ -1,0 +1,403 @@
+"""What a push and a pull do once all ranks have agreed on them: pack, reduce, update, publish, unpack.
+
+Every bucket of a plan goes this way: it is packed from the caller's arrays, summed over ranks, given to the updater
+while it is in the cache, published where ranks do not share memory, and copied to the caller's outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ..arrays.arrays import add, add_in_pairs, add_in_pairs_over, disjoint, local_sum, run_quietly
+from ..errors import noted
+from ..protocols import Array, Whole, WholeKernels
+from . import pull_compression as publication
+from .compression import Compression, Layers, restoring
+from .keys import Entry
+from .plan import Bucket, Plan
+from .pull_compression import Publication
+from .values import Values
+
+__all__ = ["Arrays", "Confirm", "Pipeline", "Steps", "are_plain", "groups_of"]
+
+Confirm: TypeAlias = "Callable[[BaseException | None], None]"
+"""Tells the other ranks what an update raised here, if it did, and learns what it did there."""
+
+Arrays: TypeAlias = "Sequence[Any]"
+"""The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
+or each is a tuple of any number of arrays; flat ones where they are pushed."""
+
+
+class Steps(NamedTuple):
+    """The updater's step for each key of a push."""
+
+    each: Sequence[Any]
+    uniform: bool
+    """Whether they are all the same."""
+
+
+class Pipeline:
+    """Moves the values of a store, with one updater, placement and compression. All is collective unless it says that
+    it is local.
+    """
+
+    def __init__(self, values: Values, compression: Compression | None, publication: Publication | None) -> None:
+        """``publication`` packs what is pulled, where that travels."""
+        planner, transport = values.planner, values.transport
+        self._values, self._transport, self._memory = values, transport, transport.memory
+        self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
+        self._in_pairs = planner.in_pairs
+        self._add = add_in_pairs if planner.in_pairs else add
+        if planner.in_pairs and not self._memory.is_host:
+            self._add = partial(add_in_pairs_over, transport.rank)
+        self._compression, self._publication = compression, publication
+        self._whole_kernels: WholeKernels | None = None
+        if self._whole and not self._updater.may_raise and isinstance(self._kernels, WholeKernels):
+            self._whole_kernels = self._kernels
+        self.current = planner.current
+        """Whether a push leaves every rank with the newest values."""
+        self.staged: Array | None = None
+        """The first message of a push, prepared before the ranks agree on it."""
+
+    # --- Before the ranks agree
+
+    def prepare(self, plan: Plan) -> None:
+        """Work out now what a push of whole arrays needs: before ranks agree on it, as it may fail on one. Local."""
+        plan.prepare()
+        if self._whole_kernels is not None and "owned" not in plan.memo:
+            self._memory.order.run(self._bound, self._whole_kernels, plan)
+
+    def stage(self, plan: Plan, sources: Arrays) -> None:
+        """Prepare the first message of the push that comes next. Local."""
+        if plan.prefetches:
+            # Copies of plain arrays cannot overflow.
+            pack = self._pack if type(sources[0]) is np.ndarray else partial(run_quietly, self._pack)
+            self.staged = pack(plan.buckets[0], sources)
+
+    def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
+        """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local.
+
+        A codec of ranges packs each array by itself.
+        """
+        by_array = self._compression is not None and self._compression.codec.elementwise
+        if self._memory.is_host or by_array or all(len(group) == 1 for group in sources):
+            return sources
+        added: Arrays = self._memory.order.run(run_quietly, self._local_sums, plan, sources)
+        return added
+
+    def _local_sums(self, plan: Plan, sources: Arrays) -> Arrays:
+        pairs = zip(plan.entries, sources, strict=True)
+        return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
+
+    def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
+        """Return ``confirm``, which brings residuals back to what they are now where it raises. Local."""
+        if confirm is None or self._compression is None:
+            return confirm
+        if self._memory.is_host:
+            return restoring(plan, confirm)
+        kept: Confirm = self._memory.order.run(restoring, plan, confirm)
+        return kept
+
+    # --- Push and pull
+
+    def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
+        """Sum the sources over ranks and update.
+
+        ``confirm`` is called with what a fallible updater raised on this rank, or None; it raises if one raised
+        anywhere.
+        """
+        self._push(plan, sources, steps, confirm)
+        if plan.lends:
+            self._transport.fence()
+
+    def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
+        """Sum the ranks' buffers and update. They may be filled again when it returns."""
+        if self._compression is not None:
+            # Only this rank reads its buffers, and it has when this returns.
+            self.push(plan, self.buffers_as_sources(plan), steps, confirm)
+            return
+        self._push(plan, None, steps, confirm)
+        self._transport.fence()
+
+    def pull(self, plan: Plan, targets: Arrays) -> None:
+        """Copy the values to the targets, if there are any."""
+        if not self.current:
+            self._refresh(plan)
+        if targets and type(targets[0]) is np.ndarray:
+            for array, value in zip(targets, plan.values, strict=True):
+                array[...] = value
+        elif targets:
+            pairs = zip(plan.entries, targets, strict=True)
+            copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
+            self._memory.copy([out for out, _ in copies], [entry.value for _, entry in copies])
+
+    def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
+        """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
+        if not plan.streams:
+            self._push(plan, sources, steps, confirm)
+            self._transport.fence()
+            self.pull(plan, targets)
+            return
+        # Whether copies may be early is this rank's affair; the order of the exchanges is not.
+        outs = groups_of(targets)
+        early = self._memory.is_host and bool(outs) and disjoint(groups_of(sources), outs)
+        flat = _flat_copies(plan, outs) if early else ()
+        self._push(plan, sources, steps, confirm, flat)
+        if not early:
+            self.pull(plan, targets)
+
+    def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
+        """Push the buffers, then pull; without targets only so that this rank has the newest values."""
+        if self._compression is not None:
+            self.pushpull(plan, self.buffers_as_sources(plan), steps, targets, confirm)
+            return
+        self.push_buffers(plan, steps, confirm)
+        self.pull(plan, targets)
+
+    def buffers_as_sources(self, plan: Plan) -> Arrays:
+        """Return this rank's buffers as what a caller would bring. Local."""
+        buffers = self._values.buffers(plan)
+        return buffers if self._memory.is_host else [(buffer.reshape(-1),) for buffer in buffers]
+
+    def _push(
+        self,
+        plan: Plan,
+        sources: Arrays | None,
+        steps: Steps,
+        confirm: Confirm | None,
+        outs: Sequence[Sequence[Array]] | None = None,
+    ) -> None:
+        """Sum bucket by bucket; update each while it is in the cache; unpack it, if wanted, one bucket behind.
+
+        The delay lets the exchange of the next bucket be the fence that the unpacking of this one needs. Other ranks
+        may read what is pushed until the next fence. Without sources the buffers are, which are not compressed.
+        """
+        compressed, previous = None, None
+        if self._compression is not None and sources is not None:
+            compressed = self._compression.start(plan, _layers(sources))
+        for bucket in plan.buckets:
+            addends = (compressed(bucket),) if compressed is not None else self._reduce(bucket, sources)
+            self._update(bucket, addends, steps)
+            if outs is not None:
+                if previous is not None:
+                    self._unpack(previous, outs)
+                previous = bucket
+        if outs is not None and previous is not None:
+            self._transport.fence()
+            self._unpack(previous, outs)
+        if self._whole:
+            self._update_whole(plan, steps, confirm)
+        self.count(plan, stale=outs is None)
+
+    def count(self, plan: Plan, stale: bool) -> None:
+        """Take note of a push. ``stale``: ranks have not been given the newest values. Local."""
+        for present in plan.present:
+            present.fill()
+        table = self._values.table
+        table.counts[plan.rows] += 1
+        if not self.current:
+            table.stale[plan.rows] = stale
+
+    # --- Pack and reduce
+
+    def _reduce(self, bucket: Bucket, sources: Arrays | None) -> Sequence[Array]:
+        """Sum a bucket over ranks; return the addends of this rank's elements."""
+        if sources is None:
+            assert bucket.buffer is not None
+            return bucket.buffers or bucket.reduce(bucket.buffer, bucket.total)
+        send, self.staged = self.staged, None
+        return bucket.reduce(self._pack(bucket, sources) if send is None else send, bucket.total)
+
+    def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
+        """Prepare this rank's contribution to a bucket: in the outbox, or where it lies when the transport would copy
+        it anyway.
+        """
+        if bucket.direct and (whole := self._in_place(bucket, sources)) is not None:
+            return whole
+        turn = self._transport.turn
+        send = bucket.sends[turn]
+        if not bucket.dense:
+            send.fill(0)
+        if bucket.items is not None and type(sources[0]) is np.ndarray:
+            for slot, array in zip(bucket.slots[turn], sources[bucket.items], strict=True):
+                slot[...] = array
+            return send
+        targets, sums = list[Array](), list[Array]()
+        for piece in bucket.pieces:
+            arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
+            if arrays:
+                targets.append(send[piece.low : piece.high])
+                sums.append(local_sum(arrays, bucket.value.dtype, self._in_pairs))
+            else:  # a rank that has left join() brings none
+                send[piece.low : piece.high].fill(0)
+        self._memory.copy(targets, sums)
+        return send
+
+    def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
+        """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
+        piece = bucket.pieces[0]
+        given = sources[piece.item]
+        (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
+        if array is None or others or array.dtype != bucket.value.dtype or not array.flags.c_contiguous:
+            return None
+        # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
+        if self._memory.is_host and (
+            not array.flags.aligned or (array.base is not None and np.may_share_memory(array, bucket.value))
+        ):
+            return None
+        whole: Array = array.reshape(-1)[piece.begin : piece.end]
+        return whole
+
+    # --- Update
+
+    def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps) -> None:
+        """Add up the addends of this rank's elements and update them, piece by piece in the cache."""
+        updates = bucket.joint_updates if steps.uniform else bucket.updates
+        summed = not updates or addends[0] is bucket.total
+        for update in updates:
+            low, high = update.low, update.high
+            if update.add_and_run is not None:
+                first, last = addends[0][low:high], addends[-1][low:high]
+                if len(addends) > 2:
+                    add(addends[:-1], low, high, update.total)
+                    first = update.total
+                update.add_and_run(first, last, steps.each[update.item])
+                continue
+            if not summed:
+                self._add(addends, low, high, update.total)
+            if update.run is not None:
+                items = update.items
+                update.run(steps.each[update.item] if items is None else [steps.each[item] for item in items])
+
+    def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
+        """Run an updater of whole values on those that this rank owns, in the order of the call.
+
+        One that may raise changes copies, which are stored when every rank knows that all went well.
+        """
+        every = zip(plan.entries, plan.totals, steps.each, strict=True)
+        owned = [(entry, total, step) for entry, total, step in every if total is not None]
+        if self._whole_kernels is not None:
+            self._bound(self._whole_kernels, plan)([step for _, _, step in owned])
+            return
+        if confirm is None:
+            for entry, total, step in owned:
+                self._updater.update(step, total, entry.updated, entry.state)
+            return
+        changed: list[tuple[Array, Array]] = []
+        failure: BaseException | None = None
+        try:
+            for entry, total, step in owned:
+                self._update_copies(entry, total, step, changed)
+        except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
+            failure = error
+        confirm(failure)
+        for stored, value in changed:
+            np.copyto(stored, value)
+
+    def _update_copies(self, entry: Entry, total: Array, step: Any, changed: list[tuple[Array, Array]]) -> None:
+        """Run the updater on copies; add to what is ``changed`` what they are copies of, and the copies."""
+        value, state = entry.updated.copy(), {name: array.copy() for name, array in entry.state.items()}
+        changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
+        try:
+            self._updater.update(step, total, value, state)
+        except BaseException as error:
+            noted(error, f"updating key {entry.key!r}")
+            raise
+
+    def _bound(self, kernels: WholeKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
+        """Return what updates all whole values that this rank owns, by as few launches as can be."""
+        update: Callable[[Sequence[Any]], None] | None = plan.memo.get("owned")
+        if update is not None:
+            return update
+        pairs = zip(plan.entries, plan.totals, strict=True)
+        wholes = [Whole(total, entry.updated, entry.state) for entry, total in pairs if total is not None]
+        plan.memo["owned"] = bound = kernels.bind_whole(self._updater, wholes)
+        return bound
+
+    def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
+        if self._memory.is_host or self._updater.may_raise:
+            self._updater.update(step, total, value, state)
+        else:
+            self._kernels.bind(self._updater, total, value, state)(step)
+
+    # --- Publish and unpack
+
+    def republish(self, plan: Plan) -> None:
+        """Give every rank the values of the keys, to the last bit, which their owners have changed in place."""
+        for present in plan.present:
+            present.fill()
+        publication.end(plan.buckets)
+        for bucket in () if self.current else plan.buckets:
+            bucket.publish()
+        self._values.table.stale[plan.rows] = False
+        self._transport.fence()
+
+    def publish(self, plan: Plan) -> None:
+        """Give every rank the newest values of the keys."""
+        for bucket in plan.buckets:
+            self._publish(bucket)
+        self._values.table.stale[plan.rows] = False
+
+    def _refresh(self, plan: Plan) -> None:
+        """Give this rank the newest values."""
+        if np.any(self._values.table.stale[plan.rows]):
+            self.publish(plan)
+
+    def _publish(self, bucket: Bucket) -> None:
+        if bucket.exact is not None and self._publication is not None:
+            if self._publication.publish(bucket, self._updater.assigns):
+                return
+            publication.end((bucket,))
+        bucket.publish()
+
+    def _unpack(self, bucket: Bucket, outs: Sequence[Sequence[Array]]) -> None:
+        """Give every rank an updated bucket, and copy it to the callers' flat arrays."""
+        if not self.current:
+            self._publish(bucket)
+        for piece in bucket.pieces if outs else ():
+            for array in outs[piece.item]:
+                np.copyto(array[piece.begin : piece.end], bucket.value[piece.low : piece.high], casting="unsafe")
+
+    @contextmanager
+    def uncounted(self, plan: Plan) -> Iterator[None]:
+        """Take no note of what is pushed and pulled meanwhile. Local."""
+        table = self._values.table
+        counts, stale = table.counts[plan.rows].copy(), table.stale[plan.rows].copy()
+        try:
+            yield
+        finally:
+            table.counts[plan.rows], table.stale[plan.rows] = counts, stale
+
+
+def are_plain(arrays: Arrays) -> bool:
+    """Return whether there is one numpy array per key, as :data:`Arrays` says."""
+    return len(arrays) > 0 and type(arrays[0]) is np.ndarray
+
+
+def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
+    """Return the arrays of each key."""
+    return [(array,) for array in arrays] if are_plain(arrays) else arrays
+
+
+def _flat(given: Any) -> Sequence[Array]:
+    """Return the flat arrays of one key."""
+    return (given.reshape(-1),) if type(given) is np.ndarray else given
+
+
+def _layers(sources: Arrays) -> Layers:
+    """Return the flat arrays of each position in the keys' lists, which are of one length."""
+    if are_plain(sources):
+        return [[array.reshape(-1) for array in sources]]
+    return list(zip(*sources, strict=True))
+
+
+def _flat_copies(plan: Plan, groups: Sequence[Sequence[Array]]) -> Sequence[Sequence[Array]]:
+    """Return the arrays to copy values to; a view of the value is none."""
+    pairs = zip(plan.entries, groups, strict=True)
+    return [tuple(array.reshape(-1) for array in group if array is not entry.view) for entry, group in pairs]

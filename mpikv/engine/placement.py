@@ -1,0 +1,154 @@
+"""Where a value lives, and hence which collectives a push and a pull run.
+
+===========  ==============================  ======================  ==========================
+placement    a push                          a pull                  serves
+===========  ==============================  ======================  ==========================
+root         reduce; the root updates        broadcast               every updater
+sharded      reduce-scatter; each rank       all-gather              element-wise updaters
+             updates its shard
+owners       reduce; the block's rank        broadcast               optimizers of whole values
+             updates
+replicated   allreduce; every rank updates   nothing                 optimizers and ASSIGN
+===========  ==============================  ======================  ==========================
+
+``sharded`` becomes *owners* for an optimizer that needs whole values. Where ranks share the memory of values, a replica
+per rank would be the same memory several times over, so ``replicated`` becomes ``sharded`` there. Where all share it, a
+pull moves nothing in any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+
+from ..errors import ConfigError, Unsupported, known_names
+from ..optimizers.updaters import Assign
+from ..protocols import Array, Placement, Shard, Transport, Updater
+
+__all__ = ["Owners", "Replicated", "Root", "Sharded", "place"]
+
+# Shards begin at multiples of this many elements, so that two ranks never write to one cache line.
+_ALIGNMENT = 64
+
+
+class _Whole:
+    """One rank owns all elements of a range."""
+
+    everywhere = False
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        return partial(self._transport.reduce, root=_owner(shard))
+
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        return partial(self._transport.broadcast, value, _owner(shard))
+
+
+class Root(_Whole):
+    """The root owns everything."""
+
+    name = "root"
+
+    def __init__(self, transport: Transport, root: int) -> None:
+        super().__init__(transport)
+        self._root = root
+
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+        return _all_on(self._transport, self._root, stop - start)
+
+
+class Owners(_Whole):
+    """Each block of values has one owner; the ranks own about equally much."""
+
+    name = "owners"
+
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+        return _all_on(self._transport, owner, stop - start)
+
+
+class Sharded:
+    """Every cell of a block's grid is cut into one shard per rank."""
+
+    name = "sharded"
+    everywhere = False
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+        first, last = grid
+        most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
+        edges = [min(max(first + rank * most, start), stop) for rank in range(self._transport.size)] + [stop]
+        counts = tuple(high - low for low, high in pairwise(edges))
+        low = edges[self._transport.rank] - start
+        return Shard(counts, low, low + counts[self._transport.rank])
+
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        return partial(self._transport.reduce_scatter, counts=shard.counts)
+
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        return partial(self._transport.all_gather, value, shard.counts)
+
+
+class Replicated:
+    """Every rank owns everything and makes every update."""
+
+    name = "replicated"
+    everywhere = True
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+        return Shard((stop - start,) * self._transport.size, 0, stop - start)
+
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        return self._transport.allreduce
+
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        return _publish_nothing
+
+
+def place(name: str, transport: Transport, updater: Updater, root: int) -> Placement:
+    """Return the placement of that name for this updater.
+
+    ``auto`` takes ``root`` for a Python callable, ``replicated`` for ASSIGN, which has nothing to compute, and
+    ``sharded`` for optimizers, whose time and state are then divided by the number of ranks. ``owners`` is for stores
+    whose owners update by themselves, and serves every updater.
+
+    Raises:
+        Unsupported: a callable must run once per key, which only ``root`` can do.
+        ConfigError: the name is unknown.
+    """
+    if name == "auto":
+        name = "root" if updater.may_raise else "replicated" if isinstance(updater, Assign) else "sharded"
+    if name == "root":
+        return Root(transport, root)
+    if name == "owners":
+        return Owners(transport)
+    if name not in ("sharded", "replicated"):
+        raise ConfigError(known_names("placement", name, ("auto", "replicated", "root", "sharded")))
+    if updater.may_raise:
+        raise Unsupported(
+            f"placement {name!r} cannot run a Python updater, which must be called once per key with whole values; "
+            "use placement='root' or 'auto', or one of mpikv.optimizers"
+        )
+    if name == "replicated" and transport.neighbours == 1:
+        return Replicated(transport)
+    return Sharded(transport) if updater.elementwise else Owners(transport)
+
+
+def _all_on(transport: Transport, owner: int, count: int) -> Shard:
+    counts = tuple(count if rank == owner else 0 for rank in range(transport.size))
+    return Shard(counts, 0, counts[transport.rank])
+
+
+def _owner(shard: Shard) -> int:
+    return shard.counts.index(max(shard.counts))
+
+
+def _publish_nothing() -> None:
+    """Every rank has made the same update of the same bits."""

@@ -1,0 +1,489 @@
+"""How a list of keys is cut into messages: worked out once per list, executed often.
+
+A *bucket* is one message: the elements of the call's keys that lie in one cell of one block, as one range of memory.
+Keys that lie side by side are therefore sent, summed and updated together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.arrays import accumulator, name_of
+from ..memory.row_sparse import Presence
+from ..optimizers.optimizer import BLOCK
+from ..optimizers.updaters import check_state
+from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
+from .arena import Block
+from .keys import Entry
+
+__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label"]
+
+
+# From here on it pays to leave a message where it lies, if the transport need not copy all of it. Lines of shared
+# memory are in another core's cache, from which they have to be fetched or removed before they can be written: up to
+# eight times as slow as writing to lines of one's own.
+_DIRECT_BYTES = 64 << 10
+# A key in a plan takes some kilobytes at most.
+_MOST_KEYS = 32 << 10
+# From here on a pushpull unpacks each bucket while it is in the cache. Below, everything stays in the last level of
+# cache, and finding out whether that is safe would take longer.
+_STREAMED_BYTES = 8 << 20
+
+
+class Range(NamedTuple):
+    """Elements ``[low, high)`` of a bucket, or of a block: of one key, or of several that lie side by side."""
+
+    item: int
+    """The position of the (first) key in the call."""
+    begin: int
+    end: int
+    """Which elements of that key they are: ``[begin, end)``."""
+    low: int
+    high: int
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Elements of a bucket that this rank updates at once: on the host up to
+    :data:`~mpikv.optimizers.optimizer.BLOCK`.
+    """
+
+    item: int
+    """The position of its (first) key in the call."""
+    low: int
+    high: int
+    """Where it is in this rank's shard of the bucket."""
+    total: Array
+    """Where its sum goes; updates of one bucket may have the same memory, which is then used again and again."""
+    value: Array
+    state: dict[str, Array]
+    run: Callable[[Any], None] | None
+    """What the updater bound to these arrays; None for updaters of whole values, and where the next is there."""
+    add_and_run: Callable[[Array, Array, Any], None] | None
+    """The same for the sum of two arrays, which is then not written; None where it is made in ``total``."""
+    items: tuple[int, ...] | None = None
+    """The positions of all its keys in the call, where :attr:`run` takes a step for each, in a sequence."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """One message."""
+
+    value: Array
+    shard: Shard
+    pieces: tuple[Range, ...]
+    """What there is of each key."""
+    dense: bool
+    """Whether the pieces fill the bucket; the rest belongs to keys that are not in this call and is sent as zeros."""
+    total: Array
+    """Where a transport whose library adds puts the sum of this rank's elements."""
+    updates: tuple[Update, ...]
+    """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
+    joint_updates: tuple[Update, ...]
+    """The same, where neighbours of equal settings may be updated at once."""
+    sends: tuple[Array, ...]
+    """The message in each of the transport's outboxes."""
+    items: slice | None
+    """Which keys of the call these are, if they are whole and follow one another."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of the keys of the pieces."""
+    direct: bool
+    """Whether it pays to look for the message where it lies in a caller's array."""
+    exact: Array | None
+    """The values as their owners know them, where the others hold what was sent of them."""
+    buffer: Array | None
+    """This rank's message when it is made in the keys' buffers, if they have any."""
+    buffers: tuple[Array, ...]
+    """There, where all ranks share memory: every rank's elements of this rank's shard."""
+    reduce: Callable[[Array, Array], Sequence[Array]]
+    """As :meth:`~mpikv.protocols.Placement.bind_reduce` returns it. Collective."""
+    publish: Callable[[], None]
+    """As :meth:`~mpikv.protocols.Placement.bind_publish` returns it. Collective."""
+
+    @cached_property
+    def slots(self) -> tuple[tuple[Array, ...], ...]:
+        """Where whole keys go in each of the sends, in their shapes."""
+        return tuple(
+            tuple(
+                send[piece.low : piece.high].reshape(shape)
+                for piece, shape in zip(self.pieces, self.shapes, strict=True)
+            )
+            for send in self.sends
+        )
+
+    @cached_property
+    def owned(self) -> tuple[slice, ...]:
+        """Which elements of the bucket are this rank's, and of a key of the call."""
+        edges = [(max(run.low, self.shard.low), min(run.high, self.shard.high)) for run in joined(self.pieces)]
+        return tuple(slice(low, high) for low, high in edges if low < high)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All that a call on a list of keys needs, but for the arrays of the call."""
+
+    keys: tuple[Key, ...]
+    entries: tuple[Entry, ...]
+    rows: Any
+    """The keys' rows in the table: what indexes its arrays fastest, a number, a slice or an array."""
+    digest: int
+    label: str
+    on_host: bool
+    """Whether values lie in the host's memory."""
+    memo: dict[Any, Any]
+    """What the store worked out for the plan and can use again."""
+    planner: Planner
+
+    # Worked out when first asked for: who only passes on rows never does, and a large value has many buckets.
+
+    def prepare(self) -> None:
+        """Work out now what moving whole values needs: before ranks agree on it, as it may fail on one of them."""
+        _ = self.buckets, self.totals
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(self.planner.buckets(self.entries))
+
+    @cached_property
+    def totals(self) -> tuple[Array | None, ...]:
+        """For updaters of whole values: where the sum of each key that this rank owns is put together."""
+        return tuple(self.planner.total_of(entry) for entry in self.entries)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(bucket.value.nbytes for bucket in self.buckets)
+
+    @cached_property
+    def cut(self) -> bool:
+        """Whether a key is spread over several buckets."""
+        sizes = [entry.place.size for entry in self.entries]
+        return any(piece.high - piece.low < sizes[piece.item] for b in self.buckets for piece in b.pieces)
+
+    # What a push need not ask of the placement, the updater and the compression.
+
+    @cached_property
+    def takes_arrays(self) -> bool:
+        """Whether a push takes arrays as they are, and nothing is to be restored where its updater raises."""
+        return self.on_host and not self.planner.compressed
+
+    @cached_property
+    def prefetches(self) -> bool:
+        """Whether the first message is prepared before ranks agree: on the host, where no stream does it in the order
+        of the calls; not what is compressed, as residuals change in that; nor what may stay where it lies.
+        """
+        return self.takes_arrays and bool(self.buckets) and not self.buckets[0].direct
+
+    @cached_property
+    def lends(self) -> bool:
+        """Whether other ranks may read a caller's array where it lies, until the next fence."""
+        lends = self.planner.transport.lends and not self.planner.compressed
+        return lends and any(bucket.direct for bucket in self.buckets)
+
+    @cached_property
+    def streams(self) -> bool:
+        """Whether a pushpull unpacks each bucket while it is in the cache."""
+        return self.planner.by_bucket and not self.planner.whole and self.nbytes >= _STREAMED_BYTES
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [entry.shape for entry in self.entries]
+
+    @cached_property
+    def dtypes(self) -> list[np.dtype[Any]]:
+        return [entry.dtype for entry in self.entries]
+
+    @cached_property
+    def present(self) -> tuple[Presence, ...]:
+        """What is known of the row-sparse ones among the values."""
+        return tuple(entry.present for entry in self.entries if entry.present is not None)
+
+    @cached_property
+    def values(self) -> list[Array]:
+        """This rank's memory of each value, in its shape."""
+        return [entry.value for entry in self.entries]
+
+    @cached_property
+    def views(self) -> list[Array]:
+        """The same, read-only."""
+        return [entry.view for entry in self.entries]
+
+
+class Plans:
+    """The plans of a store: those of single keys, and of lists those that were used last, up to a number of keys.
+
+    They are in two halves, so that no call pays for the order of their use: when the younger one is full, it becomes
+    the older one, and what is still in that is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.single: dict[Key, Plan] = {}
+        self.young: dict[tuple[Key, ...], Plan] = {}
+        self._old: dict[tuple[Key, ...], Plan] = {}
+        self._held, self._most = 0, _MOST_KEYS
+
+    def find(self, keys: tuple[Key, ...]) -> Plan | None:
+        """Return the plan of several keys, if it is kept."""
+        plan = self.young.get(keys)
+        if plan is None and (plan := self._old.pop(keys, None)) is not None:
+            self._keep(plan)
+        return plan
+
+    def add(self, plan: Plan, known: int) -> None:
+        """Keep a plan. As many keys as are ``known`` may be in the lists of a half in any case."""
+        if len(plan.keys) == 1:
+            self.single[plan.keys[0]] = plan
+        else:
+            self._most = max(known, _MOST_KEYS)
+            self._keep(plan)
+
+    def _keep(self, plan: Plan) -> None:
+        if self._held + len(plan.keys) > self._most:
+            _drop(self._old)
+            self.young, self._old, self._held = {}, self.young, 0
+        self.young[plan.keys] = plan
+        self._held += len(plan.keys)
+
+    def clear(self) -> None:
+        """Forget all."""
+        for plans in (self.single, self.young, self._old):
+            _drop(plans)
+        self._held = 0
+
+
+def _drop(plans: dict[Any, Plan]) -> None:
+    for plan in plans.values():
+        plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
+    plans.clear()
+
+
+def digest(text: str) -> int:
+    """Return a number in [0, 2**62 - 2) that differs for different texts, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % ((1 << 62) - 2)
+
+
+def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
+    """Return one short text per key, by which ranks compare their calls."""
+    return [f"{key!r} {name_of(dtype)}{list(shape)}" for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)]
+
+
+def _rows(rows: Sequence[int]) -> Any:
+    if len(rows) == 1:
+        return rows[0]
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return np.array(rows, np.intp)
+
+
+def label(keys: Sequence[Key]) -> str:
+    """Return the keys of a call for a message, shortened."""
+    if len(keys) == 1:
+        return repr(keys[0])
+    if len(keys) <= 3:
+        return repr(list(keys))
+    return f"[{keys[0]!r}, … {len(keys)} keys … {keys[-1]!r}]"
+
+
+def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
+    """Return the items in each block, in the order of their memory."""
+    blocks: dict[Block, list[int]] = {}
+    for item, entry in enumerate(entries):
+        blocks.setdefault(entry.place.block, []).append(item)
+    for items in blocks.values():
+        items.sort(key=lambda item: entries[item].place.start)
+    return blocks
+
+
+def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterable[list[Range]]:
+    """Cut keys at the cells of the block's grid. Ranges are of the block."""
+    cells: dict[int, list[Range]] = {}
+    for item in items:
+        place = entries[item].place
+        low, end = place.start, place.start + place.size
+        while low < end:
+            high = min(end, block.grid(low)[1])
+            cells.setdefault(low // block.cell, []).append(
+                Range(item, low - place.start, high - place.start, low, high)
+            )
+            low = high
+    return cells.values()
+
+
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """Join ranges that touch."""
+    runs: list[Range] = []
+    for each in ranges:
+        if runs and runs[-1].high == each.low:
+            runs[-1] = runs[-1]._replace(high=each.high)
+        else:
+            runs.append(each)
+    return runs
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """Makes plans for a placement, an updater and a compression."""
+
+    transport: Transport
+    placement: Placement
+    updater: Updater
+    kernels: Kernels
+    scratch: Array
+    """Memory (uint8) for the sum of one bucket. For an updater of whole values, sums are put together per key."""
+    in_pairs: bool = False
+    """Whether sums are made as in :func:`mpikv.arrays.arrays.add_in_pairs`."""
+    compressed: bool = False
+    by_bucket: bool = True
+    """Whether each bucket's sum makes an exchange, which no rank passes before all have updated the last one."""
+
+    def plan(self, entries: Sequence[Entry]) -> Plan:
+        """Return the plan for some keys, which is cut into buckets when they are first asked for."""
+        keys = tuple(entry.key for entry in entries)
+        texts = describe(keys, [e.shape for e in entries], [e.dtype for e in entries])
+        return Plan(
+            keys=keys,
+            entries=tuple(entries),
+            rows=_rows([entry.index for entry in entries]),
+            digest=digest("\n".join(texts)),
+            label=label(keys),
+            on_host=self.transport.memory.is_host,
+            memo={},
+            planner=self,
+        )
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether values are updated key by key instead of bucket by bucket."""
+        return self.updater.may_raise or not self.updater.elementwise
+
+    @cached_property
+    def adding(self) -> bool:
+        """Whether kernels may make the last addition of a sum: the addends are here, and added from left to right."""
+        here = self.transport.neighbours > 1 and not self.compressed
+        return here and (self.transport.size == 2 or not self.in_pairs)
+
+    @cached_property
+    def current(self) -> bool:
+        """Whether a push leaves every rank with the newest values."""
+        return self.transport.shared or self.placement.everywhere or self.transport.size == 1
+
+    @cached_property
+    def _gpu_kernels(self) -> GpuKernels | None:
+        """Return what updates keys together though their steps differ."""
+        apart = self.whole or self.updater.assigns or self.transport.memory.is_host
+        return self.kernels if not apart and isinstance(self.kernels, GpuKernels) else None
+
+    def total_of(self, entry: Entry) -> Array | None:
+        """Return where the sum of a value is put together, if it is on this rank and whole."""
+        if not self.whole:
+            return None
+        block, low = entry.place.block, entry.place.start
+        # An empty value belongs to the owner of its place.
+        shard = self.placement.shard(low, low + 1, block.grid(low), block.owner)
+        if shard.low == shard.high:
+            return None
+        total: Array = block.sums[low : low + entry.place.size].reshape(entry.shape)
+        return total
+
+    def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
+        """Cut keys into messages."""
+        for block, items in _by_block(entries).items():
+            if not self.updater.assigns:
+                check_state(self.updater, block.values.dtype, block.state)
+            for ranges in _cells(block, items, entries):
+                start = ranges[0].low
+                pieces = [each._replace(low=each.low - start, high=each.high - start) for each in ranges]
+                yield self._bucket(entries, block, start, tuple(pieces))
+
+    def _bucket(self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...]) -> Bucket:
+        stop, dtype = start + pieces[-1].high, block.values.dtype
+        where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
+        shard = self.placement.shard(start, stop, block.grid(start), block.owner)
+        dense = sum(piece.high - piece.low for piece in pieces) == stop - start
+        total = self._total(block, start, shard, dense)
+        joint = tuple(self._updates(block, start, shard, joined(pieces), total))
+        gpu = self._gpu_kernels
+        each = self._ranged(gpu, joint, shard, pieces) if gpu else self._updates(block, start, shard, pieces, total)
+        value, own = block.values[where], slice(start + shard.low, start + shard.high)
+        buffers = () if block.buffers is None else block.buffers
+        return Bucket(
+            value=value,
+            shard=shard,
+            pieces=pieces,
+            dense=dense,
+            total=total,
+            updates=tuple(each),
+            joint_updates=joint,
+            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self.transport.outboxes),
+            items=_items(pieces, entries),
+            shapes=tuple(entries[piece.item].shape for piece in pieces),
+            direct=len(pieces) == 1 and self._may_be_direct(nbytes),
+            exact=None if block.exact is None else block.exact[where],
+            buffer=None if block.buffers is None else block.buffers[self.transport.place][where],
+            buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
+            reduce=self.placement.bind_reduce(shard),
+            publish=self.placement.bind_publish(shard, value),
+        )
+
+    def _may_be_direct(self, nbytes: int) -> bool:
+        return self.transport.neighbours == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
+
+    def _total(self, block: Block, start: int, shard: Shard, dense: bool) -> Array:
+        own = slice(start + shard.low, start + shard.high)
+        dtype = accumulator(block.values.dtype)
+        if self.whole:
+            # Taking its memory where nothing is owned would take it for nothing.
+            return block.sums[own] if shard.high > shard.low else self.scratch[:0].view(dtype)
+        # What lies between the pieces is no business of this call.
+        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.neighbours > 1):
+            return block.updated[own]
+        return self.scratch[: (shard.high - shard.low) * dtype.itemsize].view(dtype)
+
+    def _updates(
+        self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
+    ) -> Iterator[Update]:
+        """Yield what this rank owns of the ranges."""
+        again = self.transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
+        # On a GPU there is no cache to stay in, and each update is a launch.
+        most = BLOCK if block.memory.is_host else block.values.size
+        for item, low, high in _owned(ranges, shard):
+            for first in range(low, high, most):
+                last = min(first + most, high)
+                where = slice(start + shard.low + first, start + shard.low + last)
+                part_total = total[: last - first] if again and not self.whole else total[first:last]
+                value, state = block.updated[where], {name: array[where] for name, array in block.state.items()}
+                adding = self.adding and not self.whole
+                both = self.kernels.bind_adding(self.updater, value, state) if adding else None
+                alone = not self.whole and both is None
+                run = self.kernels.bind(self.updater, part_total, value, state) if alone else None
+                yield Update(item, first, last, part_total, value, state, run, both)
+
+    def _ranged(
+        self, kernels: GpuKernels, joint: Sequence[Update], shard: Shard, pieces: Sequence[Range]
+    ) -> Iterator[Update]:
+        """Yield joint updates by a step for each of their keys."""
+        mine = list(_owned(pieces, shard))
+        for update in joint:
+            inside = [(item, high - update.low) for item, low, high in mine if update.low <= low < high <= update.high]
+            items, ends = zip(*inside, strict=True)
+            run = kernels.bind_ranges(self.updater, update.total, update.value, update.state, ends)
+            yield replace(update, items=items, run=run)
+
+
+def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, int]]:
+    """Yield the item of each range, and the elements of the shard that are in it: none where the first is the last."""
+    for each in ranges:
+        yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
+
+
+def _items(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:
+    first = pieces[0].item
+    for number, piece in enumerate(pieces):
+        if piece.item != first + number or piece.high - piece.low < entries[piece.item].place.size:
+            return None
+    return slice(first, first + len(pieces))

@@ -1,0 +1,298 @@
+"""The values of a store: which keys there are, where each value lies, and the plans of calls on them."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+import numpy as np
+
+from ..memory.row_sparse import Presence
+from ..protocols import Array, Key, Transport
+from ..transports.alltoallv import gather
+from . import pull_compression as publication
+from .arena import Arena, Block, Place
+from .keys import Entry, KeyTable
+from .plan import Plan, Planner, Plans
+
+__all__ = ["PlanListener", "Values"]
+
+_KEY_TYPES = {int, str}
+_NOTHING: Mapping[Any, int] = MappingProxyType({})
+
+
+class PlanListener(Protocol):
+    """What keeps something that stands on where values lie, or on how they are updated."""
+
+    def invalidate(self) -> None:
+        """Let go of it, as that changes now, on all ranks alike. Local."""
+        ...
+
+
+class Values:
+    """Gives keys their memory, and lists of keys their plans. All is collective unless it says that it is local."""
+
+    def __init__(self, transport: Transport, planner: Planner, root: int, pooling: bool) -> None:
+        self.transport, self._memory, self._root = transport, transport.memory, root
+        self.planner = planner
+        """What makes plans; others are to be made with another one after :meth:`invalidate`."""
+        self.table = KeyTable()
+        self.packed = False
+        """Whether values are packed that ranks pull, so that owners keep exact ones."""
+        self.listeners: WeakSet[PlanListener] = WeakSet()
+        """Who keeps plans, or what was made of them."""
+        self._arena, self._plans = Arena(transport, pooling), Plans()
+        # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
+        self._known_apart: dict[int, ref[Array]] = {}
+
+    # --- Plans
+
+    def find_plan(self, key: Any) -> Plan | None:
+        """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
+        more closely. Local.
+        """
+        kind = type(key)
+        if kind is str or kind is int:
+            return self._plans.single.get(key)
+        # True and 1.0 equal 1, but are no keys.
+        if (kind is list or kind is tuple) and len(kinds := set(map(type, key))) == 1 and kinds <= _KEY_TYPES:
+            return self._plans.single.get(key[0]) if len(key) == 1 else self._plans.find(tuple(key))
+        return None
+
+    def plan(self, keys: tuple[Key, ...]) -> Plan:
+        """Return the plan for known keys. Local."""
+        plan = self._plans.single.get(keys[0]) if len(keys) == 1 else self._plans.find(keys)
+        if plan is None:
+            self.table.check_kind(keys)
+            plan = self.planner.plan([self.table[key] for key in keys])
+            self._plans.add(plan, len(self.table))
+        return plan
+
+    def plan_of_all(self) -> Plan:
+        """Return the plan for all keys. Local."""
+        return self.plan(tuple(self.table))
+
+    def invalidate_listeners(self) -> None:
+        """Have those that keep what was made of plans let go of it. Local."""
+        for each in list(self.listeners):
+            each.invalidate()
+
+    def invalidate(self) -> None:
+        """Drop all plans: values are about to lie, or to be updated, in another way. Local."""
+        self.invalidate_listeners()
+        self._plans.clear()
+
+    # --- Keys
+
+    @property
+    def blocks(self) -> Sequence[Block]:
+        """The blocks that hold values. Local."""
+        return self._arena.blocks
+
+    @property
+    def dtypes(self) -> set[np.dtype[Any]]:
+        """The dtypes of values. Local."""
+        return {entry.dtype for entry in self.table.entries()}
+
+    def enter(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
+        """Give keys their memory; the arrays say how much. Known keys start anew. Those in ``sparse`` are row-sparse.
+
+        Raises:
+            MemoryError: on every rank, if one has too little; nothing was changed.
+        """
+        known = [key for key in keys if key in self.table]
+        with self._arena.undone():
+            requests = [(array.dtype, array.size) for array in arrays]
+            places = self._arena.place(requests, [self.table[key].place for key in known])
+            for array, where in zip(arrays, places, strict=True):
+                where.block.ensure_state(self.planner.updater.slots(array.dtype))
+                if self.packed and where.block.exact is None:
+                    where.block.exact = where.block.new_exact()
+        self._remove(known)
+        for key, array, where in zip(keys, arrays, places, strict=True):
+            self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
+        self._arena.shrink()
+
+    def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
+        """Store the root's arrays, so that every rank can read them; of a GPU such as :meth:`set_apart` returns."""
+        apart = [self.apart(array) for array in arrays] if self._memory.is_host else arrays
+        for key, array in zip(keys, apart, strict=True):
+            entry = self.table[key]
+            if self.transport.rank == self._root:
+                self._memory.copy((entry.value,), (array,))
+            if not self.transport.shared:
+                self.transport.broadcast(entry.value.reshape(-1), self._root)
+            self.table.stale[entry.index] = False
+            if entry.present is not None:
+                entry.present.fill()
+        self.transport.fence()
+        self.start_from_values(keys)
+
+    def start_from_values(self, keys: Sequence[Key]) -> None:
+        """Copy values that were given, and that all ranks have, to where an owner knows them better: to exact values,
+        where what is pulled is packed, and to an optimizer's float32 masters. Local.
+        """
+        blocks = {self.table[key].place.block for key in keys}
+        if not any(block.exact is not None or "master" in block.state for block in blocks):
+            return
+        buckets = self.plan(tuple(keys)).buckets
+        publication.begin(buckets)
+        for update in (update for bucket in buckets for update in bucket.updates if "master" in update.state):
+            self._memory.copy((update.state["master"],), (update.value,))
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Forget keys and free their places."""
+        self._arena.release(self._remove(keys))
+        self._arena.shrink()
+
+    def _remove(self, keys: Sequence[Key]) -> list[Place]:
+        """Forget keys; return their places."""
+        if not keys:
+            return []
+        self._clear(tuple(key for key in keys if self._arena.is_shared(self.table[key].place.block)))
+        places = [self.table.remove(key) for key in keys]
+        self.invalidate()
+        return places
+
+    def _clear(self, keys: tuple[Key, ...]) -> None:
+        """Fill what is kept beside values with zeros, where it may be given to new keys."""
+        states = [update.state for bucket in self.plan(keys).buckets for update in bucket.updates]
+        residuals = [residual for key in keys for residual in self.table[key].residuals()]
+        for array in [*residuals, *(array for state in states for array in state.values())]:
+            array.fill(0)
+
+    def drop_residuals(self, keeping: Mapping[Block, int] = _NOTHING) -> None:
+        """Forget what was left out of earlier pushes. Local. Of some blocks the memory of so many positions is kept."""
+        self.invalidate()
+        for block in self.blocks:
+            del block.residuals[keeping.get(block, 0) :]
+            for residual in block.residuals:
+                residual.fill(0)
+            block.drop_sums()
+        for entry in self.table.entries():
+            entry.codec_state.clear()
+
+    def recount(self) -> None:
+        """Tell all ranks how often owners, who did so by themselves, have updated their values."""
+        counts = self.table.counts
+        told = gather(self.transport, counts)
+        entries = list(self.table.entries())
+        rows = np.fromiter((entry.index for entry in entries), np.intp)
+        owners = np.fromiter((entry.place.block.owner for entry in entries), np.intp)
+        latest = told[owners, rows]
+        if not self.planner.current:
+            self.table.stale[rows] |= (told[:, rows] != latest).any(axis=0)
+        counts[rows] = latest
+
+    def close(self) -> None:
+        """Let go of the values, whose memory the transport frees. Local."""
+        self.invalidate()
+        self.table, self._arena = KeyTable(), Arena(self.transport)
+
+    # --- Buffers
+
+    def add_buffers(self, plan: Plan) -> None:
+        """Give the keys buffers, and their blocks the memory for them.
+
+        Raises:
+            MemoryError: on every rank, if one has too little.
+        """
+        rows = self.transport.neighbours
+        for block in dict.fromkeys(entry.place.block for entry in plan.entries):
+            if block.buffers is None:
+                memory = self.transport.allocate(rows * block.values.nbytes)
+                block.buffers = memory.view(block.values.dtype).reshape(rows, -1)
+                self.invalidate()  # plans of this block know of no buffers
+        for entry in plan.entries:
+            if not self.table.buffered[entry.index]:
+                entry.buffer(self.transport.place).fill(0)  # it may be what an earlier key has left
+        self.table.buffered[plan.rows] = True
+
+    def unbuffered(self, plan: Plan) -> Key | None:
+        """Return a key that has no buffers, or None. Local."""
+        if self.table.buffered[plan.rows].all():
+            return None
+        return next(entry.key for entry in plan.entries if not self.table.buffered[entry.index])
+
+    def buffers(self, plan: Plan) -> list[Array]:
+        """Return this rank's buffer for each key. Local."""
+        return [entry.buffer(self.transport.place) for entry in plan.entries]
+
+    @contextmanager
+    def empty_buffers(self, plan: Plan) -> Iterator[None]:
+        """Let this rank's buffers hold zeros meanwhile: for a push to which it brings nothing. Local."""
+        buffers = self.buffers(plan)
+        contents = [buffer.copy() for buffer in buffers]
+        for buffer in buffers:
+            buffer.fill(0)
+        try:
+            yield
+        finally:
+            for buffer, content in zip(buffers, contents, strict=True):
+                np.copyto(buffer, content)
+
+    # --- Callers' arrays in the memory of values
+
+    def is_view(self, array: Array) -> bool:
+        """Return whether an array lies in the memory of values. Local."""
+        return self._arena.holds(array)
+
+    def apart(self, array: Array) -> Array:
+        """Return the array, or a copy if it lies in the memory of values, which may change before it is read. Local."""
+        return array.copy() if self.is_view(array) else array
+
+    def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
+        which there may be too little memory. Local.
+        """
+        if self._memory.is_host or self.transport.rank != self._root or not any(map(self.is_view, arrays)):
+            return arrays
+        kept: Sequence[Array] = self._memory.order.run(lambda given: list(map(self.apart, given)), arrays)
+        return kept
+
+    def lie_apart(self, arrays: Sequence[Array]) -> bool:
+        """Return whether none of the host's arrays lies in the memory of values. Local.
+
+        No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
+        that each is asked once; what has memory of its own has no base.
+        """
+        known = self._known_apart
+        for array in arrays:
+            if array.base is not None and id(array) not in known:
+                if self.is_view(array):
+                    return False
+                known[id(array)] = ref(array, partial(_forget, known, id(array)))
+        return True
+
+    def fillable(self, out: Array, entry: Entry) -> Array:
+        """Return an array that is to be filled with a value: its view for one over the memory of that value, where
+        there is nothing to fill. Local.
+        """
+        if self._memory.is_host and _is_same(out, entry.value):
+            return entry.view
+        self.check_own(out)
+        return out
+
+    def check_own(self, out: Array) -> None:
+        """Raise TypeError if what is to be filled lies in the memory of values, one of which would be lost. Local."""
+        if self._memory.is_host and self.is_view(out):
+            raise TypeError(
+                "what is to be filled lies in the memory of the store's values, one of which would be lost; pass "
+                "an out= that has memory of its own"
+            )
+
+
+def _forget(known: dict[int, Any], name: int, gone: object) -> None:
+    known.pop(name, None)
+
+
+def _is_same(array: Array, value: Array) -> bool:
+    """Return whether an array is a value's memory, element by element."""
+    if array.shape != value.shape or array.dtype != value.dtype or not array.flags.c_contiguous:
+        return False
+    first, of_value = (each.__array_interface__["data"][0] for each in (array, value))
+    return bool(first == of_value)

@@ -1,0 +1,153 @@
+"""The memory of a GPU: where its arrays come from and go to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from ..arrays.arrays import check_apart, check_mutable, is_array, lies_on_host, source, storable, target
+from ..errors import Unsupported
+from ..protocols import Array, Gpu, Workspace
+from .stream_order import GpuOrder
+from .workspace import GpuWorkspace
+
+__all__ = ["DeviceMemory", "found", "read"]
+
+_GPUS: WeakSet[Gpu] = WeakSet()
+"""Those that stores of this process use, or used."""
+
+
+def found(value: Any) -> tuple[Array, Gpu | None]:
+    """Return an array to read ``value`` from where it lies, without a copy, and the GPU, None for the host. Local.
+
+    Raises:
+        TypeError: not an array.
+        Unsupported: it lies on a GPU of which this process has no store.
+    """
+    if isinstance(value, np.ndarray) or not is_array(value) or lies_on_host(value):
+        return source(value), None
+    for gpu in tuple(_GPUS):
+        if gpu.owns(value):
+            return value, gpu
+    refused: Unsupported | None = None
+    for gpu in tuple(_GPUS):
+        try:
+            return gpu.adopt(value), gpu
+        except Unsupported as error:
+            refused = error
+    why = "" if refused is None else f" ({refused})"
+    raise Unsupported(f"the array is on a GPU of which this process has no store; create the store first{why}")
+
+
+def read(value: Any) -> Array:
+    """Return numpy's array of one that lies anywhere; that of a GPU is copied, and waited for. Raises as
+    :func:`found`.
+    """
+    array, gpu = found(value)
+    if gpu is None:
+        return array
+    out = np.empty(array.shape, array.dtype)
+    gpu.download(array, out)
+    return out
+
+
+class DeviceMemory:
+    """The :class:`~mpikv.protocols.Memory` of one GPU, with the stream of one store."""
+
+    is_host = False
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.workspace: Workspace = GpuWorkspace(gpu)
+        _GPUS.add(gpu)
+        self.order = GpuOrder(gpu)
+        self._flag = self.zeros(1)
+        self._said = False
+
+    def zeros(self, nbytes: int) -> Array:
+        with self.order.stream:
+            return self.gpu.zeros(nbytes)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        return self.order.new(shape, dtype)
+
+    def source(self, value: Any) -> Array:
+        # That owns() knows it for an array is nothing that types can say.
+        if self.gpu.owns(value):
+            return value  # type: ignore[no-any-return]
+        if is_array(value) and not lies_on_host(value):
+            return self._adopted(value)
+        array = source(value)
+        storable(array.dtype)  # of another kind nothing can be there
+        self._say_that_arrays_travel(array)
+        return self.gpu.upload(array)
+
+    def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        here = self.gpu.owns(value) or (is_array(value) and not lies_on_host(value))
+        array = self.source(value) if here else source(value)
+        return array.shape, array.dtype
+
+    def target(self, out: Any) -> Array:
+        if self.gpu.owns(out):
+            if not out.flags.c_contiguous:
+                check_apart(out)
+            return out  # type: ignore[no-any-return]
+        if is_array(out) and not lies_on_host(out):
+            check_mutable(out)
+            there = self._adopted(out)
+            check_apart(there)
+            return there
+        array = target(out)
+        self._say_that_arrays_travel(array)
+        return array
+
+    def _adopted(self, value: Any) -> Array:
+        # Of a call that was issued it comes after what the caller's stream had to do then.
+        return self.gpu.adopt(value, ordered=self.order.call.on_worker)
+
+    def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        pairs, here = list(zip(targets, sources, strict=True)), list[tuple[Array, Array]]()
+        for out, array in pairs:
+            if not self.gpu.owns(out):
+                continue
+            if self.gpu.owns(array) or array.dtype != out.dtype:
+                here.append((out, array if self.gpu.owns(array) else self.gpu.upload(array)))
+            else:
+                self.gpu.upload(array, out)  # which takes no memory there
+        if here:
+            self.gpu.copy([out for out, _ in here], [array for _, array in here])
+        for out, array in pairs:
+            if not self.gpu.owns(out):
+                out[...] = self.to_host(array)
+
+    def to_host(self, array: Array) -> Array:
+        if not self.gpu.owns(array):
+            return array
+        out = np.empty(array.shape, array.dtype)
+        with self.order.stream:
+            self.gpu.download(array, out)
+        # Work that was aborted has an end, too, and leaves anything behind.
+        self.order.check()
+        return out
+
+    def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
+        # In a call, which others are in, too, there must be memory: one array is looked at there.
+        kept = self.order.call.caller is not None and len(every) == 1
+        found = self.gpu.exceeding(every, bound, self._flag if kept else self.gpu.zeros(len(every))) if every else ()
+        self.order.check()  # as in to_host
+        return found
+
+    def _say_that_arrays_travel(self, array: Array) -> None:
+        if not self._said:
+            self._said = True
+            logging.getLogger("mpikv").warning(
+                "an array of the host (%s%s) is used with a store on %s, and copied at every call, as all such are; "
+                "keep arrays on the GPU",
+                array.dtype,
+                list(array.shape),
+                self.gpu.name,
+            )

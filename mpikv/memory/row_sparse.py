@@ -1,0 +1,306 @@
+"""Arrays of which only some rows are there: what a push of an embedding's gradient brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import is_array, source
+from ..errors import ValueMismatch, a_kind
+from ..protocols import Array, Workspace
+from .device import found, read
+from .host import HOST
+from .workspace import GpuWorkspace
+
+__all__ = ["Presence", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
+
+
+class RowSparse:
+    """An array whose rows are zero but for some: their numbers, and what is in them.
+
+    Give it to :meth:`mpikv.KVStore.init`, and the key is row-sparse; give it to :meth:`mpikv.KVStore.push`, and only
+    these rows travel; give it as ``out`` of :meth:`mpikv.KVStore.row_sparse_pull`, and its rows are replaced.
+
+    Args:
+        indices: the numbers of the rows, from 0: one-dimensional, of any integer dtype, in any order. What is given for
+            a number more than once is summed: half precision in float32 and rounded once; on the host in the order of
+            numpy's ``add.reduceat``, which is not from left to right for many, and on a GPU from left to right. Numbers
+            that are on a GPU are brought to the host, for which it is waited for.
+        values: the rows, an array of shape ``(len(indices), *shape[1:])``. It is not copied where the numbers rise. On
+            a GPU, of which this process has a store, it stays there; work on it is that of the present stream.
+        shape: the shape of the whole, of one dimension at least.
+
+    Raises:
+        IndexError: a number is negative, or not below ``shape[0]``.
+        ValueMismatch: a shape does not fit, or the numbers are no integers.
+        TypeError: the values, or the numbers, are no array; the dtype has no sum; or a length is no integer.
+        Unsupported: the values, or the numbers, are on a GPU of which this process has no store.
+
+    Example:
+        >>> import numpy as np
+        >>> rows = RowSparse([3, 1, 3], np.array([[1.0, 1.0], [2.0, 2.0], [10.0, 10.0]]), (5, 2))
+        >>> rows.indices
+        array([1, 3])
+        >>> rows.values
+        array([[ 2.,  2.],
+               [11., 11.]])
+        >>> rows[3], rows[0]
+        (array([11., 11.]), array([0., 0.]))
+        >>> rows.to_dense()[3]
+        array([11., 11.])
+    """
+
+    __slots__ = ("_indices", "_shape", "_tables", "_values")
+
+    def __init__(self, indices: Any, values: Any, shape: Sequence[int]) -> None:
+        self._shape = tuple(map(index, shape))
+        if not self.shape or min(self.shape) < 0:
+            raise ValueMismatch(f"a row-sparse array of shape {self.shape} has no rows; it needs a first dimension")
+        ids = row_ids(indices, self.shape[0]).copy()  # the caller may go on to write there
+        _check_dimensions(indices)
+        rows, gpu = found(values)
+        self._tables: Workspace = HOST if gpu is None else GpuWorkspace(gpu)
+        if rows.shape != (ids.size, *self.shape[1:]):
+            raise ValueMismatch(
+                f"values of {ids.size} rows of an array of shape {self.shape} have the shape "
+                f"{(ids.size, *self.shape[1:])}, not {rows.shape}"
+            )
+        if gpu is not None and not rows.flags.c_contiguous:
+            contiguous = gpu.empty(rows.shape, rows.dtype)
+            gpu.copy((contiguous,), (rows,))
+            rows = contiguous
+        self.replace(*_summed(self._tables, ids, rows))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Where rows lie is known by an object that is not to be copied.
+        return RowSparse, (self.indices, self.values, self.shape)
+
+    # Other rows are another RowSparse: what was checked once is not checked at each push.
+
+    @property
+    def indices(self) -> Array:
+        """The numbers of the rows that are there: int64, rising, read-only."""
+        return self._indices
+
+    @property
+    def values(self) -> Array:
+        """These rows, ``(len(indices), *shape[1:])``, which may be written to: numpy's, or an array of a GPU."""
+        return self._values
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the values are numpy's, and not an array of a GPU."""
+        return self._tables is HOST
+
+    def __len__(self) -> int:
+        """How many rows are there."""
+        return int(self.indices.size)
+
+    def __getitem__(self, number: Any) -> Array:
+        """Return a copy of the row of a number, or of the rows of an array of numbers, in their order; zeros for one
+        that is not there. Its place in :attr:`values` does not count.
+
+        Raises:
+            IndexError: a number is negative, or not below ``shape[0]``.
+            ValueMismatch: the numbers are no integers, or have more than one dimension.
+            TypeError: it is no number, as a slice or a tuple; use :meth:`to_dense`.
+
+        >>> rows = RowSparse([1, 7], np.array([[1.0], [7.0]]), (9, 1))
+        >>> rows[7], rows[[7, 2]]
+        (array([7.]), array([[7.],
+               [0.]]))
+        """
+        one = isinstance(number, Integral) or (is_array(number) and getattr(number, "ndim", 1) == 0)
+        if not one and not isinstance(number, list) and not is_array(number):
+            raise TypeError(f"rows are looked up by their numbers, not by {a_kind(number)}; see to_dense()")
+        ids = row_ids([number] if isinstance(number, Integral) else number, self.shape[0])
+        if not one:
+            _check_dimensions(number)
+        at = np.minimum(np.searchsorted(self.indices, ids), max(len(self) - 1, 0))
+        there = np.flatnonzero(self.indices[at] == ids) if len(self) else at[:0]
+        rows = self._tables.empty((ids.size, *self.shape[1:]), self.dtype)
+        self._tables.clear(rows)
+        self._tables.put_rows(rows, there, self._tables.take_rows(self.values, at[there]))
+        result: Array = rows[0] if one else rows
+        return result
+
+    # Python would look up the rows of all numbers, of which there may be very many, beside the few of len().
+    __iter__ = __reversed__ = __contains__ = None
+
+    def __repr__(self) -> str:
+        return f"<mpikv.RowSparse {list(self.shape)} {self.dtype.name}, {len(self)} rows>"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if not self.on_host:
+            raise TypeError("rows on a GPU are not brought to the host unasked; to_dense() is an array of the GPU")
+        if copy is False:
+            raise ValueError("an array of a RowSparse is a new one; ask for it without copy=False")
+        dense = self.to_dense()
+        return dense if dtype is None else dense.astype(dtype, copy=False)
+
+    def to_dense(self) -> Array:
+        """Return a new array of the whole, with zeros in the rows that are not there.
+
+        >>> RowSparse([1], np.ones((1, 2)), (2, 2)).to_dense()
+        array([[0., 0.],
+               [1., 1.]])
+        """
+        if self.on_host:
+            dense = np.zeros(self.shape, self.dtype)
+        else:
+            dense = self._tables.empty(self.shape, self.dtype)
+            self._tables.clear(dense)
+        self._tables.put_rows(dense, self.indices, self.values)
+        return dense
+
+    def replace(self, indices: Array, values: Array) -> None:
+        """Have other rows: ``indices`` are int64 and rise, and ``values`` are theirs, and lie where those before do.
+        Neither is copied or checked.
+        """
+        self._indices: Array = indices.view()
+        self._indices.flags.writeable = False
+        self._values = values
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> RowSparse:
+        """Return the rows of a sparse matrix or array of scipy's, of any format, in which something is stored.
+
+        Raises:
+            TypeError: it is none, or has not two dimensions.
+        """
+        if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
+            raise TypeError(f"expected a matrix of scipy.sparse, got {type(matrix).__name__}")
+        compressed = matrix.tocsr()
+        ids = np.flatnonzero(np.diff(compressed.indptr))
+        return cls(ids, compressed[ids].toarray(), matrix.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> RowSparse:
+        """Return the rows of a sparse COO tensor of torch's in which something is stored.
+
+        A hybrid one, whose only sparse dimension is the first, as gradients of ``Embedding(sparse=True)`` are, is not
+        copied if it is coalesced, and may be on a GPU; others are on the host.
+
+        Raises:
+            TypeError: it is no sparse COO tensor.
+        """
+        if str(getattr(tensor, "layout", None)) != "torch.sparse_coo":
+            raise TypeError(f"expected a sparse COO tensor of torch's, got {type(tensor).__name__}")
+        tensor = tensor.detach().coalesce()
+        shape = tuple(tensor.shape)
+        if len(tensor.indices()) == 1:
+            return cls(tensor.indices()[0], tensor.values(), shape)
+        numbers, values = source(tensor.indices()), source(tensor.values())
+        ids, at = np.unique(numbers[0], return_inverse=True)
+        rows = np.zeros((ids.size, *shape[1:]), values.dtype)
+        elements = (at.reshape(-1), *numbers[1:])
+        rows[elements] = values  # of one element there is one value, as it is coalesced
+        return cls(ids, rows, shape)
+
+
+class Presence:
+    """Which rows of a row-sparse value may be other than zero, so that clearing them costs what was there."""
+
+    rows: Array | None = None
+    """The numbers of those of which this rank owns an element; None: any row may be. It counts while there is no
+    updater; whoever takes one away fills it."""
+
+    def fill(self) -> None:
+        """Note that any row may have been written to."""
+        self.rows = None
+
+
+def row_ids(given: Any, count: int) -> Array:
+    """Return numbers of rows as a flat int64 array; they are those of an array of ``count`` rows.
+
+    >>> row_ids([[2, 0]], 3)
+    array([2, 0])
+    """
+    array = np.asarray(given) if isinstance(given, (list, tuple)) else read(given)
+    ids: Array = array.reshape(-1)
+    if ids.dtype != np.int64:
+        known = ids.dtype.kind in "iuf" or not ids.size  # MXNet's numbers of rows are often floats
+        with np.errstate(invalid="ignore"):  # a cast of NaN, which equals nothing
+            ids = ids.astype(np.int64) if known else ids[:0].astype(np.int64)
+        if not np.array_equal(ids, array.reshape(-1)):
+            raise ValueMismatch(f"numbers of rows are integers, and these are {array.dtype.name}: {array}")
+    if ids.size and not 0 <= ids.min() <= ids.max() < count:
+        wrong = ids[(ids < 0) | (ids >= count)]
+        raise IndexError(f"row {int(wrong[0])} is not in an array of {count} rows, which are numbered from 0")
+    return ids
+
+
+def _check_dimensions(numbers: Any) -> None:
+    if (dimensions := len(numbers.shape) if is_array(numbers) else np.ndim(numbers)) != 1:
+        raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
+
+
+def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
+    """Return the numbers in order, each once, and the sum of the rows of each."""
+    if ids.size < 2 or (ids[1:] > ids[:-1]).all():
+        return ids, rows
+    order = np.argsort(ids, kind="stable")
+    ids = ids[order]
+    starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    if starts.size == ids.size:
+        return ids, tables.take_rows(rows, order)
+    return ids[starts], tables.sum_runs(rows, order, starts)
+
+
+def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
+    """Return rows in another dtype: these, if it is theirs."""
+    if rows.dtype == dtype:
+        return rows
+    cast = tables.empty(rows.shape, dtype)
+    tables.copy((cast,), (rows,))
+    return cast
+
+
+def merged_rows(
+    terms: Sequence[tuple[Array, Array]],
+    dtype: np.dtype[Any],
+    in_pairs: bool = False,
+    empty: Callable[[Any, Any], Array] = np.empty,
+    tables: Workspace = HOST,
+) -> tuple[Array, Array]:
+    """Return the sum of several arrays' rows, each given by the rising numbers of the rows and the rows: its numbers,
+    and the rows, in memory of ``dtype`` that ``empty`` has given. The rows are arrays of ``tables``.
+
+    It is made from the first to the last; ``in_pairs``, of the sums of both halves.
+
+    >>> merged_rows([(np.array([0, 2]), np.ones((2, 1))), (np.array([2]), np.ones((1, 1)))], np.dtype("float64"))
+    (array([0, 2]), array([[1.],
+           [2.]]))
+    """
+    if in_pairs and len(terms) > 2:
+        middle = len(terms) // 2
+        terms = [merged_rows(half, dtype, True, empty, tables) for half in (terms[:middle], terms[middle:])]
+    (ids, rows), *others = terms
+    if not others:
+        total = empty(rows.shape, dtype)
+        tables.copy((total,), (rows,))
+        return ids.copy(), total
+    every = np.concatenate([ids for ids, _ in terms])
+    every.sort(kind="stable")
+    every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
+    total = empty((every.size, *rows.shape[1:]), dtype)
+    tables.clear(total)
+    first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in terms])
+    tables.put_rows(total, first, rows)
+    for at, (_, rows) in zip(places, others, strict=True):
+        tables.add_rows(total, at, rows)
+    return every, total

@@ -1,0 +1,65 @@
+"""Rows of a GPU in memory that was taken beforehand: what ranks do together must not end on one that has no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..protocols import Array, Gpu
+
+__all__ = ["ALIGNMENT", "GpuWorkspace"]
+
+ALIGNMENT = 256
+"""What an array in a workspace may take besides its bytes. CUDA's allocator begins arrays at such places, too."""
+
+
+class GpuWorkspace:
+    """The :class:`~mpikv.protocols.Workspace` of a GPU. Of one thread at a time."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.copy, self.clear, self.prepare_rows, self.sum_runs = gpu.copy, gpu.clear, gpu.prepare_rows, gpu.sum_runs
+        self._memory: Array | None = None
+        self._used = 0
+
+    @contextmanager
+    def over(self, memory: Array) -> Iterator[None]:
+        outer = self._memory, self._used
+        self._memory, self._used = memory, 0
+        try:
+            yield
+        finally:
+            self._memory, self._used = outer
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
+        if self._memory is None or begin + nbytes > self._memory.size:
+            return self._gpu.empty(shape, dtype)
+        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        array: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
+        return array
+
+    def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
+        return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
+
+    def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
+        rows = self.empty((ids.size, *table.shape[1:]), table.dtype) if out is None else out
+        self._gpu.take_rows(table, self._there(ids), rows)
+        return rows
+
+    def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
+        if rows is not None and rows.dtype != table.dtype:
+            given, rows = rows, self.empty(rows.shape, table.dtype)
+            self._gpu.copy((rows,), (given,))
+        self._gpu.put_rows(table, self._there(ids), rows)
+
+    def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
+        self._gpu.add_rows(table, self._there(ids), rows)
+
+    def _there(self, ids: Array) -> Array:
+        return ids if self._gpu.owns(ids) else self._gpu.upload(ids, self.empty(ids.shape, ids.dtype))

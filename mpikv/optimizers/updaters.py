@@ -1,0 +1,155 @@
+"""The updaters that are not optimizers: ASSIGN, and any Python callable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from ..arrays.float16 import narrow
+from ..errors import ConfigError, ValueMismatch
+from ..memory.row_sparse import RowSparse
+from ..protocols import Array, Key, Slots, Updater
+
+__all__ = ["Assign", "CallableUpdater", "check_state"]
+
+_outline = attrgetter("dtype", "shape", "strides")
+
+
+def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Array]) -> None:
+    """Raise ConfigError unless there is the state that an updater asks for, of which a changed option may ask more."""
+    wanted = updater.slots(dtype)
+    if wanted.keys() != state.keys():
+        raise ConfigError(
+            f"the optimizer was changed to keep {sorted(wanted)} per element and the store has {sorted(state)}; call "
+            "set_optimizer again, which starts its state anew"
+        )
+
+
+class Assign:
+    """The stored value becomes the sum. A store's updater until another is set."""
+
+    elementwise = True
+    may_raise = False
+    assigns = True
+    by_key = depends_on_count = False
+    revision = 0
+
+    def slots(self, dtype: np.dtype[Any]) -> Slots:
+        return {}
+
+    def step(self, key: Key, count: int) -> None:
+        return None
+
+    def update(self, step: None, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        self.bind(total, value, state)(step)
+
+    def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[None], None]:
+        if total.dtype == value.dtype and total.__array_interface__["data"] == value.__array_interface__["data"]:
+            return _nothing  # the sum was made in its place
+        if total.dtype == value.dtype:
+            return lambda step: np.copyto(value, total)
+        return lambda step: narrow(total.reshape(-1), value.reshape(-1))
+
+    def settings(self) -> str:
+        return "assign"
+
+
+def _nothing(step: None) -> None:
+    pass
+
+
+class CallableUpdater:
+    """A user's ``f(key, input, stored)``, which changes ``stored`` in place or returns the new value."""
+
+    elementwise = False
+    may_raise = True
+    assigns = False
+    by_key = True
+    depends_on_count = False
+    revision = 0
+
+    def __init__(self, function: Callable[[Any, Any, Array], Any]) -> None:
+        self._function = function
+        # Whether it is still to be seen that it changes values.
+        self._unproven = True
+        # The function runs under the caller's rules for overflows, not under the store's.
+        self._rules = np.geterr()
+
+    def slots(self, dtype: np.dtype[Any]) -> Slots:
+        return {}
+
+    def step(self, key: Key, count: int) -> Key:
+        return key
+
+    def update(self, step: Key, total: Array, value: Array, state: Mapping[str, Array]) -> None:
+        self.call(step, total.astype(value.dtype, copy=False), value)
+
+    def call(self, step: Key, received: Array | RowSparse, value: Array) -> None:
+        """Have the function change the value by what was received, an array or rows of the value's dtype.
+
+        It is given views, so that what it does to their shapes and flags is not done to the store's arrays.
+        """
+        outline, on_host = _outline(value), type(value) is np.ndarray
+        before = value.copy() if self._unproven and on_host else None
+        given, stored = received if isinstance(received, RowSparse) else received.view(), value.view()
+        with np.errstate(**self._rules):
+            result = self._function(step, given, stored)
+        if not outline == _outline(stored) == _outline(value):
+            raise ValueMismatch(
+                f"the updater changed dtype, shape or strides of stored for key {step!r}, from {outline[0]}, "
+                f"{outline[1]}, {outline[2]} to {stored.dtype}, {stored.shape}, {stored.strides}; change elements, for "
+                "instance those of stored.reshape(-1), or return a new array"
+            )
+        if on_host:
+            # Who keeps them would write to what is not the value any more, or into the sum of another push.
+            stored.flags.writeable = (given.values if isinstance(given, RowSparse) else given).flags.writeable = False
+        if result is not None:
+            np.copyto(value, _checked(step, result, value), casting="same_kind")
+        elif before is not None and np.array_equal(before, value):
+            self._warn_unchanged(step, received)
+            return
+        self._unproven = False
+
+    def _warn_unchanged(self, step: Key, received: Array | RowSparse) -> None:
+        """Say once that the function has changed nothing, unless it received nothing."""
+        if (received.values if isinstance(received, RowSparse) else received).any():
+            self._unproven = False
+            logging.getLogger("mpikv").warning(
+                "the updater has changed nothing of key %r, and returned None, though what it received is not zero. If "
+                "it is to change the value, let it write there, as by stored += ... or stored[...] = ..., or return "
+                "the new value; stored = ... gives a name to another array and changes nothing",
+                step,
+            )
+
+    def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Key], None]:
+        return lambda step: self.update(step, total, value, state)
+
+    def settings(self) -> str:
+        module = getattr(self._function, "__module__", "")
+        return f"callable {module}.{getattr(self._function, '__qualname__', type(self._function).__name__)}"
+
+
+def _checked(key: Key, result: Any, value: Array) -> Array:
+    """Return what an updater has returned, if it can be stored."""
+    if type(value) is not np.ndarray and type(result) is not type(value):
+        raise TypeError(
+            f"the updater returned a {_kind(result)} for key {key!r}, whose value is a {_kind(value)}; return an array "
+            "of the GPU, or None and change the value in place"
+        )
+    if isinstance(result, np.ma.MaskedArray):
+        raise TypeError(f"the updater returned a masked array for key {key!r}, whose mask no value has; use filled()")
+    changed: Array = result if type(result) is type(value) else np.asarray(result)
+    if changed.shape != value.shape:
+        raise ValueMismatch(f"the updater returned shape {changed.shape} for key {key!r} of shape {value.shape}")
+    if not np.can_cast(changed.dtype, value.dtype, "same_kind"):
+        raise ValueMismatch(f"the updater returned {changed.dtype} for key {key!r} of {value.dtype}; use astype")
+    return changed
+
+
+def _kind(value: object) -> str:
+    """Return the name of an object's type with the library that it is of."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

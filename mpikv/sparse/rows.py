@@ -1,0 +1,482 @@
+"""Pushes and pulls of some rows of a value: what the ranks bring goes to the rows' owners, who sum and update it.
+
+An element has the same owner as in a push of whole arrays, since its optimizer state lives there. Owners' ranges are
+not made of whole rows: a row in which one ends goes to all of its owners, each of which updates its elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import accumulator
+from ..engine.exchange import Exchange
+from ..engine.keys import Entry
+from ..engine.pipeline import Confirm, Steps
+from ..engine.plan import Plan
+from ..errors import Unsupported, noted
+from ..memory.row_sparse import RowSparse, cast_rows, merged_rows
+from ..memory.workspace import ALIGNMENT
+from ..optimizers.updaters import CallableUpdater
+from ..protocols import Array, Key, Placement, Workspace
+from .messages import Kind, Selected, row_messages
+
+__all__ = ["Rows", "check_updater"]
+
+_OWNERS = "owners of rows"
+# Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
+_MOST_KEPT = 16 << 20
+_BYTES = np.dtype(np.uint8)
+
+
+def check_updater(exchange: Exchange) -> None:
+    """Raise Unsupported if rows cannot be pushed to a store as it is. Local."""
+    updater = exchange.updater
+    if exchange.compression is not None:
+        raise Unsupported(
+            f"rows cannot be compressed by {exchange.compression.codec.settings()}; push to_dense(), or end the "
+            "compression by set_gradient_compression(None)"
+        )
+    if not isinstance(updater, CallableUpdater) and (updater.may_raise or not updater.elementwise):
+        raise Unsupported(
+            f"{type(updater).__name__} updates whole values and cannot update some rows; push to_dense(), or use an "
+            "element-wise optimizer"
+        )
+
+
+class Rows:
+    """Moves rows of the values of a store. All but :attr:`sent` is collective."""
+
+    def __init__(self, exchange: Exchange, root: int) -> None:
+        """Local."""
+        self._exchange, self._root = exchange, root
+        self._transport, self._memory = exchange.transport, exchange.transport.memory
+        self._tables = self._memory.workspace
+        self._messages = row_messages(exchange.transport)
+        # A push on a GPU has memory of its own, which is taken where all ranks learn whether there was any.
+        self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.is_host else 0)
+
+    @property
+    def sent(self) -> int:
+        """How many bytes this rank has sent to others for rows."""
+        return self._messages.sent
+
+    def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Compile what moves rows of values of these dtypes, unless it is there. Local."""
+        if not self._memory.is_host:
+            for dtype in dict.fromkeys(dtypes):
+                self._tables.prepare_rows(dtype)
+
+    def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
+        """Give keys their memory, and the root's rows.
+
+        Raises:
+            MemoryError: on every rank, if one has too little; nothing was changed.
+        """
+        table = self._exchange.values.table
+        likes = [np.broadcast_to(np.zeros((), rows.dtype), rows.shape) for rows in given]
+        with ExitStack() as held:
+            sent = self._from_root(keys, given, held)
+            self._exchange.values.enter(keys, likes, sparse=keys)
+            entries = [table[key] for key in keys]
+            for entry, (ids, rows) in zip(entries, sent, strict=True):
+                if self._transport.place == 0:
+                    if entry.place.old:
+                        entry.value.fill(0)
+                    self._tables.put_rows(_table(entry, entry.value), ids, rows)
+                assert entry.present is not None
+                entry.present.rows = self._of_this_rank(entry, ids).copy()
+        self._transport.fence()
+        self._exchange.values.start_from_values(keys)
+
+    def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
+        """Sum the rows over ranks, and update those that are in the sum.
+
+        Raises:
+            MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
+        """
+        with ExitStack() as held:
+            # Sums first: what lacks memory raises before anything has changed.
+            sums = self._sums(plan.entries, [(rows.indices, _flat(rows)) for rows in given], held)
+            if confirm is None:
+                for entry, step, (ids, total) in zip(plan.entries, steps.each, sums, strict=True):
+                    self._update(entry, ids, total, step)
+            else:
+                self._call(plan.entries, steps.each, sums, confirm)
+        self._exchange.values.table.counts[plan.rows] += 1
+        if not self._exchange.pipeline.current:
+            self._exchange.values.table.stale[plan.rows] = True
+
+    def _reserve(self, nbytes: int, held: ExitStack) -> None:
+        """Take memory of a GPU for what comes next, until ``held`` is left.
+
+        Raises:
+            MemoryError: on every rank, if one has too little.
+        """
+        if not self._memory.is_host:
+            # Each rank as much as it needs: what lies there is nobody else's.
+            held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
+
+    def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
+        """Fill the rows of these numbers, which rise, of each value."""
+        stale = self._exchange.values.table.stale
+        # Every rank knows alike which these are.
+        asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
+        for entry, (ids, rows) in zip(plan.entries, pulled, strict=True):
+            self._tables.take_rows(_table(entry, entry.value), ids, rows)
+        if asked:
+            with ExitStack() as held:
+                self._ask([plan.entries[item] for item in asked], [pulled[item] for item in asked], held)
+
+    # --- Sums
+
+    def _sums(self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack) -> list[Selected]:
+        """Return the sum of what all ranks bring, of the rows of which this rank owns something. On a GPU it lies in
+        memory for all of the push.
+        """
+        self._kept.start()
+        if self._transport.size > 1:
+            terms = self._exchanged(entries, given, held)
+        else:
+            terms = [given]
+            if not self._memory.is_host:
+                self._reserve(self._needed(entries, [ids for ids, _ in given], (), ()), held)
+        return [
+            merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
+            for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
+        ]
+
+    def _exchanged(
+        self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack
+    ) -> Sequence[Sequence[Selected]]:
+        """Return what each rank brings of the rows of which this rank owns something."""
+        numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
+        kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
+        places = list[Sequence[Any]]()
+
+        def ready(told: Sequence[Sequence[Array]]) -> None:
+            self._reserve(self._needed(entries, numbers, places, told), held)
+
+        if self._exchange.placement.everywhere:
+            terms = self._messages.to_all(numbers, values, kinds, label, ready)
+            terms[rank] = list(given)
+        else:
+            for entry, ids in zip(entries, numbers, strict=True):
+                places.append(self._owners(entry).split(ids, self._transport.size))
+            parts = [[ids[at] for ids, at in zip(numbers, each, strict=True)] for each in zip(*places, strict=True)]
+            rows = list[Sequence[Array]]()
+
+            def split() -> Sequence[Sequence[Array]]:
+                some = [self._split(*each) for each in zip(entries, values, places, strict=True)]
+                rows.extend(zip(*some, strict=True))
+                return rows
+
+            terms = self._messages.to_each(parts, split, kinds, label, ready)
+            terms[rank] = list(zip(parts[rank], rows[rank], strict=True))
+        return terms
+
+    def _needed(
+        self,
+        entries: Sequence[Entry],
+        mine: Sequence[Array],
+        places: Sequence[Sequence[Any]],
+        told: Sequence[Sequence[Array]],
+    ) -> int:
+        """Return how much memory of a GPU a push of rows takes at most: with ``mine``, which are divided as ``places``
+        say, and what this rank was ``told`` of the others'.
+        """
+        size, nbytes = self._transport.size, 0
+        levels = 1 + size.bit_length() if self._exchange.in_pairs else 1
+        for item, entry in enumerate(entries):
+            kind, present = _kind(entry), None if entry.present is None else entry.present.rows
+            wide = kind.width * accumulator(kind.dtype).itemsize
+            states = kind.width * sum(array.itemsize for array in entry.state.values())
+            received = sum(numbers[item].size for numbers in told if numbers)
+            rows = mine[item].size + received
+            # Rows for others, with their numbers; what others send; sums, level by level; the sums of rows that are
+            # all this rank's, cast; the rows of the value and of each state; and those that are cleared.
+            if places and not self._owners(entry).alone:
+                nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
+            nbytes += received * kind.nbytes + levels * rows * (wide + 8)
+            nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * (0 if present is None else present.size)
+            nbytes += (16 + size * (1 + 3 * levels) + len(entry.state)) * ALIGNMENT
+        return nbytes
+
+    def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
+        """Return the root's rows."""
+        mine = [(rows.indices, _flat(rows)) for rows in given]
+        kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
+
+        def ready(told: Sequence[Sequence[Array]]) -> None:
+            every = [[ids for ids, _ in mine], *told]
+            counts = [(ids.size, kind.nbytes) for numbers in every for ids, kind in zip(numbers, kinds, strict=False)]
+            self._reserve(sum(count * (nbytes + 8) + 3 * ALIGNMENT for count, nbytes in counts), held)
+
+        if self._transport.size == 1:
+            ready(())
+            return mine
+        sent = mine if self._transport.rank == self._root else []
+        numbers, rows = [ids for ids, _ in sent], [values for _, values in sent]
+        received = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), ready)
+        if sent or not self._memory.is_host:
+            return sent or received[self._root]
+        # What was received may be overwritten while keys are given their memory.
+        return [(ids.copy(), values.copy()) for ids, values in received[self._root]]
+
+    def _split(self, entry: Entry, values: Array, places: Sequence[Any]) -> list[Array]:
+        """Return for each rank the rows at its places."""
+        if self._owners(entry).alone:
+            return [values[at] for at in places]
+        order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
+        values = _taken(self._tables, values, order, self._kept)
+        return [values[low:high] for low, high in pairwise(ends)]
+
+    def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
+        """Return the rows of which this rank updates something."""
+        mine: Array = ids[self._owners(entry).split(ids, self._transport.size)[self._transport.rank]]
+        return mine
+
+    def _owners(self, entry: Entry) -> _Owners:
+        memo = self._exchange.values.plan((entry.key,)).memo
+        if _OWNERS not in memo:
+            memo[_OWNERS] = _Owners(entry, self._exchange.placement, self._transport.rank)
+        owners: _Owners = memo[_OWNERS]
+        return owners
+
+    # --- Updates
+
+    def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
+        """Update what this rank owns of some rows."""
+        updater = self._exchange.updater
+        if updater.assigns:
+            self._clear(entry)
+            if entry.present is not None:
+                entry.present.rows = ids
+        value = _table(entry, entry.value)
+        states = {name: _table(entry, array) for name, array in entry.state.items()}
+        whole, parts = self._owners(entry).own(self._transport.rank, ids)
+        (rows,) = self._tables.numbers((ids[whole],))
+        sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
+        if updater.assigns:
+            self._tables.put_rows(value, rows, sums)
+            if parts:
+                into = [value[ids[at], low:high] for at, low, high in parts]
+                self._tables.copy(into, [total[at, low:high] for at, low, high in parts])
+            return
+        picked = _taken(self._tables, value, rows, self._kept)
+        picked_states = {name: _taken(self._tables, state, rows, self._kept) for name, state in states.items()}
+        flat = {name: state.reshape(-1) for name, state in picked_states.items()}
+        self._exchange.pipeline.update(step, sums.reshape(-1), picked.reshape(-1), flat)
+        self._tables.put_rows(value, rows, picked)
+        for name, state in picked_states.items():
+            self._tables.put_rows(states[name], rows, state)
+        for at, low, high in parts:
+            part = {name: state[ids[at], low:high] for name, state in states.items()}
+            self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
+
+    def _clear(self, entry: Entry) -> None:
+        """Write zeros to what this rank owns of a value, where something else may be."""
+        value, owners = _table(entry, entry.value), self._owners(entry)
+        if entry.present is None or entry.present.rows is None:
+            for low, high in owners.ranges(self._transport.rank):
+                value.reshape(-1)[low:high] = 0
+            return
+        ids = entry.present.rows
+        whole, parts = owners.own(self._transport.rank, ids)
+        self._tables.put_rows(value, ids[whole], None)
+        for at, low, high in parts:
+            value[ids[at], low:high] = 0
+
+    def _call(self, entries: Sequence[Entry], steps: Sequence[Any], sums: Sequence[Selected], confirm: Confirm) -> None:
+        """Have the root's function update the values, of which it is given copies, since it may fail."""
+        updater, changed, failure = self._exchange.updater, list[tuple[Entry, Array]](), None
+        assert isinstance(updater, CallableUpdater)
+        try:
+            for entry, step, (ids, total) in zip(entries, steps, sums, strict=True):
+                if self._transport.rank == self._root:
+                    rows = cast_rows(self._tables, total, entry.dtype).reshape(ids.size, *entry.shape[1:])
+                    value = entry.value.copy()
+                    changed.append((entry, value))
+                    _updated(updater, step, RowSparse(ids, rows, entry.shape), value)
+        except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
+            failure = error
+        confirm(failure)
+        for entry, value in changed:
+            np.copyto(entry.value, value)
+
+    # --- Pulls
+
+    def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected], held: ExitStack) -> None:
+        """Replace rows of values that only their owners have by the owners'."""
+        owners, size = [self._owners(entry) for entry in entries], self._transport.size
+        numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
+        wanted = list(zip(*numbers, strict=True))
+
+        def ready(asked: Sequence[Sequence[Array]]) -> None:
+            kinds = [_kind(entry) for entry in entries]
+            counts = [
+                (ids.size, kind.nbytes)
+                for numbers in (*asked, *wanted)
+                for ids, kind in zip(numbers, kinds, strict=False)
+            ]
+            # What others are sent, or what they send, and of that what is of one owner.
+            self._reserve(sum(2 * count * (nbytes + 8) + 5 * ALIGNMENT for count, nbytes in counts), held)
+
+        def take(asked: Sequence[Array]) -> list[Array]:
+            some = zip(entries, asked, strict=True)
+            return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
+
+        received = self._messages.fetch(wanted, [_kind(entry) for entry in entries], _keys(entries), take, ready)
+        for rank, part in enumerate(received):
+            if rank == self._transport.rank:
+                continue
+            for owner, (ids, rows), some, values in zip(owners, pulled, wanted[rank], part, strict=True):
+                at = np.searchsorted(ids, some)
+                whole, pieces = owner.own(rank, some)
+                mine = values if isinstance(whole, slice) else self._tables.take_rows(values, whole)
+                self._tables.put_rows(rows, at[whole], mine)
+                into = [rows[at[row], low:high] for row, low, high in pieces]
+                self._tables.copy(into, [values[row, low:high] for row, low, high in pieces])
+
+
+class _Kept:
+    """Memory that is handed out again from the start of each push on."""
+
+    def __init__(self, tables: Workspace, most: int) -> None:
+        """``most`` is how many bytes may be kept."""
+        self._tables, self._most = tables, most
+        self._memory = tables.empty((0,), _BYTES)
+        self._room = self._used = 0
+
+    def start(self) -> None:
+        """Take back what was handed out; make room for as much."""
+        if self._room < self._used <= self._most:
+            self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
+        self._used = 0
+
+    def __call__(self, shape: Any, dtype: Any) -> Array:
+        """Return memory of undefined content."""
+        dtype, begin = np.dtype(dtype), self._used
+        nbytes = prod(shape) * dtype.itemsize
+        self._used += -(-nbytes // 64) * 64
+        if self._used > self._room:
+            return self._tables.empty(shape, dtype)
+        memory: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
+        return memory
+
+
+def _taken(tables: Workspace, table: Array, ids: Array, kept: _Kept) -> Array:
+    """Return some rows of a table, in memory of their own."""
+    return tables.take_rows(table, ids, kept((ids.size, table.shape[1]), table.dtype))
+
+
+class _Owners:
+    """Who owns which elements of one value: of a replica, this rank all of them."""
+
+    def __init__(self, entry: Entry, placement: Placement, rank: int) -> None:
+        edges, owners = [0], list[int]()
+        for count, owner in ((entry.place.size, rank),) if placement.everywhere else _shares(entry, placement):
+            if owners and owners[-1] == owner:
+                edges[-1] += count
+            elif count:
+                owners.append(owner)
+                edges.append(edges[-1] + count)
+        self._width = max(prod(entry.shape[1:]), 1)
+        self._edges, self._owners = np.array(edges), np.array(owners or [0])
+        # Whether a row may have several owners, and whether it may have more than two.
+        self._cut = bool((self._edges % self._width).any())
+        self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
+        self.alone = len(self._owners) == 1
+        """Whether one rank owns all elements."""
+
+    def _ends(self, ids: Array) -> tuple[Array, Array]:
+        """Return in which ranges the first and the last element of each row are."""
+        first = np.searchsorted(self._edges, ids * self._width, "right") - 1
+        if not self._cut:
+            return first, first
+        last = np.searchsorted(self._edges, (ids + 1) * self._width - 1, "right") - 1
+        return first, last
+
+    def split(self, ids: Array, size: int) -> list[Any]:
+        """Return for each rank the positions of the rows of which it owns something: an array, or, where one rank owns
+        all, a slice.
+        """
+        if self.alone:
+            return [slice(None) if rank == self._owners[0] else slice(0, 0) for rank in range(size)]
+        first, last = self._ends(ids)
+        owner, last_owner = self._owners[first], self._owners[last]
+        parts = []
+        for rank in range(size):
+            needed = owner == rank
+            if self._cut:
+                needed |= last_owner == rank
+            if self._short:
+                needed |= last > first + 1
+            parts.append(np.flatnonzero(needed))
+        return parts
+
+    def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
+        """Return which of some rows, as :meth:`split` gives them to a rank, are all that rank's, and its parts of the
+        others: a position among them, and elements.
+        """
+        if not self._cut:
+            return slice(None), ()
+        first, last = self._ends(ids)
+        parts = [part for at in np.flatnonzero(first != last).tolist() for part in self._parts(rank, at, ids)]
+        whole = (first == last) & (self._owners[first] == rank)
+        return slice(None) if whole.all() else np.flatnonzero(whole), parts
+
+    def _parts(self, rank: int, at: int, ids: Array) -> Iterator[tuple[int, int, int]]:
+        begin = int(ids[at]) * self._width
+        first, last = (int(end[0]) for end in self._ends(ids[at : at + 1]))
+        for number in range(first, last + 1):
+            if self._owners[number] == rank:
+                low, high = (int(edge) - begin for edge in self._edges[number : number + 2])
+                yield at, max(low, 0), min(high, self._width)
+
+    def ranges(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Yield a rank's ranges of elements."""
+        for (low, high), owner in zip(pairwise(self._edges.tolist()), self._owners.tolist(), strict=False):
+            if owner == rank:
+                yield low, high
+
+
+def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
+    """Yield how many elements belong to whom, one range after the other."""
+    block, at, end = entry.place.block, entry.place.start, entry.place.start + entry.place.size
+    while at < end:
+        grid = block.grid(at)
+        stop = min(end, grid[1])
+        for rank, count in enumerate(placement.shard(at, stop, grid, block.owner).counts):
+            yield count, rank
+        at = stop
+
+
+def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array) -> None:
+    try:
+        updater.call(step, rows, value)
+    except BaseException as error:
+        noted(error, f"updating key {step!r}")
+        raise
+
+
+def _kind(entry: Entry) -> Kind:
+    return Kind(prod(entry.shape[1:]), entry.dtype)
+
+
+def _keys(entries: Sequence[Entry]) -> tuple[Key, ...]:
+    return tuple(entry.key for entry in entries)
+
+
+def _table(entry: Entry, array: Array) -> Array:
+    """Return a view of an array of a value's shape with one row of elements for each of its rows."""
+    return array.reshape(entry.shape[0], prod(entry.shape[1:]))
+
+
+def _flat(rows: RowSparse) -> Array:
+    return rows.values.reshape(len(rows), prod(rows.shape[1:]))

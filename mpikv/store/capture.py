@@ -1,0 +1,309 @@
+"""A pushpull that is made again and again, which a GPU is given as one piece of work.
+
+On a GPU the first call queues it as it will be recorded, so that all is compiled and connected; the second records it
+in a CUDA graph, and launches that, as do those that follow. Numbers that change from call to call, as an optimizer's
+rate, are read from memory, to which each call writes them first. All else is as in any call: ranks compare what they
+call, which includes that all of them record it, or launch what they have recorded together, as NCCL wants it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..arrays.arrays import is_array, lies_on_host
+from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..engine.exchange import Exchange
+from ..engine.keys import parse
+from ..engine.pipeline import Arrays, Steps
+from ..engine.plan import Plan
+from ..memory.device import DeviceMemory
+from ..memory.row_sparse import RowSparse
+from ..protocols import Graph, StepTable
+from ..verbs import Verbs
+from ..verbs.arguments import in_form
+from ..verbs.comparison import add_text
+from ..verbs.operands import given_to_fill
+from ..verbs.renewed import Renewed
+from ..verbs.row_arguments import Brought
+from .door import Door, State
+
+__all__ = ["Compiled", "Fixed", "prepare_capture"]
+
+# How a call is made, as ranks that disagree are told.
+_PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
+_RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
+
+
+class Fixed(NamedTuple):
+    """The arguments of a pushpull that is made again and again, in lists and dicts of its own."""
+
+    key: Any
+    value: Any
+    out: Any
+    result: Any
+    """What the caller of the pushpull expects."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What is known on a GPU of a call, until it is to be forgotten. It keeps what the GPU uses."""
+
+    plan: Plan
+    sources: Arrays | None
+    """None where the buffers are pushed."""
+    targets: Arrays
+    result: Any
+    lack: str
+    """Why it cannot be recorded."""
+    agreed: bool = False
+    """Whether all ranks know whether all can record it."""
+    table: StepTable | None = None
+    uniform: bool = True
+    """Whether all keys are updated by one step."""
+    ready: bool = False
+    """Whether it was queued once as it will be recorded."""
+    graph: Graph | None = None
+
+    def suits(self, steps: Steps, by_key: bool) -> bool:
+        """Return whether what was queued makes the updates that are to be made now, given other numbers. ``by_key``:
+        keys have steps of their own, which may be equal for once, as where a schedule ends at zero.
+        """
+        alike = steps.uniform is self.uniform or (by_key and not self.uniform)
+        return alike and (self.table is None or self.table.fits(steps.each[0]))
+
+
+class Compiled:
+    """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.compile`, and
+    called without arguments.
+
+    Collective: every rank calls it, in the order of its other calls. It pushes what its arrays hold then, fills what it
+    was given to fill, and returns what :meth:`mpikv.KVStore.pushpull` returned. It raises what that raises; ranks that
+    make other calls, or call another of these, all raise ``RankMismatch``.
+    """
+
+    def __init__(
+        self,
+        given: Fixed,
+        number: int,
+        make: Callable[[str, Callable[[], PreparedCall]], Any],
+        door: Door,
+        verbs: Verbs,
+        exchange: Exchange,
+        agreement: Agreement,
+    ) -> None:
+        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks; ``make`` makes a call."""
+        self._given, self._number, self._make, self._door = given, number, make, door
+        self._verbs, self._exchange, self._agreement = verbs, exchange, agreement
+        self._rank, self._size = exchange.transport.rank, exchange.transport.size
+        memory = exchange.transport.memory
+        self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
+        self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
+        self._known: _Known | None = None
+        # The call that was described last, how, and that description.
+        self._told: tuple[Call | None, str, Call | None] = (None, "", None)
+        self._exchange.values.listeners.add(self)
+
+    def invalidate(self) -> None:
+        """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
+        self._known, self._told = None, (None, "", None)
+
+    def __call__(self) -> Any:
+        """Push and pull. Collective."""
+        result = self._make("pushpull", self._prepare)
+        return result if self._given.result is None else self._given.result
+
+    @property
+    def captured(self) -> bool:
+        """Whether a call is launched as one piece of work, as the last one was; but in a block of ``join`` none is.
+        Local.
+        """
+        return self._known is not None and self._known.graph is not None
+
+    @property
+    def reason(self) -> str:
+        """Why not, or nothing. Local."""
+        if self.captured:
+            return ""
+        lack = self._door.why or self._why or (self._known.lack if self._known else "")
+        return lack or "the second call in the same circumstances records it"
+
+    def __repr__(self) -> str:
+        state = "captured" if self.captured else f"not captured: {self.reason}"
+        return f"<mpikv.Compiled #{self._number} {state}>"
+
+    def _prepare(self) -> PreparedCall:
+        """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
+        memory = self._memory
+        if memory is None or self._door.state is State.JOINING:
+            return self._plainly(_PLAIN)
+        known = self._known or self._bound(memory)
+        if known.lack or not known.agreed:
+            call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
+            if known.agreed:
+                return PreparedCall(call, run)
+            first = None if known.lack else self._verbs.comparison.update_call("pushpull", known.plan)[1]
+            return PreparedCall(call, lambda: self._first(known, first, run))
+        call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
+        if not known.suits(steps, self._exchange.updater.by_key):
+            known = self._with_table(replace(known, ready=False, graph=None), steps)
+        if not known.ready:
+            return PreparedCall(self._described(call, _AGAIN), lambda: self._queue_first(known, steps))
+        if known.graph is None:
+            return PreparedCall(self._described(call, _RECORDED), lambda: self._record(memory, known, steps))
+        return PreparedCall(self._described(call, _LAUNCHED), lambda: self._launch(memory, known, steps))
+
+    def _plainly(self, how: str) -> PreparedCall:
+        """Prepare it as any pushpull."""
+        key, value, out, _ = self._given
+        call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
+        return PreparedCall(self._described(call, how), run)
+
+    def _described(self, call: Call, how: str) -> Call:
+        """Add to what is compared which of the store's it is, and how it is made."""
+        known, same, described = self._told
+        if described is None or call is not known or how != same:
+            described = add_text(call, f"compiled step #{self._number}, {how}")
+            self._told = call, how, described
+        return described
+
+    def _bound(self, memory: DeviceMemory) -> _Known:
+        plan, sources, targets, result = _bind(self._verbs, self._given)
+        assert not isinstance(sources, Brought)
+        lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
+        lack = lack or _lack_of(memory, self._given, plan, sources, targets)
+        if lack:  # plain calls look at their arrays anew
+            return _Known(plan, None, (), None, lack)
+        return self._with_table(
+            _Known(plan, sources, targets, result, lack), self._verbs.comparison.update_call("pushpull", plan)[1]
+        )
+
+    def _with_table(self, known: _Known, steps: Steps) -> _Known:
+        table = known.table
+        if table is None or not table.fits(steps.each[0]):
+            table = self._exchange.table_of_steps(known.plan)
+        return replace(known, table=table, uniform=steps.uniform)
+
+    # --- What is run once all ranks agree
+
+    def _first(self, known: _Known, steps: Steps | None, run: Callable[[], Any]) -> Any:
+        """Learn whether all ranks can record it; make it."""
+        known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
+        if known.lack or steps is None:
+            return run()
+        return self._queue_first(known, steps)
+
+    def _lack_anywhere(self, lack: str) -> str:
+        """Return why it cannot be recorded on this rank, or on another. Collective."""
+        least = self._agreement.least(self._rank if lack else self._size)
+        return lack if lack or least == self._size else f"rank {least} cannot, which says why"
+
+    def _queue_first(self, known: _Known, steps: Steps) -> Any:
+        """Queue it as it will be recorded."""
+        self._known = replace(known, ready=True)
+        self._write(known, steps)
+        self._queue(known)
+        return known.result
+
+    def _record(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
+        """Record it, and launch that if every rank could; else queue it, now and from now on."""
+        graph, lack = None, ""
+        with self._exchange.pipeline.uncounted(known.plan):
+            try:
+                graph = memory.order.record(self._queue, known)
+            except RuntimeError as error:  # of CUDA, in whatever words
+                lack = str(error)
+        known = self._known = replace(known, graph=graph, lack=self._lack_anywhere(lack))
+        if known.lack:
+            self._known = replace(known, graph=None)
+            self._write(known, steps)
+            self._queue(known)
+            return known.result
+        return self._launch(memory, known, steps)
+
+    def _launch(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
+        assert known.graph is not None
+        self._write(known, steps)
+        memory.order.replay(known.graph, f"pushpull({known.plan.label})")
+        self._exchange.pipeline.count(known.plan, stale=False)
+        return known.result
+
+    def _write(self, known: _Known, steps: Steps) -> None:
+        if known.table is not None:
+            known.table.write(steps.each[:1] if known.uniform else steps.each)
+
+    def _queue(self, known: _Known) -> None:
+        """Queue it with the steps of the table."""
+        plan, steps = known.plan, Steps((None,) * len(known.plan.keys), True)
+        if known.table is not None:
+            rows = known.table.rows
+            steps = Steps([rows[0]] * len(rows) if known.uniform else rows, known.uniform)
+        if known.sources is None:
+            self._exchange.pipeline.pushpull_buffers(plan, steps, known.targets, None)
+        else:
+            self._exchange.pipeline.pushpull(plan, known.sources, steps, known.targets, None)
+
+
+def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:
+    """Prepare nothing but to know that a pushpull could be made; what is run returns its arguments, to be kept."""
+    given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
+    verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
+    plan, _, _, result = _bind(verbs, given)
+    if type(result) is Renewed:
+        raise TypeError("each call fills the same arrays, of which one cannot be written; use pushpull, or numpy's")
+    verbs.give_up()  # nothing is to be filled
+    return PreparedCall(verbs.comparison.plan_call("compile", plan), lambda: given)
+
+
+def _copy(given: Any) -> Any:
+    """Return arguments as they are now, whatever becomes of lists and dicts."""
+    if isinstance(given, Mapping):
+        return {key: _copy(each) for key, each in given.items()}
+    return list(map(_copy, given)) if isinstance(given, (list, tuple)) else given
+
+
+def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Arrays, Any]:
+    """Return the plan of a pushpull, what it pushes, None for the buffers, what it fills, and what it returns."""
+    key, value, out, result = given
+    plan, sources = verbs.operands.sources(key, value)
+    fills = given_to_fill(key, value, out)
+    if fills is None:
+        return plan, sources, (), in_form(key, plan, plan.views)
+    if isinstance(sources, Brought):
+        return plan, sources, (), result
+    targets, renewed = verbs.operands.targets(plan, key, fills, implied=out is None)
+    return plan, sources, targets, renewed if type(renewed) is Renewed else result
+
+
+def _has_rows(given: Fixed) -> bool:
+    return any(isinstance(each, RowSparse) for arrays in given[:3] for each in _leaves(arrays))
+
+
+def _leaves(arrays: Any) -> list[Any]:
+    arrays = list(arrays.values()) if isinstance(arrays, Mapping) else arrays
+    return [leaf for each in arrays for leaf in _leaves(each)] if isinstance(arrays, list) else [arrays]
+
+
+def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:
+    """Return why arrays are no memory of the GPU that stays the same, or nothing."""
+    for entry, group in zip(plan.entries, targets, strict=True) if targets else ():
+        if not all(map(memory.gpu.owns, group)):
+            return f"an array that is filled with key {entry.key!r} is the host's"
+    if sources is None:
+        return ""
+    for key, group, arrays in zip(plan.keys, parse(given.key, given.value).groups, sources, strict=True):
+        if lack := _lack_of_source(memory, group, arrays):
+            return f"{lack}, of key {key!r}"
+    return ""
+
+
+def _lack_of_source(memory: DeviceMemory, given: Sequence[Any], arrays: Sequence[Any]) -> str:
+    if len(given) > 1:
+        return "several arrays are added up in memory that is taken each time"
+    if not is_array(given[0]) or lies_on_host(given[0]):
+        return "an array that is pushed is the host's"
+    there = memory.source(given[0])
+    if there.size and memory.gpu.address(there) != memory.gpu.address(arrays[0]):
+        return "an array that is pushed is copied each time, as it is not contiguous, or part of a value"
+    return ""

@@ -1,0 +1,180 @@
+"""The door of a store: it lets in one call at a time, and none after the end.
+
+A failure of which the other ranks do not know ends the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+from ..arrays.arrays import run_quietly
+from ..cluster.agreement import JOINED, Agreement, Call
+from ..cluster.background import Pending
+from ..cluster.status_board import Board
+from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
+from ..engine.plan import label
+from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, mark_stalled, text_of
+from ..protocols import Memory
+from ..verbs.join import Join
+
+__all__ = ["Door", "State", "show_keys"]
+
+__tracebackhide__ = hidden_from_pytest
+Result = TypeVar("Result")
+
+# Characters of the arguments of a call in a message.
+_MOST_SHOWN = 80
+
+
+class State(Enum):
+    """What a store lets in."""
+
+    OPEN = "all calls"
+    JOINING = "calls that the ranks wait for, in a block of join"
+    ENDED = "none"
+
+
+class Door:
+    """Lets the calls of one store in."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        memory: Memory,
+        board: Board,
+        rank: int,
+        pending: Pending,
+        abandon: Callable[[str, bool], None],
+    ) -> None:
+        """``abandon`` makes the store unusable: it is told why, and whether to tell the others."""
+        self._agreement, self._memory, self._board, self._rank = agreement, memory, board, rank
+        self._pending, self._abandon = pending, abandon
+        self.state = State.OPEN
+        self.why = ""
+        """Why the store has ended."""
+        self.running = ""
+        """The verb of the call that runs."""
+
+    # --- Guards
+
+    def check_open(self, verb: str) -> None:
+        """Raise where the store has ended."""
+        if self.state is State.ENDED:
+            raise self._agreement.at_rank(verb, Closed(f"{verb}: {self.why}"))
+
+    def check_free(self, verb: str) -> None:
+        """Raise unless a call may run here, perhaps after those that are pending."""
+        self.check_open(verb)
+        # First this, as calls may complete meanwhile.
+        if not self._pending.active or self._pending.runs_here():
+            self._check_idle(verb)
+
+    def _check_idle(self, verb: str) -> None:
+        if running := self.running:
+            raise Unsupported(f"{verb}: the store is in {running}; an updater, or another thread, cannot call it")
+
+    @hiding_frames
+    def enter(self, verb: str) -> BaseException | None:
+        """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
+        if self.state is not State.ENDED:
+            self.check_free(verb)
+        if self._pending.waiting and not self._pending.runs_here():
+            self._pending.pass_to(partial(self._claim, verb))
+            try:
+                unseen = self._pending.failure()
+                if unseen is not None and self.state is State.ENDED:  # by it, which says more than "closed"
+                    raise unseen
+                self.check_open(verb)
+            except BaseException:  # Ctrl-C, too: nobody else gives back what was claimed
+                self.running = ""
+                raise
+            return unseen
+        self.check_open(verb)
+        return None
+
+    def _claim(self, verb: str) -> None:
+        """Have the thread of pending calls begin none: it would begin it in the middle of this one."""
+        self._check_idle(verb)
+        self.running = verb
+
+    # --- Calls without an agreement of their own
+
+    def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
+        """Run what waits for other ranks, which do not come together; say what was wrong with it."""
+        self.running = verb
+        self._board.write(self._agreement.calls, verb.encode())
+        try:
+            return run_quietly(run)
+        except BaseException as error:
+            if isinstance(error, TransportError) or not isinstance(error, Exception):
+                self.end_unless_settled(verb, error)
+            self._agreement.at_rank(verb, error)
+            hide_frames(error)
+            raise
+        finally:
+            self.running = ""
+
+    def shadow(self, join: Join, run_in_order: Callable[..., Any]) -> None:
+        """Make the calls of the ranks that still have work, and bring nothing to them. Collective."""
+        call = Call("join", JOINED)
+        self.running = "join"  # an updater may run here, and cannot call the store
+        try:
+            while said := self._agreement.shadow(call):
+                run, failure = None, None
+                with ExitStack() as until_done:
+                    try:
+                        run = join.prepare(said, until_done)
+                    except Exception as error:
+                        failure = error
+                    self._agreement.confirm(call, failure)
+                    if run is not None:
+                        run_in_order(run_quietly, run)
+        except BaseException as error:
+            self.end_unless_settled("join", error)
+            hide_frames(error)
+            raise
+        finally:
+            self.running = ""
+
+    # --- The end
+
+    def leave_join(self) -> None:
+        """Let all calls in again, unless the store has ended."""
+        if self.state is State.JOINING:
+            self.state = State.OPEN
+
+    def end(self, why: str) -> None:
+        """Let nothing in any more."""
+        self.state, self.why = State.ENDED, why
+
+    def end_unless_settled(self, verb: str, error: BaseException) -> None:
+        """Make the store unusable after a failure that the other ranks do not know of, and complete its message."""
+        if is_settled(error):
+            if self._memory.order.failed:  # whoever has been told of it
+                self._abandon_after(error)
+            return
+        if isinstance(error, Stalled):
+            error.missing, about = self._board.report(error.missing)
+            mark_stalled(error, self._rank)
+            self._board.give_up()
+            about = f": {about}" if about else ""
+            error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
+        if isinstance(error, TransportError):
+            self._agreement.at_rank(verb, error)
+        # The others have the same deadline.
+        self._abandon_after(error, tell=not isinstance(error, Stalled))
+
+    def _abandon_after(self, error: BaseException, tell: bool = True) -> None:
+        self._abandon(f"the store ended in an earlier call ({text_of(error, repr)}); create a new store", tell)
+
+
+def show_keys(key: Any = None) -> str:
+    """Return the keys of a call, good or bad, for a message."""
+    if key is None:
+        return ""
+    text = label(list(key)) if isinstance(key, (list, tuple, Mapping)) and key else repr(key)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

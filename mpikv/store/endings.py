@@ -1,0 +1,90 @@
+"""How a process ends that has made stores: what closes them, and what is told of errors that nobody has seen."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from functools import cache
+
+from ..cluster.shutdown import await_shutdown, disown_mpi, end_job, fail_at_end, leave_mpi
+from ..cluster.windows import forget_windows, free_leftovers
+from ..errors import Stalled, notes
+from .kvstore import lost_stores, open_stores
+
+__all__ = ["prepare_endings", "tell_unseen"]
+
+
+def prepare_endings(on_gpu: bool) -> None:
+    """Arrange for the ends of a process that has made a store. Called once MPI is loaded, so that MPI ends after it."""
+    _register()
+    if on_gpu:  # before CuPy ends, which may have been imported after the first store was made
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+
+
+@cache
+def _register() -> None:
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_end_in_child)
+
+
+def tell_unseen() -> None:
+    """Print what calls with ``wait=False`` have raised and nobody has seen. Local. For a rank that is to end the job,
+    and comes to no end of the program.
+    """
+    for store in (*open_stores(), *lost_stores()):
+        if (unseen := store.unseen()) is not None:
+            _tell(unseen)
+
+
+def _close_all() -> None:
+    """Close what is still open at the end of the program, while MPI still runs."""
+    while stores := open_stores():
+        store = stores[0]
+        try:
+            store.drain()
+            store.close()
+        except BaseException as error:  # sys.exit in an updater, too
+            if isinstance(error, Stalled):
+                logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
+            else:
+                _complain(error)
+            store.abandon("the program has ended")
+    for store in lost_stores():
+        if (unseen := store.unseen()) is not None:
+            _complain(unseen)
+    # First to all, then wait: the ranks may have lost their stores in another order.
+    handshakes = [store.announce_shutdown() for store in lost_stores()]
+    seconds = max((seconds for _, seconds in handshakes), default=0)
+    if absent := await_shutdown([find_absent for find_absent, _ in handshakes], seconds):
+        why = f"ranks {absent} do not come to their end"
+        logging.getLogger("mpikv").error("ending the job: %s", why)
+        end_job(why)
+    free_leftovers()
+    leave_mpi()
+
+
+def _complain(error: BaseException) -> None:
+    """Print what nobody can catch any more, and have the process end with an exit status that tells of it."""
+    _tell(error)
+    fail_at_end()
+
+
+def _tell(error: BaseException) -> None:
+    text = "; ".join([repr(error), *notes(error)])
+    sys.stderr.write(f"mpikv: at the end of the program: {text}\n")
+    sys.stderr.flush()
+
+
+def _end_in_child() -> None:
+    """Mark the stores unusable in a forked child: neither MPI nor its shared memory survives a fork."""
+    for store in open_stores().copy():
+        store.abandon(
+            "the store was made before a fork, which neither MPI nor CUDA survives; use it in the parent "
+            "(see docs/mpi.md)"
+        )
+    lost_stores().clear()  # the parent's affair
+    forget_windows()
+    disown_mpi()

@@ -1,0 +1,1216 @@
+"""The store: the verbs, each of which plans, agrees with the other ranks, and then moves data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from .. import optimizers
+from ..arrays.arrays import quiet, run_quietly
+from ..checkpoint import Checkpoints
+from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..cluster.background import Pending, Work, makes_calls, urgency
+from ..cluster.process_group import ProcessGroup
+from ..cluster.runtime import owned
+from ..cluster.status_board import Board
+from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
+from ..compute.kernels import find_codec, find_kernels
+from ..config import VARIABLES_ONLY, Config
+from ..engine.exchange import Exchange
+from ..engine.plan import digest
+from ..errors import Closed, ConfigError, Stalled, Unsupported, a_kind, is_settled, known_names, text_of
+from ..protocols import Array, GpuKernels, Key, Transport
+from ..sparse.rows import Rows
+from ..verbs import Verbs
+from ..verbs.arguments import in_form
+from ..verbs.control import ControlVerbs, check_head
+from .capture import Compiled, prepare_capture
+from .door import Door, State, show_keys
+from .plugins import KVStoreBase
+from .scope import Scope
+
+__all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
+
+__tracebackhide__ = hidden_from_pytest
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Seconds that ranks may differ in reaching the end of the program after a failure.
+_LAST_STEPS = 1.0
+_CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
+_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": True}
+_CLOSE = Call("close", digest("close"))
+# Looked up once: the class of an enum finds its members slowly.
+_ENDED = State.ENDED
+
+
+class KVStore(KVStoreBase):
+    """A table of named arrays that all ranks share: a push adds up one array per rank, a pull reads the value.
+
+    Made by :func:`mpikv.create`. Every method marked *collective* must be called by every rank of :attr:`comm`, in the
+    same order and with the same keys. A rank that does otherwise gets, like every other rank, an error that names the
+    rank and the call, before any data move; the store can then be used again. Host arrays are complete when a call
+    returns.
+
+    What a call fills, it returns: ``out``, or without it what :meth:`pushpull` and :meth:`broadcast` were given. Arrays
+    of JAX are never written to, and arrays that were given without ``out`` may be read-only. The call does not fill
+    these. It returns a structure like the one that it was given: the same dicts, nested as they came, lists, tuples and
+    named tuples. A new array of the same library, shape and dtype stands there for each of them, beside the arrays that
+    were filled. A read-only ``out`` of numpy's is a TypeError. A list or a tuple beside a key, or inside of a dict,
+    always holds several arrays of this rank for one key: one for each device.
+
+    Example (one rank; on n ranks every push adds up n arrays):
+
+        >>> import mpikv, numpy as np
+        >>> with mpikv.create() as kv:
+        ...     kv.init("w", np.full((2, 3), 2.0))
+        ...     kv.push("w", np.full((2, 3), 8.0))
+        ...     kv.pull("w")
+        array([[8., 8., 8.],
+               [8., 8., 8.]])
+    """
+
+    _placement: str | None = None
+    """The placement of stores of a kind, whatever was asked for."""
+
+    def __new__(cls, *parts: Any, **options: Any) -> KVStore:
+        if len(parts) < 4:
+            raise TypeError("a KVStore is made by mpikv.create(), or mpikv.create('dist_sync'), on every rank")
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        board: Board,
+        transport: Transport,
+        config: Config,
+        *,
+        name: str = "local",
+        root: int = 0,
+        found: Callable[..., KVStore] | None = None,
+        kernels: GpuKernels | None = None,
+    ) -> None:
+        """Collective. Use :func:`mpikv.create`, which makes the parts, and is ``found``. ``kernels``: those for a GPU's
+        memory.
+        """
+        self._group, self._board, self._transport, self._config = group, board, transport, config
+        self._type, self._root, self._found = name, root, found
+        self._memory, self._quiet = transport.memory, quiet()
+        self._agreement = Agreement(transport, group, board, config.check)
+        placement = self._placement or config.placement
+        found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
+        rules = kernels or find_kernels(config.kernels)
+        self._exchange = Exchange(transport, placement, root, rules, config.deterministic)
+        self._rows = Rows(self._exchange, root)
+        self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, found_codec)
+        self._control = ControlVerbs(self._agreement, group, root)
+        self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
+        self._order = transport.memory.order
+        # Whether calls are made in the order of streams.
+        self._has_stream = self._order.needed
+        self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
+        self._door = Door(self._agreement, self._memory, board, group.rank, self._pending, self.abandon)
+        self._compiled = 0
+        open_stores().append(self)
+
+    # --- Facts
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of the store, from 0."""
+        return self._group.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._group.size
+
+    @property
+    def num_workers(self) -> int:
+        """The number of ranks, under MXNet's name."""
+        return self._group.size
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host, from 0."""
+        return self._group.local_rank
+
+    @property
+    def type(self) -> str:
+        """The name that was given to :func:`mpikv.create`, in lower case."""
+        return self._type
+
+    @property
+    def root(self) -> int:
+        """The rank whose values count at ``init``, ``set`` and ``broadcast``, and which runs Python updaters."""
+        return self._root
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return self._group.rank == self._root
+
+    @property
+    def comm(self) -> Any:
+        """The store's own communicator (an ``mpi4py.MPI.Intracomm``), or None for a store of one rank."""
+        return self._group.comm
+
+    @property
+    def transport(self) -> str:
+        """How bytes move: ``local``, ``shm``, ``hosts`` or ``mpi``."""
+        return self._transport.name
+
+    @property
+    def placement(self) -> str:
+        """Where values live with the present updater: ``root``, ``sharded``, ``replicated`` or ``owners``: each
+        value is whole on one rank there.
+        """
+        return self._exchange.placement.name
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer given to :meth:`set_optimizer`, or None. Waits for calls with ``wait=False``, which use it."""
+        self._pending.drain()
+        return updater if isinstance(updater := self._exchange.updater, optimizers.Optimizer) else None
+
+    @property
+    def compression(self) -> Any:
+        """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
+        return self._verbs.settings.codec
+
+    @property
+    def _assigns(self) -> bool:
+        """Whether a push replaces the value by the sum, as it does without an updater. Local."""
+        self._pending.drain()
+        return self._exchange.updater.assigns
+
+    @property
+    def _joining(self) -> bool:
+        return self._door.state is State.JOINING
+
+    def _update_count(self, key: Key) -> int:
+        self._pending.drain()
+        return int(self._exchange.values.table.counts[self._exchange.values.table[key].index])
+
+    def _only_sums(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self._exchange.values.table.summed[self._exchange.values.table[key].index] = True
+
+    def is_capable(self, capability: str) -> bool:
+        """Return whether the store can do what the word says: optimizer, sparse, compression, async or gpu. Local.
+
+        Raises:
+            ConfigError: the word is unknown.
+        """
+        if str(capability).lower() not in _CAPABILITIES:
+            raise ConfigError(known_names("capability", capability, _CAPABILITIES))
+        known = _CAPABILITIES if self._memory.is_host else _CAPABILITIES_OF_GPUS
+        return known[capability.lower()]
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the store has found out about itself. Local.
+
+        ``compression``: what was asked for, what was chosen, why, and by which measured seconds. ``rows``: how many
+        bytes this rank has sent to others in pushes and pulls of rows.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create(compression="fp16").statistics()["compression"]["why"]
+            'asked for'
+        """
+        choice = self._verbs.settings.choice
+        return {
+            "compression": {**choice._asdict(), "seconds": dict(choice.seconds)},
+            "rows": {"bytes_sent": self._rows.sent},
+        }
+
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys in the order of their ``init``. Local."""
+        self._door.check_open("keys")
+        return tuple(self._exchange.values.table)
+
+    def num_dead_node(self, timeout: float = 60) -> int:
+        """Return how many ranks of this host have ended, as the kernel says. Local; ranks elsewhere cannot be seen.
+
+        Args:
+            timeout: accepted for MXNet's sake, whose heartbeats it bounds.
+        """
+        return len(self._board.gone())
+
+    def version(self, key: Key) -> int:
+        """Return how many pushes the value of a key has seen. Local; waits for calls with ``wait=False``.
+
+        Raises:
+            KeyNotInitialized: the key is unknown.
+        """
+        self._door.check_open("version")
+        self._pending.drain()
+        return self._exchange.values.table.version(key)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        self._door.check_open("keys")
+        return key in self._exchange.values.table
+
+    def __len__(self) -> int:
+        self._door.check_open("keys")
+        return len(self._exchange.values.table)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._door.state is _ENDED else f"{len(self)} keys"
+        return (
+            f"<mpikv.KVStore {self._type!r} rank {self.rank}/{self.size} transport={self.transport} "
+            f"placement={self.placement} root={self._root} updater={self._exchange.updater.settings()} {state}>"
+        )
+
+    # --- Verbs
+
+    def init(self, key: Any, value: Any = None, overwrite: bool = False) -> None:
+        """Enter keys into the table.
+
+        Collective. The root's values are stored; the other ranks' give shape and dtype, which must be the same.
+
+        Args:
+            key: an int or a str, a list of them, or a dict of arrays.
+            value: an array, or a list of one array per key. It is copied, and never written: :meth:`broadcast` fills
+                every rank's arrays with the root's. A :class:`RowSparse`, or a list of them, makes the keys row-sparse.
+            overwrite: whether known keys start anew, with the new shape and dtype and without optimizer state.
+
+        Raises:
+            KeyAlreadyInitialized: a key is known and ``overwrite`` is False.
+            ValueMismatch: the number of arrays differs from the number of keys, or the dtype cannot be stored.
+            RankMismatch: ranks gave other keys, shapes or dtypes.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init(["a", "b"], [np.zeros(3), np.ones((2, 2))])
+            >>> len(kv), "a" in kv
+            (2, True)
+        """
+        self._collective("init", self._verbs.values.init, key, value, overwrite)
+
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
+        """Add up one value per rank and give the sum to the updater.
+
+        Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
+        never averaged). With one, ``updater(key, sum, stored)`` runs once per key and push, at the owner.
+
+        Args:
+            key: an int or a str, a list of them, or a dict of arrays. Repeated keys in a list mean a list of arrays.
+            value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
+                left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast.
+                Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
+                never changed or kept and may be reused when push returns; memory that several ranks push from when it
+                has returned on all of them. None, on every rank, takes the
+                :meth:`buffer` of each key. A :class:`RowSparse`, or a list of them, on every rank, brings rows: only
+                they travel, and an optimizer changes only the rows in the sum; without an updater all others become
+                zero.
+            priority: an int, or one per key; the same on every rank. Of calls with ``wait=False`` that all ranks have
+                issued and that have not begun, the one with the highest comes first.
+            wait: False returns a :class:`Work` at once, and a thread of the store makes the call while the caller goes
+                on. Until it has completed, and on GPUs until :meth:`Work.wait` or another call of all ranks has
+                returned, the arrays and lists of the call must not be changed, what it fills not be
+                read, and settings of the optimizer not be set. Such calls are made one after the other, in the order in
+                which they were issued but for priorities, on every rank alike; any other call waits for all of them
+                first. Whatever is wrong with the call is raised by :meth:`Work.wait`. A Python updater runs in that
+                thread.
+
+        Returns:
+            None, or the :class:`Work`, of which :meth:`Work.wait` returns None.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+            ValueMismatch: a shape, a dtype or the number of arrays does not fit.
+            RankMismatch: ranks made different calls.
+            PeerFailed: another rank's arguments were bad, or the updater raised there.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init(3, np.zeros(2))
+            >>> kv.push(3, [np.ones(2), np.ones(2)])
+            >>> kv.pull(3)
+            array([2., 2.])
+        """
+        call = self._collective if wait is True else self._way_of("push", wait)
+        return call("push", self._verbs.push_pull.push, key, value, priority)
+
+    def pull(
+        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
+    ) -> Any:
+        """Read the stored value of a key, or of each key of a list.
+
+        Collective; ``out`` may differ per rank.
+
+        Args:
+            key: an int or a str, a list of them, or a dict of arrays to fill.
+            out: an array of the stored shape, or a list of such arrays, each of which is filled; for a list of keys,
+                a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
+                up to date. The arrays must not overlap: that is not looked for, as it would take longer than a small
+                pull. None: new arrays of numpy's are returned.
+            priority: as in :meth:`push`.
+            ignore_sparse: what happens to a :class:`RowSparse` among the outs. True leaves it as it is, and logs so;
+                False gives it all rows of the value that are not zero, for which the whole value travels;
+                :meth:`row_sparse_pull` moves rows alone.
+            wait: as in :meth:`push`.
+
+        Returns:
+            ``out``, or a structure like it where it cannot be written (see the class), or new arrays, for a list or a
+            tuple of keys in one like it; with ``wait=False`` a :class:`Work` that returns them.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+            ValueMismatch: a shape or a dtype does not fit.
+            TypeError: ``out`` is an array of numpy's that cannot be written.
+            RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init(["a", "b"], [np.zeros(2), np.ones(1)])
+            >>> kv.pull(["a", "b"])
+            [array([0., 0.]), array([1.])]
+        """
+        call = self._collective if wait is True else self._way_of("pull", wait)
+        return call("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
+
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
+        """Push and pull in one exchange, which is faster than the two calls.
+
+        Collective.
+
+        Args:
+            key: as in :meth:`push`.
+            value: as in :meth:`push`.
+            out: as in :meth:`pull`, a dict where ``key`` is one; None writes into the arrays of ``value``. An array
+                may be both pushed and pulled into.
+            priority: as in :meth:`push`.
+            wait: as in :meth:`push`.
+
+        Returns:
+            ``out``; if None, ``value``, or without a value the read-only :meth:`view` of each key. A structure like it
+            where it cannot be written (see the class). A :class:`RowSparse` that is filled is given the new values of
+            its own rows. With ``wait=False`` a :class:`Work` that returns them.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+            ValueMismatch: a shape, a dtype or the number of arrays does not fit.
+            RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("g", np.zeros(2))
+            >>> kv.pushpull({"g": np.full(2, 3.0)})
+            {'g': array([3., 3.])}
+        """
+        call = self._collective if wait is True else self._way_of("pushpull", wait)
+        return call("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
+
+    def compile(self, key: Any, value: Any = None, out: Any = None) -> Compiled:
+        """Return a function without arguments that makes the same :meth:`pushpull` at each call.
+
+        Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
+        a CUDA graph, which that call and those after it launch, at a cost to the host that does not grow with the
+        number of keys, unless these have rates of their own. A learning rate, a schedule, and update counts go on as in
+        any push. Where that cannot be, the function makes plain calls, and its ``captured`` is False and its ``reason``
+        says why: on the host, for updater functions and optimizers of whole values, compression, ``deterministic``,
+        several arrays for a key, and arrays of the host or that are not contiguous. After anything that changes where
+        values lie, or how they are updated, the work is recorded anew.
+
+        Args:
+            key: as in :meth:`push`. What lists and dicts hold now counts.
+            value: as in :meth:`pushpull`: the memory that is read at each call. The function keeps the arrays.
+            out: as in :meth:`pushpull`: the memory that is written.
+
+        Returns:
+            A :class:`Compiled`, which returns what ``pushpull`` would.
+
+        Raises:
+            KeyNotInitialized, ValueMismatch, RankMismatch, PeerFailed: as in :meth:`pushpull`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> weight, gradient = np.zeros(2), np.ones(2)
+            >>> kv.init("w", weight)
+            >>> kv.set_optimizer("sgd", learning_rate=1.0)
+            >>> step = kv.compile("w", gradient, out=weight)
+            >>> step()
+            array([-1., -1.])
+            >>> gradient[0] = 3
+            >>> step()
+            array([-4., -2.])
+            >>> step.captured, step.reason
+            (False, 'the store is on the host')
+        """
+        given = self._collective("compile", partial(prepare_capture, self._verbs), key, value, out)
+        number, self._compiled = self._compiled, self._compiled + 1
+
+        def make(verb: str, prepare: Callable[[], PreparedCall]) -> Any:
+            return self._collective(verb, prepare)  # looked up at each call: tracing puts a clock around it
+
+        return Compiled(given, number, make, self._door, self._verbs, self._exchange, self._agreement)
+
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
+        """Read some rows of the stored value of a key, or of each key of a list; only they travel.
+
+        Collective; ``out`` and ``row_ids`` may differ per rank. The value may be row-sparse or dense, of one dimension
+        at least.
+
+        Args:
+            key: an int or a str, or a list of them.
+            out: a :class:`RowSparse` of the stored shape, which then has the rows asked for and no others, zeros among
+                them where the value has none; or an array of that shape, which is given these rows, and zeros
+                elsewhere; or a list of either. A dtype of the same kind is cast. None: new ones are returned.
+            priority: as in :meth:`push`.
+            row_ids: the numbers of the rows: an array of any shape, or a list of numbers, in any order and repeated or
+                not; or a list of such, one for each ``out``. One for several outs is pulled once. For a list of keys, a
+                list with one of either per key.
+
+        Returns:
+            ``out``, or a new :class:`RowSparse` for each array of ``row_ids``, in that form.
+
+        Raises:
+            IndexError: a number is negative or not below the number of rows, on this rank; ``PeerFailed`` on others.
+            ValueMismatch: the numbers of keys, outs and row_ids, a shape or a dtype do not fit.
+            KeyNotInitialized, RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("words", mpikv.RowSparse([1, 3], np.array([[1.0], [3.0]]), (5, 1)))
+            >>> rows = kv.row_sparse_pull("words", row_ids=[3, 0, 3])
+            >>> rows.indices, rows.values
+            (array([0, 3]), array([[0.],
+                   [3.]]))
+        """
+        return self._collective("row_sparse_pull", self._verbs.rows.row_sparse_pull, key, out, priority, row_ids)
+
+    def buffer(self, key: Any) -> Any:
+        """Return this rank's gradient buffer of a key, or the list of those of a list of keys.
+
+        Collective. What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then
+        copy nothing where all ranks are on one host: every rank reads the others' buffers. Buffers may be filled again
+        when these return, and are never changed by the store; at first they hold zeros, or what a deleted key left.
+        They may be the ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten or the
+        store closed. A key that is initialised anew has no buffer until it is asked for.
+
+        Args:
+            key: an int or a str, or a list of them.
+
+        Returns:
+            An array of the shape and dtype of the value, the same memory at every call.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+            MemoryError: on every rank, if one has too little.
+            RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> gradient, weight = kv.buffer("w"), kv.view("w")
+            >>> np.multiply([1.0, 2.0], 3.0, out=gradient)
+            array([3., 6.])
+            >>> kv.pushpull("w")
+            array([3., 6.])
+            >>> weight
+            array([3., 6.])
+        """
+        return self._collective("buffer", self._verbs.push_pull.buffer, key)
+
+    @hiding_frames
+    def view(self, key: Any) -> Any:
+        """Return a read-only view of the value of a key, or the list of those of a list of keys. Local.
+
+        The view is the store's own memory. It holds the newest value after ``init``, ``set`` and ``broadcast`` of the
+        key, after each ``pushpull``, and after each ``pull`` that has it as ``out``, which moves nothing on one host.
+        It stays as it is until this rank's next push of the key, and is valid until the key is deleted or overwritten
+        or the store closed. After that it may be read, but holds anything.
+
+        Args:
+            key: an int or a str, or a list of them.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> weight = kv.view("w")
+            >>> kv.push("w", np.ones(2))
+            >>> kv.pull("w", out=weight)
+            array([1., 1.])
+        """
+        self._door.check_open("view")
+        self._pending.drain()
+        self._order.rejoin()
+        self._door.check_open("view")  # a pending call may have ended it
+        plan = self._verbs.operands.plan(key)
+        return in_form(key, plan, plan.views)
+
+    def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+        """Store the root's values under keys, new or known, and read them: ``init`` or ``set``, then ``pull``.
+
+        Collective. ``value`` is read on the root only; on other ranks it gives shape and dtype. A training begins with
+        it: all ranks then compute their first gradients from the same weights.
+
+        Args:
+            key: as in :meth:`init`.
+            value: as in :meth:`init`.
+            out: as in :meth:`pull`, a dict where ``key`` is one; None writes into the arrays of ``value``.
+            priority: as in :meth:`push`.
+
+        Returns:
+            ``out``; if None, ``value``. A structure like it where it cannot be written (see the class).
+
+        Raises:
+            ValueMismatch: a value or ``out`` does not fit a known key, or a dtype cannot be stored.
+            RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> params = {"w": np.ones(2), "layer": {"b": np.zeros(1)}}
+            >>> mpikv.create().broadcast(params) is params
+            True
+        """
+        return self._collective("broadcast", self._verbs.values.broadcast, key, value, out, priority)
+
+    def set(self, key: Any, value: Any = None) -> None:
+        """Overwrite stored values by the root's, without the updater. Optimizer state stays.
+
+        Collective. ``value`` is read on the root only; the other ranks' are checked.
+
+        Args:
+            key: as in :meth:`init`.
+            value: an array of the stored shape, or a list of one per key. A dtype of the same kind is cast.
+
+        Raises:
+            KeyNotInitialized: ``init`` was not called for a key.
+            ValueMismatch: a shape or a dtype does not fit.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> kv.set("w", np.ones(2))
+            >>> kv.pull("w")
+            array([1., 1.])
+        """
+        self._collective("set", self._verbs.values.set, key, value)
+
+    def delete(self, key: Any) -> None:
+        """Remove keys, their values and their optimizer state.
+
+        Collective.
+
+        Args:
+            key: an int or a str, or a list of them.
+
+        Raises:
+            KeyNotInitialized: a key is unknown.
+            RankMismatch, PeerFailed: as in :meth:`push`.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> kv.delete("w")
+            >>> "w" in kv
+            False
+        """
+        self._collective("delete", self._verbs.values.delete, key)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective.
+
+        Raises:
+            Stalled: a rank did not come within the store's timeout.
+        """
+        self._collective("barrier", self._control.barrier)
+
+    def agree(self, text: str, verb: str = "agree") -> None:
+        """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
+
+        Args:
+            text: the same on every rank, as is ``verb``.
+            verb: what it is compared for, for messages.
+
+        Raises:
+            RankMismatch: they differ. Both are shown.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().agree("dropout 0.1")
+        """
+        self._collective(verb, lambda: self._control.agree(text, verb))
+
+    def vote(self, flag: bool) -> bool:
+        """Return whether any rank passed True. Collective.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().vote(False)
+            False
+        """
+        if self.size == 1:
+            self._door.check_open("vote")
+            return bool(flag)
+        return bool(self._collective("vote", lambda: self._control.vote(flag)))
+
+    @hiding_frames
+    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+        """Raise an error of this rank in place of the next call, so that the others need not wait for it.
+
+        Collective, with any call of the other ranks: those raise ``PeerFailed`` with the text of the error, and all may
+        go on. With ``check=False`` they are not told.
+
+        Args:
+            error: what this rank raises. An error of Python's or of this package is given the rank in its message.
+            verb: what was to be done, for the message.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().refuse(ValueError("no more data"), "load")
+            Traceback (most recent call last):
+            ValueError: load: no more data
+        """
+        self._collective(verb, _fail, error)
+        raise error  # never reached: the call has raised it
+
+    def set_controller(self, head: int, controller: Callable[[Any], Any] | None) -> None:
+        """Set the function that commands of this number call at the root; None removes it. Local; the root's counts."""
+        if controller is not None and not callable(controller):
+            raise TypeError(f"a controller is a function of the command's body, not {a_kind(controller)}")
+        self._control.controllers[check_head(head)] = controller
+
+    def command(self, head: int, body: Any = None) -> None:
+        """Call the controller of a number at the root, if there is one, with ``body``.
+
+        Collective; the same on every rank. The controller is given what JSON makes of ``body``, and cannot call the
+        store. When it raises, so does the command on every rank.
+
+        Args:
+            head: the number, from 0. A command that has no controller does nothing, and is logged.
+            body: a string, a number, a truth value, None, or lists and dicts of them.
+
+        Raises:
+            TypeError: JSON has no form of ``body``, or ``head`` is no number.
+            RankMismatch: ranks gave other commands.
+            PeerFailed: the controller raised, at the root.
+
+        Example:
+            >>> import mpikv
+            >>> kv = mpikv.create()
+            >>> kv.set_controller(7, lambda body: print("rate", body["rate"]))
+            >>> kv.command(7, {"rate": 0.5})
+            rate 0.5
+        """
+        self._collective("command", self._control.command, head, body)
+
+    _send_command_to_servers = command
+
+    # MXNet's scripts call it so, and set_updater below.
+    _barrier = barrier
+
+    def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> None:
+        """Set the function that a push calls, once per key, at the root: ``updater(key, input, stored)``.
+
+        Collective. It changes ``stored`` in place or returns the new value; ``input`` is the sum over ranks, ``key``
+        exactly what the caller of ``init`` wrote. Both arrays are valid, and can be written, during the call only;
+        shape and dtype of ``stored`` stay. For a push of rows ``input`` is a :class:`RowSparse`, and ``stored`` a copy
+        of the whole value all the same. An exception in it is raised on every rank, and no value of that push is
+        changed. None returns to ASSIGN. Nothing changes until the next push.
+
+        Raises:
+            Unsupported: the placement was asked to be ``sharded`` or ``replicated``.
+
+        Example (one rank; on n ranks that each push ones, the value grows by 2 n):
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init(3, np.zeros(2))
+            >>> @kv.updater
+            ... def update(key, input, stored):
+            ...     stored += 2 * input
+            >>> kv.push(3, np.ones(2))
+            >>> kv.pull(3)
+            array([2., 2.])
+        """
+        self._collective("set_updater", lambda: self._verbs.settings.set_updater(updater))
+
+    _set_updater = set_updater
+
+    def updater(self, function: Function) -> Function:
+        """Set the updater, as a decorator. See :meth:`set_updater`. Collective."""
+        self.set_updater(function)
+        return function
+
+    def set_optimizer(self, optimizer: Any, **arguments: Any) -> None:
+        """Set the optimizer that a push runs at the owners of the values; state starts anew.
+
+        Collective; the same on every rank. Settings changed later, as ``optimizer.learning_rate``, count from the next
+        push on and must be changed alike on every rank, which the push checks.
+
+        Args:
+            optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
+            arguments: for a name, its arguments. ``average=True``, for an object, too, divides each sum by the number
+                of ranks; so does a store that loads a checkpoint, by its own number.
+
+        Raises:
+            ConfigError: the name or an argument is unknown.
+            Unsupported: a stored dtype cannot be optimized; or ``average`` where pushes are not summed (dist_async).
+            RankMismatch: ranks gave other optimizers or settings.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.ones(2))
+            >>> kv.set_optimizer("sgd", learning_rate=0.5)
+            >>> kv.push("w", np.ones(2))
+            >>> kv.pull("w")
+            array([0.5, 0.5])
+        """
+        self._collective("set_optimizer", lambda: self._verbs.settings.set_optimizer(optimizer, arguments))
+
+    def set_gradient_compression(self, compression: Any) -> None:
+        """Compress what is pushed from now on.
+
+        Collective; the same on every rank. A ``push`` and a ``pushpull`` then send codes in place of gradients, on
+        every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
+        feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
+        float32. ``init``, ``set`` and ``broadcast`` are never compressed, and what is pulled only with
+        ``both_directions``. Residuals start at zero, and do so again after this call, ``delete`` and ``init(...,
+        overwrite=True)``; a push that fails leaves them as they were.
+
+        Args:
+            compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
+                ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
+                codec; or None, which turns compression off. With ``"both_directions": True`` in a dict of ``fp16`` or
+                ``bf16``, float32 values that travel in a pull do so as well packed; ranks then hold rounded values, all
+                the same, and their owners update exact ones. ``auto``, with the option ``codec`` (default ``bf16``),
+                sends some messages with and without the codec now, and takes it if they were faster. Where all ranks
+                share memory it takes none. :meth:`statistics` says what was found. Set the optimizer before, which may
+                change the placement.
+
+        Raises:
+            ConfigError: a name or an option is unknown, or a value is out of its range.
+            TypeError: an argument is of a wrong type.
+            Unsupported: ``both_directions`` with another codec.
+            MemoryError: there is too little memory for packed values; the store was not changed.
+            RankMismatch: ranks gave other settings.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(4, np.float32))
+            >>> kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+            >>> kv.push("w", np.array([0.7, -0.6, 0.2, 0.5], np.float32))
+            >>> kv.pull("w")
+            array([ 0.5, -0.5,  0. ,  0.5], dtype=float32)
+            >>> kv.push("w", np.array([0.0, 0.0, 0.3, 0.0], np.float32))
+            >>> kv.pull("w")
+            array([0. , 0. , 0.5, 0. ], dtype=float32)
+        """
+        self._collective("set_gradient_compression", self._verbs.settings.set_compression, compression)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the optimizer's learning rate, from the next push on. Local; call it on every rank, as the next push
+        checks.
+
+        Raises:
+            ConfigError: no optimizer is set, or its rate is given by a schedule.
+        """
+        self._door.check_open("set_learning_rate")
+        if self.optimizer is None:
+            raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
+        self.optimizer.learning_rate = learning_rate
+
+    def save(self, path: Any, residuals: bool = True) -> None:
+        """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules,
+        and what compressed pushes have left out.
+
+        Collective; the same path on every rank, of a file system that all hosts share. Each rank writes the elements
+        that it owns, without copying them, but for those of a GPU, for which the host needs as much memory. The file
+        takes its place at ``path`` in one step when it is whole and on the disk: a job that is killed at any moment
+        leaves the checkpoint that was there, or the new one.
+
+        An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
+        the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
+
+        Where what is pulled is compressed, every rank has the exact values afterwards, as after :meth:`load`: a run
+        that pulls them then goes on as one that loads the file.
+
+        Args:
+            path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
+            residuals: whether to save what compressed pushes have left out, which takes as much as float32 values, once
+                per rank. Of no effect without compression.
+
+        Raises:
+            OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. If it is in
+                its place and only the folder could not be flushed, the message says so.
+            CheckpointError: another store is being saved to the path.
+            Unsupported: a host does not see the file that the root has made, or no reader would take what the store
+                holds; or its values are only the sums of a :class:`mpikv.Trainer` with ``update_on_kvstore=False``.
+            ConfigError: a setting of the optimizer was changed to need other state than there is.
+            RankMismatch: ranks gave other paths.
+
+        Example:
+            >>> import mpikv, numpy as np, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "digits.mpikv")
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.ones(2))
+            >>> kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+            >>> kv.push("w", np.ones(2))
+            >>> kv.save(path)
+            >>> other = mpikv.create()
+            >>> other.load(path)
+            >>> other.pushpull({"w": np.ones(2)})
+            {'w': array([-0.25, -0.25])}
+        """
+        self._collective("save", self._checkpoints.save, path, residuals)
+
+    def load(self, path: Any) -> None:
+        """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any
+        placement.
+
+        Collective; the same path on every rank, each of which reads the elements that it owns. The store either has no
+        keys, which are then created, or has exactly those of the file. It has no updater yet, or one of the same kind
+        as the file's, which is replaced: :attr:`optimizer` is a new object.
+
+        Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
+        found good, for which it is read twice. What compressed pushes of this store have left out is dropped; in its
+        place comes what those of the file's have, as far as the store's compression has error feedback.
+
+        Raises:
+            CheckpointError: the file is damaged, no checkpoint, or one of another updater.
+            ValueMismatch: the store has other keys, shapes or dtypes.
+            OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
+            Unsupported: the placement cannot run the updater, or a value is bfloat16 and ml_dtypes is not there; or
+                the store only sums for a Trainer, as in :meth:`save`.
+            RankMismatch: ranks see different files.
+
+        Example: see :meth:`save`.
+        """
+        self._collective("load", self._checkpoints.load, path)
+
+    def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
+        """Write the optimizer's state and update counts to a file, without the values.
+
+        Collective, as :meth:`save`.
+
+        Args:
+            fname: as in :meth:`save`.
+            dump_optimizer: whether the optimizer's settings are written, too.
+
+        Raises:
+            ConfigError: the store has no optimizer.
+            Unsupported: the settings were asked for, and one of them is a function.
+            OSError, CheckpointError, RankMismatch: as in :meth:`save`.
+
+        Example:
+            >>> import mpikv, numpy as np, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "digits.states")
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+            >>> kv.push("w", np.ones(2))
+            >>> kv.save_optimizer_states(path)
+            >>> kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+            >>> kv.load_optimizer_states(path)
+            >>> kv.pushpull({"w": np.zeros(2)})
+            {'w': array([-1.5, -1.5])}
+        """
+        self._collective("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
+
+    def load_optimizer_states(self, fname: Any) -> None:
+        """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
+
+        Where what is pulled is compressed, every rank has the exact values afterwards.
+
+        Collective, as :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps its
+        settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision`` the
+        float32 masters are state, from which the next push of a key goes on.
+
+        Raises:
+            ConfigError: the store has no optimizer.
+            CheckpointError: the file is damaged, or holds other state than the optimizer has.
+            ValueMismatch, OSError, RankMismatch: as in :meth:`load`.
+
+        Example: see :meth:`save_optimizer_states`.
+        """
+        self._collective("load_optimizer_states", self._checkpoints.load_states, fname)
+
+    def scope(self, name: str) -> Scope:
+        """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.scope("generator").init("w", np.zeros(2))
+            >>> "generator/w" in kv
+            True
+        """
+        return Scope(self, name)
+
+    def group(self, ranks: Sequence[int]) -> KVStore | None:
+        """Make a store of some of the ranks, with the options of this one. Both can be used, by turns.
+
+        Collective over this store: every rank calls it with the same list, those that are not in it, too.
+
+        Args:
+            ranks: ranks of this store; the new store counts them in this order, and the first is its root.
+
+        Returns:
+            The new store, empty; None on the other ranks.
+
+        Raises:
+            ConfigError: the list is empty, or something in it is no rank or is in it twice.
+            RankMismatch: ranks gave other lists.
+
+        Example:
+            >>> import mpikv
+            >>> mpikv.create().group([0]).size
+            1
+        """
+        members, comm = self._collective("group", self._control.group, ranks, self._found is not None)
+        if self.rank not in members or self._found is None:
+            return None
+        options = {name: value for name, value in vars(self._config).items() if name not in VARIABLES_ONLY}
+        try:
+            return self._found(self._type, comm=comm, compression=self.compression, **options)
+        finally:
+            if self.size > 1:
+                comm.Free()  # the new store has a duplicate
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have unequal amounts of work: one that leaves the block takes part in the others' calls until all
+        leave.
+
+        Collective: every rank enters. In the block ranks may push, pull, pushpull, row_sparse_pull and call barrier a
+        different number of times. A rank that has left contributes nothing to their sums, whatever its buffers hold,
+        and is given nothing; a sum then has fewer terms. An optimizer with ``average`` divides by the number of all
+        ranks all the same: a mean over those that have brought something is yours to make.
+        Only one store can be used in the block: a rank that has left waits in it. Calls with ``wait=False`` cannot be
+        made in it; those that were made before are waited for.
+
+        Raises:
+            RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
+            Unsupported: the store does not compare calls (``check=False``), so that it cannot tell.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv = mpikv.create()
+            >>> kv.init("w", np.zeros(2))
+            >>> with kv.join():
+            ...     for batch in range(3 + kv.rank):
+            ...         kv.push("w", np.ones(2))
+        """
+        self._door.check_free("join")
+        if not self._config.check:
+            raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
+        self._pending.drain()
+        self._order.rejoin()
+        self._door.state = State.JOINING
+        try:
+            yield
+            self._door.check_open("join")
+            self._door.shadow(self._verbs.join, self._run_in_order)
+        finally:
+            self._door.leave_join()
+
+    def close(self) -> None:
+        """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
+        the program.
+
+        Raises:
+            RankMismatch: the other ranks did something else.
+            Exception: what a call with ``wait=False`` raised and nobody has seen, once the store is closed.
+        """
+        if self._door.state is _ENDED:
+            return
+        self._pending.drain()
+        if (unseen := self._pending.failure()) is not None:
+            unseen.__traceback__ = None  # its frames know of memory that could not be freed
+        if self._door.state is not _ENDED:  # as it may have by a pending call
+            try:
+                self._collective("close", lambda: PreparedCall(_CLOSE, self._free))
+            except Exception as error:
+                error.__cause__ = unseen
+                raise
+            self._leave("the store was closed; create a new store")
+        if unseen is not None:
+            raise unseen
+
+    def drain(self) -> None:
+        """Wait for calls with ``wait=False``. Local. For the end of the program.
+
+        Raises:
+            Stalled: no call has completed within the store's timeout, as where an updater never returns.
+        """
+        if not self._pending.drain(self._config.timeout):
+            raise Stalled(f"calls with wait=False have not completed after {self._config.timeout} s")
+
+    def unseen(self) -> BaseException | None:
+        """Return what a call with ``wait=False`` has raised and nobody has seen, if it is more than that the store had
+        ended. Local. For the end of the program.
+        """
+        self._pending.drain(_LAST_STEPS)
+        failure = self._pending.failure()
+        return None if isinstance(failure, Closed) else failure
+
+    def abandon(self, why: str, tell: bool = True) -> None:
+        """Make the store unusable on this rank without asking the others. Local; used where a collective call could
+        wait for ever. ``tell`` the others, where they would wait on GPUs for this rank.
+        """
+        if self._leave(why):
+            lost_stores().append(self)
+            self._order.abandon(why if tell else "")
+
+    def _leave(self, why: str) -> bool:
+        """Make the store unusable; return whether it was not."""
+        try:
+            open_stores().remove(self)  # which only one of two threads can, that of the pending calls being one
+        except ValueError:
+            return False
+        self._door.end(why)
+        self._pending.end()
+        self._exchange.values.invalidate_listeners()
+        return True
+
+    def announce_shutdown(self) -> tuple[Callable[[], list[int]], float]:
+        """Tell the other ranks that this one ends without having closed the store together with them. For the end.
+
+        Returns:
+            What says which ranks have not told the same yet, and how many seconds they may take.
+        """
+        # One that does not know of the failure yet finds it when it closes the store, after the timeout.
+        return self._parting(), self._config.timeout + _LAST_STEPS
+
+    def _parting(self) -> Callable[[], list[int]]:
+        return self._group.announce_shutdown()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
+            self.close()
+        else:
+            # The other ranks may be anywhere; closing together could wait for ever and hide the error.
+            self.abandon(f"the store ended with {text_of(failure[1], repr)}; create a new store")
+
+    # --- The way of every collective call
+
+    def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
+        """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
+        door, unseen = self._door, None
+        if door.running or self._pending.waiting or door.state is _ENDED:
+            unseen = door.enter(verb)
+        door.running = verb
+        try:
+            if unseen is not None:
+                self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), unseen)
+            try:
+                if self._has_stream:
+                    self._order.begin()
+                call, run = prepare(*arguments)
+            except BaseException as error:
+                if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
+                    raise
+                self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), error)
+            self._agreement.begin(call, self._exchange.pipeline.staged is not None)
+            # A caller who has numpy raise at an overflow would have it end halfway, on some ranks.
+            quietly = run_quietly if self._exchange.updater.may_raise else self._quiet
+            try:
+                return self._run_in_order(quietly, run) if self._order.needed else quietly(run)
+            except MemoryError as error:
+                self._agreement.name(call, error)
+                raise
+        except BaseException as error:
+            self._verbs.give_up()
+            door.end_unless_settled(verb, error)
+            hide_frames(error)
+            raise
+        finally:
+            door.running = ""
+
+    def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
+        if self._has_stream:
+            let_gpus_queue(self)
+        return self._order.run(quietly, run)
+
+    def _way_of(self, verb: str, wait: object) -> Callable[..., Any]:
+        """Return the way of a call that may not be waited for."""
+        if not isinstance(wait, (bool, np.bool_)):
+            self.refuse(TypeError(f"wait={wait!r} is neither True nor False"), verb)
+        return self._collective if wait else self._issue
+
+    def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
+        """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
+        self._door.check_free(verb)
+        if not self._group.threads:
+            raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+        if self._joining:
+            self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
+        try:
+            issue = self._order.issue()
+        except Unsupported as error:
+            self.refuse(error, verb)
+        key, work = arguments[0], partial(self._collective, verb, prepare, *arguments)
+        rejoin = None
+        if issue is not None:
+            let_gpus_queue(self)
+            work, rejoin = partial(issue.run, work), issue.rejoin
+        return self._pending.add(urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", work, rejoin)
+
+    @contextmanager
+    def _on_worker(self) -> Iterator[None]:
+        with self._board.aside(), self._order.on_worker():
+            yield
+
+    def _least(self, queued: int) -> int:
+        """Return how many calls with ``wait=False`` all ranks have queued. Collective."""
+        if self.size == 1:
+            return queued
+        least: int = self._collective("next", lambda: self._control.least(queued))
+        return least
+
+    def _free(self) -> None:
+        self._exchange.close()
+        self._transport.close()  # it may wait, and warn by the board
+        self._board.close()
+        self._group.close()
+
+
+def open_stores() -> list[KVStore]:
+    """Return the stores of this process that are not closed, in the order of their making, which is the same on all
+    ranks. A store stays there until it is closed: the garbage collector would take it at another moment on each rank.
+    """
+    return owned("open stores")
+
+
+def lost_stores() -> list[KVStore]:
+    """Return those that were not closed together, so that not all ranks may come to the end of MPI."""
+    return owned("lost stores")
+
+
+def let_gpus_queue(but: KVStore | None = None) -> None:
+    """Wait for what stores of GPUs have pending: all ranks are to use NCCL in the order of the program. Local."""
+    for store in () if makes_calls() else tuple(open_stores()):
+        if store is not but and store._pending.active and store._has_stream:
+            store._pending.drain()
+
+
+def _fail(error: Exception) -> NoReturn:
+    raise error

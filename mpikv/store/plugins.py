@@ -1,0 +1,194 @@
+"""The surface that every store has, and the names by which :func:`mpikv.create` finds those of other makes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
+
+from ..errors import ConfigError, Unsupported
+from ..protocols import Key
+
+__all__ = ["KVStoreBase", "plugin"]
+
+GROUP = "mpikv.stores"
+"""The group of entry points in which an installed package names its stores."""
+
+_Kind = TypeVar("_Kind", bound="type[KVStoreBase]")
+_Store = TypeVar("_Store", bound="KVStoreBase")
+# In the class, ``type`` is its property.
+_Registry: TypeAlias = "dict[str, type[KVStoreBase]]"
+
+
+class KVStoreBase:
+    """What a store can be asked, under MXNet's names. Subclass it for a store of your own.
+
+    A :class:`mpikv.Trainer` needs :meth:`broadcast` and :meth:`pushpull`; a store that :meth:`is_capable` of
+    ``optimizer`` needs :meth:`set_optimizer`, too. It passes lists of keys and of arrays. What a subclass leaves out
+    raises ``Unsupported``.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> @mpikv.KVStoreBase.register
+        ... class Alone(mpikv.KVStoreBase):
+        ...     def broadcast(self, key, value=None, out=None, priority=0):
+        ...         for array, target in zip(value, out):
+        ...             np.copyto(target, array)
+        ...     pushpull = broadcast  # the sum over one rank
+        >>> weights = {"w": np.ones(2)}
+        >>> trainer = mpikv.Trainer(weights, "sgd", {"learning_rate": 0.5}, kvstore="alone")
+        >>> trainer.set_grads({"w": np.ones(2)})
+        >>> trainer.step(1)
+        >>> weights
+        {'w': array([0.5, 0.5])}
+    """
+
+    OPTIMIZER = "optimizer"
+    """The capability of running an optimizer where values are stored."""
+    kv_registry: ClassVar[_Registry] = {}
+    """The registered classes by their names in lower case."""
+
+    @staticmethod
+    def register(kind: _Kind) -> _Kind:
+        """Make a class known to :func:`mpikv.create` by its name in lower case. A decorator.
+
+        :func:`mpikv.create` calls the class with the arguments that it was given itself. A name that is known is given
+        to the new class, with a warning. An installed package need not be imported: the entry point
+        ``[project.entry-points."mpikv.stores"]`` of that name is looked up.
+        """
+        name = kind.__name__.lower()
+        if KVStoreBase.kv_registry.get(name, kind) is not kind:
+            warnings.warn(f"the store {name!r} is now {kind!r} and was {KVStoreBase.kv_registry[name]!r}", stacklevel=2)
+        KVStoreBase.kv_registry[name] = kind
+        return kind
+
+    @property
+    def type(self) -> str:
+        """The name of the store."""
+        return type(self).__name__.lower()
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks, from 0."""
+        return 0
+
+    @property
+    def num_workers(self) -> int:
+        """The number of ranks."""
+        return 1
+
+    @property
+    def _joining(self) -> bool:
+        """Whether the store is in a block of ``join``. Local."""
+        return False
+
+    @property
+    def _in_rounds(self) -> bool:
+        """Whether an update is made by the sum over ranks. Local."""
+        return True
+
+    @property
+    def _assigns(self) -> bool:
+        """Whether a push replaces the value by the sum, as without an updater. Local."""
+        return True
+
+    def _update_count(self, key: Key) -> int:
+        """Return how many updates the present updater has made to a value, as far as is known. Local."""
+        return 0
+
+    def _only_sums(self, keys: Sequence[Key]) -> None:
+        """Take note that the values of keys are sums from now on, which nobody is to take for weights. Local."""
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that was set, or None. Local."""
+        return None
+
+    def keys(self) -> Sequence[Key]:
+        """Return the keys that have a stored value. Local."""
+        return ()
+
+    def __bool__(self) -> bool:
+        """True, also of a store without keys, whose length is 0."""
+        return True
+
+    def is_capable(self, capability: str) -> bool:
+        """Return whether the store can do what the word says, as :attr:`OPTIMIZER`. Local."""
+        return False
+
+    def broadcast(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+        """Fill ``out``, or ``value`` where there is none, with the root's value. Collective."""
+        self._cannot("broadcast")
+
+    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0) -> Any:
+        """Fill ``out``, or ``value`` where there is none, with the sum over ranks, or what an updater made of it.
+        Collective.
+        """
+        self._cannot("pushpull")
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Set the optimizer that runs where values are stored. Collective."""
+        self._cannot("set_optimizer")
+
+    def delete(self, key: Any) -> None:
+        """Forget keys and their values. Collective. A Trainer asks for it where it has frozen integers."""
+        self._cannot("delete")
+
+    def set_gradient_compression(self, compression: Any) -> None:
+        """Set what stands for a gradient between ranks. Collective."""
+        self._cannot("set_gradient_compression")
+
+    def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
+        """Write the state of the optimizer to a file. Collective."""
+        self._cannot("save_optimizer_states")
+
+    def load_optimizer_states(self, fname: Any) -> None:
+        """Take the state that :meth:`save_optimizer_states` wrote. Collective."""
+        self._cannot("load_optimizer_states")
+
+    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+        """Raise an error of this rank, in place of the next call of the others, where they can be told. Collective."""
+        raise error
+
+    def agree(self, text: str, verb: str = "agree") -> None:
+        """Compare a text with the other ranks', where the store can. Collective."""
+
+    def vote(self, flag: bool) -> bool:
+        """Return whether a rank passed True. Collective."""
+        if self.num_workers > 1:
+            self._cannot("vote")
+        return flag
+
+    def close(self) -> None:
+        """End the store. Collective."""
+
+    def __enter__(self: _Store) -> _Store:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
+            self.close()
+
+    def _cannot(self, verb: str) -> NoReturn:
+        raise Unsupported(f"{verb}: the store {self.type!r} has no such call")
+
+
+def plugin(name: str) -> type[KVStoreBase] | None:
+    """Return the class that was registered by a name, or that an installed package has for it; None without either."""
+    if name not in KVStoreBase.kv_registry:
+        from importlib.metadata import entry_points  # takes longer to import than all of this package
+
+        for entry in entry_points(group=GROUP):
+            if entry.name.lower() == name:
+                KVStoreBase.kv_registry[name] = _loaded(entry)
+    return KVStoreBase.kv_registry.get(name)
+
+
+def _loaded(entry: Any) -> type[KVStoreBase]:
+    try:
+        kind = entry.load()
+    except Exception as error:
+        raise ConfigError(f"the store {entry.name!r}, which is {entry.value!r}, cannot be loaded: {error!r}") from error
+    if not isinstance(kind, type) or not issubclass(kind, KVStoreBase):
+        raise ConfigError(f"the store {entry.name!r}, which is {entry.value!r}, is no subclass of mpikv.KVStoreBase")
+    return kind

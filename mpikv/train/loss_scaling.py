@@ -1,0 +1,217 @@
+"""What is done to all gradients together: clipping by their common norm, and scaling of the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..protocols import Array, Gpu
+from .array_location import readable, writable
+from .parameter import Parameter
+
+__all__ = ["LossScaler", "clip_global_norm"]
+
+Item = TypeVar("Item")
+
+# Elements that are widened at once.
+_PIECE = 1 << 16
+_MOST_SCALE = 2.0**64
+
+
+def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
+    """Scale arrays in place so that their common 2-norm is at most ``max_norm``; return the norm that they had. Local.
+
+    Between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update` the gradients are sums over ranks and
+    the same on every rank, and so are the norm and the result. They have not been divided by the batch size yet:
+    for a bound of the mean gradient pass ``max_norm * batch_size``.
+
+    Args:
+        arrays: arrays of floats that can be written, of the host or of GPUs, of any shapes; one that comes several
+            times, as the gradient of a shared parameter, counts once, and None, as of a parameter without a gradient,
+            not at all.
+        max_norm: the bound, above 0.
+
+    On a GPU the sum of squares and the scaling are its work, on the present stream; the host waits for the sums, some
+    bytes for each array. Sums and results have the bits that they have on the host.
+
+    Returns:
+        The norm, computed in float64. Where it is inf or nan nothing is scaled.
+
+    Raises:
+        ConfigError: ``max_norm`` is not a number above 0.
+        TypeError: an array cannot be written.
+        Unsupported: an array of a GPU is not of floats.
+
+    References: Pascanu, Mikolov, Bengio, On the difficulty of training recurrent neural networks, ICML 2013.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> gradients = [np.array([3.0, 0.0]), np.array([[4.0]])]
+        >>> mpikv.clip_global_norm(gradients, 1.0)
+        5.0
+        >>> gradients[0].round(6), gradients[1].round(6)
+        (array([0.6, 0. ]), array([[0.8]]))
+    """
+    if not 0 < max_norm < math.inf:
+        raise ConfigError(f"max_norm={max_norm!r} is not a number in (0, inf)")
+    given = map(writable, (array for array in arrays if array is not None))
+    there = _by_gpu((gpu, array) for array, gpu in {each.extent: each for each in given}.values())
+    here = there.pop(None, [])
+    with np.errstate(all="ignore"):
+        squares = [_squares(array) for array in here]
+        for gpu, some in there.items():
+            squares += [each for each, _ in gpu.measure(some, [array.dtype for array in some])]
+        norm = math.sqrt(math.fsum(squares))
+        if math.isfinite(norm) and norm > max_norm:
+            for array in here:
+                # A small factor would be rounded to few digits of half precision, or to zero.
+                np.multiply(array, max_norm / norm, out=array, dtype=np.float64, casting="unsafe")
+            for gpu, some in there.items():
+                gpu.scale(some, max_norm / norm)
+    return norm
+
+
+def _by_gpu(pairs: Iterable[tuple[Gpu | None, Item]]) -> dict[Any, list[Item]]:
+    """Return what lies on each GPU, and under None on the host."""
+    groups: dict[Any, list[Item]] = {}
+    for gpu, item in pairs:
+        groups.setdefault(gpu, []).append(item)
+    return groups
+
+
+def _squares(array: Array) -> float:
+    """Return the sum of the squares of an array, by numpy's own sum: BLAS's depends on the number of threads."""
+    flat = array.reshape(-1)
+    pieces = (flat[start : start + _PIECE].astype(np.float64) for start in range(0, flat.size, _PIECE))
+    return sum(float(np.sum(np.square(piece))) for piece in pieces)
+
+
+class LossScaler:
+    """A factor of the loss that keeps small gradients of half precision from becoming zero.
+
+    Multiply the loss by :attr:`loss_scale`; a :class:`mpikv.Trainer` with ``loss_scaler=`` this divides the gradients
+    by it, and asks all ranks whether one of them has met an inf or a nan. Then no rank makes the update, and the factor
+    is halved; after ``window`` updates without one it is doubled. Without a Trainer, :meth:`divisor` asks the ranks.
+
+    Args:
+        loss_scale: the first factor, from 2**-64 to 2**64, which bound it later, too.
+        window: updates before it is doubled.
+
+    References: Micikevicius et al., Mixed precision training, ICLR 2018.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> scaler = mpikv.LossScaler(8.0, window=2)
+        >>> for overflow in (True, False, False):
+        ...     scaler.record(overflow)
+        ...     print(scaler.loss_scale)
+        4.0
+        4.0
+        8.0
+    """
+
+    def __init__(self, loss_scale: float = 2.0**16, window: int = 2000) -> None:
+        if not 1 / _MOST_SCALE <= loss_scale <= _MOST_SCALE or window < 1:
+            raise ConfigError(
+                f"loss_scale={loss_scale!r} and window={window!r}: both are numbers above 0, "
+                "the first from 2**-64 to 2**64"
+            )
+        self.loss_scale = float(loss_scale)
+        """The present factor."""
+        self._window, self._without = window, 0
+
+    def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
+        """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""
+        with np.errstate(all="ignore"):
+            given = [(p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None]
+            return not _are_finite(given)
+
+    def divisor(self, kv: Any, gradients: Any) -> float | None:
+        """Return by what the gradients are to be divided, or None where one of any rank holds an inf or a nan: then
+        every rank leaves out the push. For a training that calls ``push`` itself.
+
+        Collective: every rank of the store calls it, between making the gradients and pushing them. It takes note of
+        what it has found, so that :attr:`loss_scale` is the factor of the *next* loss from then on, and may be another.
+        The optimizer divides by what is returned: set its ``rescale_grad`` to ``1 / (divisor * batch_size)`` before
+        the push, on every rank.
+
+        What is looked at are the arrays as they are given: pass those that are pushed, in the dtype of the stored
+        value, in which a larger dtype may be an inf. Their sum over ranks is made in float32 and may be one, too, where
+        a value of half precision is replaced by it; an optimizer is given it in float32.
+
+        Args:
+            kv: the store, or a scope of it.
+            gradients: an array, a list of arrays, or a dict, nested or not.
+
+        Returns:
+            The factor that the loss of these gradients had, the same on every rank if the losses were multiplied by
+            :attr:`loss_scale`; never 0.
+
+        Raises:
+            TypeError: something else, on its rank; the others raise PeerFailed.
+
+        Example:
+            >>> import mpikv, numpy as np
+            >>> kv, scaler = mpikv.create(), mpikv.LossScaler(8.0)
+            >>> kv.init("w", np.ones(2, np.float16))
+            >>> kv.set_optimizer("sgd", learning_rate=1.0, multi_precision=True)
+            >>> for slope in (0.25, 60000.0):
+            ...     with np.errstate(over="ignore"):
+            ...         gradient = np.full(2, slope, np.float16) * np.float16(scaler.loss_scale)
+            ...     divisor = scaler.divisor(kv, gradient)
+            ...     if divisor is not None:
+            ...         kv.optimizer.rescale_grad = 1 / divisor
+            ...         kv.push("w", gradient)
+            >>> kv.pull("w"), scaler.loss_scale
+            (array([0.75, 0.75], dtype=float16), 4.0)
+        """
+        try:
+            located = list(map(readable, _arrays(gradients)))
+            mine = not _are_finite([(array, gpu, array.dtype) for array, gpu in located])
+        except Exception as error:
+            kv.refuse(error, "divisor")
+            raise  # never reached: the store has raised it
+        overflow, scale = bool(kv.vote(mine)), self.loss_scale
+        self.record(overflow)
+        return None if overflow else scale
+
+    def record(self, overflow: bool) -> None:
+        """Take note of what the ranks found together, and change the factor. Local; called by the Trainer, and by
+        :meth:`divisor`.
+        """
+        self._without = 0 if overflow else self._without + 1
+        if overflow:
+            self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)
+        elif self._without % self._window == 0:
+            self.loss_scale = min(self.loss_scale * 2, _MOST_SCALE)
+
+
+def _arrays(gradients: Any) -> Iterator[Any]:
+    """Yield the arrays of a tree of dicts and lists."""
+    if isinstance(gradients, Mapping):
+        gradients = list(gradients.values())
+    if not isinstance(gradients, (list, tuple)):
+        yield gradients
+        return
+    for each in gradients:
+        yield from _arrays(each)
+
+
+def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
+    """Return whether arrays hold no inf and no nan, each as it is when rounded to a dtype. Of those of a GPU one small
+    copy comes to the host.
+    """
+    there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
+    if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
+        return False
+    for gpu, some in there.items():
+        # Integers and booleans are, whatever they are rounded to.
+        floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
+        found = gpu.measure([array for array, _ in floats], [dtype for _, dtype in floats])
+        if not all(finite for _, finite in found):
+            return False
+    return True

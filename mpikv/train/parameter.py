@@ -1,0 +1,263 @@
+"""Weights by their names, each with its gradient, and whether the gradient is a new one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import accumulator, castable, is_array, is_immutable, lies_on_host, local_sum, source
+from ..engine.keys import flatten
+from ..errors import ConfigError, ValueMismatch, a_kind, known_names
+from ..protocols import Array, Gpu
+from .array_location import Located, added_up, readable, writable
+
+__all__ = ["Parameter", "first_names", "name_parameters"]
+
+_REQUESTS = ("write", "add", "null")
+# How hard to look for whether two parameters have elements in common, in numpy's units.
+_MOST_WORK = 100_000
+
+
+class Parameter:
+    """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All of it is local.
+
+    Args:
+        data: the weight: an array of any library that shares memory, of the host or of a GPU, which can be written. It
+            is not copied.
+        grad_req: ``write``: a gradient that is given replaces the last one. ``add``: it is added to those before it,
+            until :meth:`zero_grad`. ``null``: the weight is not trained.
+        lr_mult: factor of the learning rate; None leaves it to the optimizer's ``lr_mult``.
+        wd_mult: factor of the weight decay; None leaves it to the optimizer's ``wd_mult``.
+
+    All but ``data`` are attributes that may be set at any time, on every rank alike.
+
+    Raises:
+        TypeError: ``data`` is no array, or one that cannot be written.
+        ConfigError: ``grad_req`` is unknown.
+
+    Example:
+        >>> import mpikv, numpy as np
+        >>> weight = mpikv.Parameter(np.zeros(2), grad_req="add")
+        >>> weight.grad = np.ones(2)
+        >>> weight.grad = np.ones(2)
+        >>> weight.grad, weight.fresh
+        (array([2., 2.]), True)
+    """
+
+    def __init__(
+        self, data: Any, grad_req: str = "write", lr_mult: float | None = None, wd_mult: float | None = None
+    ) -> None:
+        self._located = _writable(data)
+        self._on_host = self._located.gpu is None
+        self.data: Array = self._located.array
+        """The weight, as an array over the memory that was given: numpy's, or on a GPU CuPy's."""
+        self.grad_req = grad_req
+        self.lr_mult, self.wd_mult = lr_mult, wd_mult
+        self.fresh = False
+        """Whether the gradient has been given since the last update. Set it after writing into :attr:`grad`."""
+        self.summed = False
+        """Whether the gradient is the sum over ranks, which :meth:`mpikv.Trainer.allreduce_grads` makes of it."""
+        self.used = False
+        """Whether an update has used the gradient, with ``grad_req="add"``: :meth:`zero_grad` comes before the next."""
+        self.name = ""
+        """What a Trainer calls it first; empty before there is one."""
+        self._grad: Array | None = None
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"parameter {self.name!r}" if self.name else "a parameter"
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU on which the weight lies, and its gradient; None for the host."""
+        return self._located.gpu
+
+    @property
+    def grad_req(self) -> str:
+        """What becomes of a gradient: ``write``, ``add`` or ``null``."""
+        return self._grad_req
+
+    @grad_req.setter
+    def grad_req(self, request: str) -> None:
+        if request not in _REQUESTS:
+            raise ConfigError(known_names("grad_req", request, _REQUESTS))
+        self._grad_req = request
+
+    @property
+    def grad(self) -> Array | None:
+        """The gradient, or None before there is one.
+
+        An array that is set is kept, not copied, and :meth:`mpikv.Trainer.allreduce_grads` writes the sum over ranks
+        into it; with ``grad_req="add"`` it is copied or added. None discards the gradient. One that is set is of this
+        rank, even if it is the array that holds a sum over ranks: change a sum by ``parameter.grad[...] *= 2``.
+
+        Raises:
+            ValueMismatch: the shape is not the weight's, or it lies elsewhere.
+            ConfigError: it is to be added to a sum over ranks, or to one that was used up; ``zero_grad()`` comes before
+                the next gradient.
+        """
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        if value is None:
+            self.zero_grad()
+            return
+        if value is not self._grad:
+            self._take(source(value) if self._on_host and type(value) is np.ndarray else self._locate(value))
+        else:  # as after  parameter.grad *= 2, or after it was filled with another gradient
+            self._check_addable()
+            self.summed = False
+        self.fresh = True
+
+    def zero_grad(self) -> None:
+        """Discard the gradient: the next one is the first."""
+        self._grad, self.fresh, self.summed, self.used = None, False, False, False
+
+    def set_sum(self, gradients: Sequence[Any]) -> None:
+        """Set the sum of several gradients, as of the names of one parameter.
+
+        Raises:
+            ValueMismatch: the shape or dtype of one does not fit, or it lies elsewhere.
+        """
+        arrays = [self._locate(gradient) for gradient in gradients]
+        shape, dtype = self.data.shape, self.data.dtype
+        for array in arrays:
+            if array.shape != shape or not castable(array.dtype, dtype):
+                raise ValueMismatch(
+                    f"a gradient of shape {array.shape} and {array.dtype} for {self.title} of shape {shape} and {dtype}"
+                )
+        self.grad = local_sum(arrays, dtype) if self.gpu is None else added_up(self.gpu, arrays, accumulator(dtype))
+
+    def poison(self) -> None:
+        """Let all of the gradient be NaN."""
+        assert self._grad is not None
+        if self.gpu is None:
+            self._grad.fill(np.nan)
+        else:
+            self.gpu.scale((self._grad,), math.nan)
+
+    def mark_used(self) -> None:
+        """Note that an update has used the gradient."""
+        self.fresh = False
+        self.used = self._grad_req == "add"  # nothing is to be added to it before it is discarded
+        self.summed = self.summed and self.used
+
+    def _locate(self, gradient: Any) -> Array:
+        """Return a gradient as an array where the weight lies, without a copy."""
+        found = readable(gradient)
+        if found.where != self._located.where:
+            raise ValueMismatch(
+                f"a gradient on {found.where} for {self.title} on {self._located.where}; copy it there first"
+            )
+        return found.array
+
+    def _take(self, array: Array) -> None:
+        if array.shape != self.data.shape:
+            raise ValueMismatch(f"a gradient of shape {array.shape} for {self.title} of shape {self.data.shape}")
+        if self._grad_req != "add":
+            self._grad, self.summed = array, False
+        elif self._grad is None:
+            self._grad = array.copy() if self.gpu is None else added_up(self.gpu, (array,), array.dtype)
+        else:
+            self._check_addable()
+            self._add(self._grad, array)
+
+    def _add(self, grad: Array, array: Array) -> None:
+        if self.gpu is None:
+            np.add(grad, array, out=grad, casting="same_kind")
+            return
+        if not castable(array.dtype, grad.dtype):
+            raise ValueMismatch(f"a gradient of {array.dtype} was to be added to one of {grad.dtype}")
+        widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
+        self.gpu.copy((grad,), (added_up(self.gpu, (grad, array), widest),))
+
+    def _check_addable(self) -> None:
+        if self._grad_req == "add" and (self.summed or self.used):
+            what = "the sum over ranks" if self.summed else "used up by an update"
+            raise ConfigError(f"a gradient was to be added to one that is {what}; call zero_grad() after the update")
+
+    def __repr__(self) -> str:
+        grad = "none" if self._grad is None else "fresh" if self.fresh else "stale"
+        return f"<mpikv.Parameter {self.data.shape} {self.data.dtype.name} grad_req={self._grad_req} gradient {grad}>"
+
+
+def name_parameters(params: Any) -> dict[str, Parameter]:
+    """Return the parameters by all of their names, in sorted order, of a dict of arrays or parameters, nested or not.
+
+    Raises:
+        ConfigError: there are none.
+        ValueMismatch: two have some, but not all, of their memory in common.
+        TypeError: it is no such dict.
+    """
+    if not isinstance(params, Mapping):
+        remedy = "; pass dict(model.named_parameters())" if hasattr(params, "named_parameters") else ""
+        raise TypeError(f"params is a dict of names and arrays, not {a_kind(params)}{remedy}")
+    names, values = flatten(params)
+    if other := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"the name of a parameter is a str, not {a_kind(other[0])}: {other[0]!r}")
+    if not names:
+        raise ConfigError("a Trainer without parameters has nothing to train")
+    known: dict[int, Parameter] = {}
+    arrays: dict[tuple[Any, ...], Parameter] = {}
+    for value in values:
+        if id(value) not in known:
+            parameter = value if isinstance(value, Parameter) else Parameter(value)
+            if parameter is not value and parameter.data.size:
+                parameter = arrays.setdefault(parameter._located.extent, parameter)
+            known[id(value)] = parameter
+    pairs = sorted(zip(map(str, names), values, strict=True), key=itemgetter(0))
+    named = {name: known[id(value)] for name, value in pairs}
+    for name, parameter in named.items():
+        parameter.name = parameter.name or name
+    _check_overlap(first_names(named))
+    return named
+
+
+def first_names(named: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return each parameter once, by the first of its names."""
+    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    return {name: parameter for name, parameter in named.items() if names[id(parameter)] == name}
+
+
+def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
+    """Raise if two parameters have elements in common, which each of them would update."""
+    outlines = {name: parameter._located.outline for name, parameter in parameters.items() if parameter.data.size}
+    reaching: list[tuple[int, str]] = []
+    for low, high, name in sorted((*_byte_bounds(outline), name) for name, outline in outlines.items()):
+        reaching = [(end, other) for end, other in reaching if end > low]
+        for _, other in reaching:
+            # True if the layouts are too strange to tell. numpy's own types know of no bound for the work.
+            if np.may_share_memory(outlines[other], outlines[name], max_work=_MOST_WORK):  # type: ignore[arg-type]
+                raise ValueMismatch(
+                    f"parameters {other!r} and {name!r} lie over the same memory, in part or as two objects; "
+                    "give one array, or one Parameter, several names, or copies"
+                )
+        reaching.append((high, name))
+
+
+def _byte_bounds(array: Array) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of the one after its last."""
+    start = array.__array_interface__["data"][0]
+    spans = [stride * (length - 1) for stride, length in zip(array.strides, array.shape, strict=True)]
+    return start + sum(min(span, 0) for span in spans), start + sum(max(span, 0) for span in spans) + array.itemsize
+
+
+def _writable(data: Any) -> Located:
+    if isinstance(data, np.generic) or not is_array(data):
+        raise TypeError(f"a parameter is an array, not {a_kind(data)}; pass numpy.array(value) and keep it")
+    if not lies_on_host(data):
+        return writable(data)
+    if isinstance(data, np.ndarray) and not data.dtype.isnative:
+        raise TypeError("a parameter in foreign byte order cannot be updated in place; pass value.astype(float)")
+    array = source(data)
+    if is_immutable(data) or not array.flags.writeable:
+        raise TypeError(
+            f"a parameter is updated in place, and this {type(data).__name__} is read-only; pass numpy.array(value)"
+        )
+    return Located(array, None)

@@ -1,0 +1,701 @@
+"""A training step in one call, in the shape of Gluon's Trainer: sum the gradients over ranks, update the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..arrays.arrays import castable
+from ..checkpoint import KeptState, is_dumpable, load_states, save_states
+from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
+from ..config import updates_on_kvstore
+from ..create import check_name, create
+from ..engine.keys import flatten
+from ..errors import (
+    Closed,
+    ConfigError,
+    KeyAlreadyInitialized,
+    StaleGradient,
+    Unsupported,
+    ValueMismatch,
+    a_kind,
+    known_names,
+)
+from ..optimizers import Optimizer
+from ..protocols import Array, Key
+from ..store.plugins import KVStoreBase
+from ..verbs.arguments import optimizer_of
+from .array_location import writable
+from .local_update import LocalUpdate, can_update, place_state
+from .loss_scaling import LossScaler
+from .parameter import Parameter, first_names, name_parameters
+
+__all__ = ["Trainer"]
+
+__tracebackhide__ = hidden_from_pytest
+
+Result = TypeVar("Result")
+
+
+class Trainer:
+    """Updates named weights on all ranks by the sum of their gradients.
+
+    Every rank makes one with the same arguments, gives a gradient to each parameter, and calls :meth:`step`, or
+    :meth:`allreduce_grads` and :meth:`update`. Making one is local: the store is made, and every rank given the root's
+    weights, by :meth:`start`, or else in the first step. After each step the weights are the same on all ranks, in the
+    arrays that were given.
+
+    Weights lie on the host or on a GPU, and the gradient of each where it does; so may the values of the store, which
+    copies what lies elsewhere. What is done to arrays of a GPU is queued on the present stream.
+
+    Args:
+        params: a dict of names and arrays, nested if you like (its keys are joined with ``/``), or of
+            :class:`Parameter`, which has more options. The keys of the store are the names, in sorted order. An array,
+            or a Parameter, of several names is one parameter, and so are arrays over exactly the same memory.
+        optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
+        optimizer_params: for a name, its arguments.
+        kvstore: the name of a store, which the Trainer then makes and owns; or a store, of which no other Trainer and
+            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one. With a store that was loaded,
+            the Trainer goes on from its weights and its optimizer, of which ``optimizer`` has to be the kind.
+        compression_params: what ``set_gradient_compression`` of the store takes.
+        update_on_kvstore: True: the store updates, each weight once, at its owner. False: it only sums, and each rank
+            updates all weights, so that gradients can be changed in between. None: what the variable
+            MXNET_UPDATE_ON_KVSTORE says (0 or 1, 1 by default) if the store can.
+        loss_scaler: as :class:`mpikv.LossScaler`.
+        average: True: take the mean over ranks in place of the sum, whatever their number, also after a restart on
+            another. None: what the optimizer's option ``average`` says.
+
+    Raises:
+        ConfigError: an unknown or bad option, or no parameters at all.
+        ValueMismatch: parameters have some, but not all, of their memory in common.
+        TransportUnavailable, Unsupported: the named store cannot be had here.
+        TypeError: ``params`` is no dict, a parameter no array that can be written, or a name no str.
+
+    Example (one rank; on n ranks that each bring these gradients, each step is n times as large):
+        >>> import mpikv, numpy as np
+        >>> params = {"w": np.ones(2), "b": np.zeros(1)}
+        >>> trainer = mpikv.Trainer(params, "sgd", {"learning_rate": 0.5})
+        >>> trainer.set_grads({"w": np.full(2, 4.0), "b": np.ones(1)})  # sums over this rank's part of the batch
+        >>> trainer.step(batch_size=4)
+        >>> params
+        {'w': array([0.5, 0.5]), 'b': array([-0.125])}
+        >>> trainer.close()
+    """
+
+    @hiding_frames
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        optimizer: Any,
+        optimizer_params: Mapping[str, Any] | None = None,
+        kvstore: Any = "device",
+        compression_params: Any = None,
+        update_on_kvstore: bool | None = None,
+        *,
+        loss_scaler: LossScaler | None = None,
+        average: bool | None = None,
+    ) -> None:
+        self._named = name_parameters(params)
+        self._own = first_names(self._named)
+        self._average = average
+        given = {} if average is None else {"average": average}
+        self._optimizer: Optimizer = optimizer_of(optimizer, {**(optimizer_params or {}), **given})
+        self.scale = self._optimizer.rescale_grad
+        """Factor of all gradients, besides the batch size: at first the optimizer's ``rescale_grad``."""
+        if not isinstance(kvstore, (str, KVStoreBase)):
+            raise TypeError(
+                f"kvstore is a store or the name of one, not {a_kind(kvstore)}; "
+                "for this rank alone: mpikv.create(comm=MPI.COMM_SELF)"
+            )
+        if isinstance(kvstore, str):
+            check_name(kvstore)
+        if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
+            raise ConfigError(f"update_on_kvstore={update_on_kvstore!r} is neither True, False nor None")
+        self._kvstore: Any = None if isinstance(kvstore, str) else kvstore
+        self._makes = kvstore if isinstance(kvstore, str) else ""
+        self._compression, self._wanted = compression_params, update_on_kvstore
+        self._scaler = loss_scaler
+        self._started = self._shown = self._resumed = False
+        self._on_store = True
+        self._updates = 0
+        self._token = object()  # by which the optimizer knows its Trainer, without keeping it alive
+        self._broken = ""
+        # The rest is for updates on this rank.
+        self._local = LocalUpdate()
+        self._agreed = ""
+
+    # --- Facts
+
+    @property
+    def params(self) -> Mapping[str, Parameter]:
+        """The parameters by all of their names. Read-only."""
+        return MappingProxyType(self._named)
+
+    @property
+    def kvstore(self) -> Any:
+        """The store, or None before one has been made."""
+        return self._kvstore
+
+    @property
+    def update_on_kvstore(self) -> bool | None:
+        """Whether the store updates the weights; None where that is not known before :meth:`start`."""
+        return self._on_store if self._started else self._wanted
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer: the store's where that updates, which after :meth:`mpikv.KVStore.load` is another object.
+
+        Its options may be set at any time, on every rank alike, but for ``rescale_grad``, which is :attr:`scale` here.
+
+        Raises:
+            ConfigError: the store was given another updater, which is no optimizer.
+        """
+        if self._started and self._shown:
+            found = self._kvstore.optimizer
+            if found is None:
+                raise ConfigError("the store was given an updater in place of the Trainer's; make a new Trainer")
+            self._optimizer = found
+            found._user = self._token
+        return self._optimizer
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update, before the factors of single parameters."""
+        return self.optimizer.rate(self._updates + 1)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate from the next update on. Local; call it on every rank, as the next step checks.
+
+        Raises:
+            ConfigError: the rate is given by a schedule, or is no rate.
+        """
+        self.optimizer.learning_rate = learning_rate
+
+    def __repr__(self) -> str:
+        where = {True: "on the store", False: "on each rank", None: "not started"}
+        return f"<mpikv.Trainer {len(self._own)} parameters {self._optimizer!r} {where[self.update_on_kvstore]}>"
+
+    # --- Gradients
+
+    def set_grads(self, gradients: Mapping[str, Any]) -> None:
+        """Give gradients to parameters, as ``trainer.params[name].grad = gradient`` does. Local.
+
+        Args:
+            gradients: a dict of names and arrays, in the form of ``params``. Those of several names of one parameter
+                are added up.
+
+        Raises:
+            ConfigError: a name is unknown.
+            ValueMismatch, TypeError: as in :attr:`Parameter.grad`. Gradients before it in the dict have been given.
+        """
+        names, arrays = flatten(gradients)
+        given: dict[int, tuple[Parameter, list[Any]]] = {}
+        for name, array in zip(names, arrays, strict=True):
+            parameter = self._parameter(name)
+            given.setdefault(id(parameter), (parameter, []))[1].append(array)
+        for parameter, several in given.values():
+            if len(several) == 1:
+                parameter.grad = several[0]
+            else:
+                parameter.set_sum(several)
+
+    def zero_grad(self) -> None:
+        """Discard all gradients: those of ``grad_req="add"`` start anew. Local."""
+        for parameter in self._own.values():
+            parameter.zero_grad()
+
+    # --- Collective
+
+    def start(self) -> None:
+        """Make the store, and give every rank the root's weights. The first step does it otherwise, when gradients have
+        already been computed from each rank's own.
+
+        Collective, and of no effect the second time. With a store that was loaded, every rank is given the store's
+        weights. Frozen parameters of integers, which no optimizer updates, are not kept on a store that has one: they
+        are in no checkpoint, and stay what they are when it was loaded.
+
+        Raises:
+            ConfigError: the store cannot update, but was asked to; or it has an updater or an optimizer of its own, or
+                of another Trainer.
+            KeyAlreadyInitialized: the store has values under these names already.
+            Unsupported: the store does not compress, or updates on arrival, or a dtype cannot be updated.
+            RankMismatch: ranks have other parameters, or other settings.
+        """
+        if self._started:
+            return
+        if self._kvstore is None:
+            self._kvstore = create(self._makes)
+        store = self._kvstore
+        self._on_store = self._attempt("start", self._decide_where)
+        if self._compression is not None:
+            store.set_gradient_compression(self._compression)
+        store.agree(
+            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={self._resumed}"
+        )
+        apart = self._not_stored()
+        stored = {name: parameter for name, parameter in self._own.items() if name not in apart}
+        if self._resumed:
+            self._restore_average()
+            store.pull(list(stored), out=[parameter.data for parameter in stored.values()])
+            self._updates = max(map(store._update_count, stored), default=0)
+        else:
+            if apart:
+                self._broadcast(apart)
+                store.delete(list(apart))
+            if self._on_store:
+                store.set_optimizer(self._optimizer)
+            self._broadcast(stored)
+        if not self._on_store:
+            store._only_sums(list(stored))
+        self._shown = self._on_store and store.optimizer is not None
+        self._started = True
+        if self._shown:
+            self.optimizer._user = self._token
+
+    def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
+        weights = [parameter.data for parameter in parameters.values()]
+        self._kvstore.broadcast(list(parameters), weights, out=weights)
+
+    def _restore_average(self) -> None:
+        """Have an optimizer that was loaded take the mean, or the sum, as the Trainer was told when it was made."""
+        if self._average is not None:
+            self.optimizer.average = self._average
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Sum the gradients over ranks and update the weights by the sum, times ``rescale_grad / batch_size``.
+
+        Collective.
+
+        The sum is divided by the number of ranks where the Trainer was made with ``average=True``, and never otherwise.
+        With gradients that are sums over this rank's part of a batch, the ``batch_size`` of all ranks together gives
+        the mean. A program that was written for one rank, and passes the size of its own part, makes steps that are
+        ``size`` times as large: give it ``average=True``.
+
+        Args:
+            batch_size: a number above 0, the same on every rank. It may change between steps.
+            ignore_stale_grad: leave out parameters that were given no gradient since the last update, which must be
+                the same ones on every rank, instead of raising. Where only some ranks have a gradient, the others bring
+                zeros.
+
+        Raises:
+            StaleGradient: a parameter was given no gradient since the last update; the other ranks raise PeerFailed.
+            ConfigError: ``batch_size`` is no number above 0.
+            ValueMismatch: a gradient does not fit its weight.
+            RankMismatch: ranks have other batch sizes, settings, or parameters with a new gradient.
+            Unsupported: in a block of :meth:`mpikv.KVStore.join`, unless the store updates, without a ``loss_scaler``:
+                ranks that have left the block would not.
+            Closed: an update failed on this rank alone, which has other weights since; make a new Trainer.
+        """
+        self.start()
+        with ExitStack() as settings:
+            ready = self._attempt("step", self._begin_update, settings, batch_size, ignore_stale_grad)
+            if not self._on_store:
+                steps = self._prepare_steps("step", ready)
+                self._reduce("step", ready)
+                self._update("step", ready, steps)
+            elif not self._has_overflow("step", ready):
+                weights = [parameter.data for parameter in ready.values()]
+                self._kvstore.pushpull(list(ready), _gradients(ready), out=weights)
+                self._updates += 1
+        for parameter in ready.values():
+            parameter.mark_used()
+
+    def allreduce_grads(self) -> None:
+        """Replace each new gradient by its sum over ranks, in place. :meth:`update` makes the second half of a step.
+
+        Collective.
+
+        Raises:
+            Unsupported: the store updates the weights; make the Trainer with ``update_on_kvstore=False``.
+            ConfigError: gradients are sums already.
+            ValueMismatch: a gradient does not fit its weight, or is the gradient of another parameter as well.
+            TypeError: a gradient is read-only.
+            RankMismatch: ranks have a new gradient of other parameters.
+            Closed: as in :meth:`step`.
+
+        With a ``loss_scaler``, gradients of which a rank's has overflown become nan on all, and the update is skipped.
+        """
+        self.start()
+        self._attempt("allreduce_grads", self._check_halves, "allreduce_grads")
+        self._reduce("allreduce_grads", self._fresh())
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update the weights by gradients that :meth:`allreduce_grads` has summed. Arguments as in :meth:`step`.
+
+        Collective: settings are compared, and otherwise each rank does the same.
+
+        Raises:
+            ConfigError: a gradient has been given after it was summed; or an option asks for other state than there is.
+            Unsupported, StaleGradient, Closed: as in :meth:`allreduce_grads` and :meth:`step`.
+            RankMismatch: settings of the optimizer differ between ranks. No weight has changed.
+        """
+        self.start()
+        self._attempt("update", self._check_halves, "update")
+        with ExitStack() as settings:
+            ready = self._attempt("update", self._begin_update, settings, batch_size, ignore_stale_grad)
+            self._attempt("update", _check_summed, ready)
+            steps = self._prepare_steps("update", ready)
+            # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
+            self._kvstore.agree(f"update {list(ready)} after {self._updates} updates")
+            self._update("update", ready, steps)
+        for parameter in ready.values():
+            parameter.mark_used()
+
+    def set_data(self, values: Mapping[str, Any]) -> None:
+        """Overwrite weights by the root's ``values``, on all ranks and in the store; optimizer state stays.
+
+        Collective. What is written into a weight by hand is lost in the next step where the store updates, or where the
+        optimizer keeps a float32 master of it.
+
+        Args:
+            values: a dict of names and arrays, the same names on every rank.
+
+        Raises:
+            ConfigError: a name is unknown.
+            ValueMismatch: a shape or a dtype does not fit.
+            Unsupported: a frozen parameter of integers, which the store does not keep.
+        """
+        self.start()
+        given = self._attempt("set_data", self._name_values, values)
+        weights = [self._own[name].data for name in given]
+        self._kvstore.broadcast(list(given), list(given.values()), out=weights)
+        for name in given:
+            self._local.restart_master(name, self._own[name])
+
+    def save_states(self, fname: Any) -> None:
+        """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
+
+        Collective; the same path on every rank. Weights are not in it: save them as arrays, or where the store updates
+        all of it by :meth:`mpikv.KVStore.save`. Nor are :attr:`scale`, the parameters' own factors, a ``loss_scaler``,
+        and what compression has left out. The file has the form of :meth:`mpikv.KVStore.save_optimizer_states`, takes
+        its place in one step when it is whole, and can be loaded with either ``update_on_kvstore``, on any number of
+        ranks. Where each rank updates, the states of all ranks are the same, and rank 0 writes its own.
+
+        Args:
+            fname: a str, bytes or ``os.PathLike``.
+
+        Raises:
+            OSError: the file cannot be written; the other ranks raise ``PeerFailed``.
+            CheckpointError: another store is being saved to the path.
+            Unsupported: the store updates and cannot save, or no reader would take the file.
+            RankMismatch: ranks gave other paths, or have other settings.
+
+        Example:
+            >>> import mpikv, numpy as np, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "trainer.states")
+            >>> options = {"learning_rate": 1.0, "momentum": 0.5}
+            >>> weights = {"w": np.zeros(2)}
+            >>> with mpikv.Trainer(weights, "sgd", options, update_on_kvstore=False) as trainer:
+            ...     trainer.set_grads({"w": np.ones(2)})
+            ...     trainer.step(1)
+            ...     trainer.save_states(path)
+            >>> with mpikv.Trainer(weights, "sgd", options) as trainer:
+            ...     trainer.load_states(path)
+            ...     trainer.set_grads({"w": np.zeros(2)})
+            ...     trainer.step(1)
+            ...     weights
+            {'w': array([-1.5, -1.5])}
+        """
+        self.start()
+        if self._on_store:
+            self._kvstore.save_optimizer_states(
+                fname, self._attempt("save_states", lambda: is_dumpable(self.optimizer))
+            )
+        else:
+            self._run_together("save_states", self._save(fname))
+
+    def load_states(self, fname: Any) -> None:
+        """Take the state that :meth:`save_states` wrote. Weights stay; but with ``multi_precision`` the float32 masters
+        are state, from which the next step goes on.
+
+        Collective; the same path on every rank, of a Trainer with the same parameters and an optimizer of the same
+        kind. Where the file has settings, :attr:`optimizer` is a new object with these, but for an ``average`` that the
+        Trainer was given. The file is loaded as a whole, on all ranks, or not at all.
+
+        Raises:
+            OSError: the file cannot be read; the other ranks raise ``PeerFailed``.
+            CheckpointError: it is damaged, or holds the state of another optimizer.
+            ValueMismatch: it has other parameters.
+            RankMismatch: ranks see different files.
+
+        Example: see :meth:`save_states`.
+        """
+        self.start()
+        if self._on_store:
+            self._kvstore.load_optimizer_states(fname)
+            apart = self._not_stored()
+            self._updates = max(
+                (self._kvstore._update_count(name) for name in self._own if name not in apart), default=0
+            )
+        else:
+            self._run_together("load_states", self._load(fname))
+        self._restore_average()
+
+    def close(self) -> None:
+        """Close the store, if the Trainer has made it. Collective, idempotent; also done by ``with`` and at exit."""
+        if self._makes and self._kvstore is not None:
+            self._kvstore.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._makes and self._kvstore is not None:
+            self._kvstore.__exit__(*failure)
+
+    # --- What can be wrong on this rank
+
+    def _attempt(self, verb: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call what may fail on this rank alone. What it raises is raised here, and the other ranks are told."""
+        try:
+            return function(*arguments)
+        except Exception as error:
+            store: KVStoreBase = self._kvstore
+            store.refuse(error, verb)
+
+    def _decide_where(self) -> bool:
+        """Return whether the store updates the weights."""
+        store = self._kvstore
+        if not store._in_rounds:
+            raise Unsupported(
+                f"the store {store.type!r} updates by one rank's gradient, at its owner, who knows nothing of a batch "
+                "size: push gradients that are divided by it, or use 'dist_sync'"
+            )
+        capable = store.is_capable(KVStoreBase.OPTIMIZER)
+        if self._wanted and not capable:
+            raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
+        wanted = updates_on_kvstore() if self._wanted is None else self._wanted
+        present, known = store.optimizer, sorted(self._own.keys() & set(store.keys()))
+        self._resumed = bool(wanted and capable and known and self._can_resume(present, known))
+        if not self._resumed:
+            mine = present is not None and present is self._optimizer and present._user in (None, self._token)
+            if not store._assigns and not mine:
+                raise ConfigError(self._explain_updater(store, wanted and capable))
+            if known:
+                raise KeyAlreadyInitialized(
+                    f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
+                )
+        return wanted and capable
+
+    def _explain_updater(self, store: Any, on_store: bool) -> str:
+        """Say why this Trainer cannot use a store that has an updater."""
+        if store.optimizer is None or store.optimizer._user is not None or not store.keys():
+            return "the store has an updater already; give each Trainer a store, or a scope, of its own"
+        if not on_store:
+            return (
+                f"the store has the optimizer {store.optimizer!r}, as after load, and this Trainer updates the weights "
+                "itself; leave update_on_kvstore to the default"
+            )
+        return (
+            f"the store has an optimizer and values such as {store.keys()[0]!r}, and none of the parameters, as "
+            f"{next(iter(self._own), None)!r}; give the Trainer a store, or a scope, of its own, or to go on from a "
+            "checkpoint, the parameters the names of its values"
+        )
+
+    def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
+        """Return whether the store was loaded: it has all that a Trainer's store has, and no Trainer."""
+        if present is None or present._user not in (None, self._token):
+            return False
+        if type(present) is not type(self._optimizer):
+            raise ConfigError(f"the store has the optimizer {present!r}, from which {self._optimizer!r} cannot go on")
+        apart = self._not_stored()
+        if missing := [name for name in self._own if name not in known and name not in apart]:
+            raise ConfigError(f"the store has an optimizer, and of the parameters only some: no {missing[0]!r}")
+        self._optimizer = present
+        return True
+
+    def _not_stored(self) -> dict[str, Parameter]:
+        """Return the frozen parameters that a store cannot keep beside an optimizer, as counts of batches."""
+        frozen = {name: one for name, one in self._own.items() if one.grad_req == "null" and self._on_store}
+        return {name: one for name, one in frozen.items() if not can_update(self._optimizer, one)}
+
+    def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
+        """Apply the settings of a step, while it lasts; return the parameters that it updates."""
+        self._check_usable()
+        optimizer = self.optimizer
+        optimizer.sums_over(self._kvstore.num_workers)
+        settings.enter_context(optimizer.having(rescale_grad=self._scale(batch_size), **self._factors(optimizer)))
+        fresh = self._fresh()
+        stale = [name for name, one in self._own.items() if one.grad_req != "null" and name not in fresh]
+        if stale and not ignore_stale_grad:
+            several = f"s {stale[0]!r} and {len(stale) - 1} more were" if len(stale) > 1 else f" {stale[0]!r} was"
+            raise StaleGradient(
+                f"parameter{several} given no gradient since the last update; "
+                "set parameter.grad before each step, or pass ignore_stale_grad=True to leave them as they are"
+            )
+        return fresh
+
+    def _fresh(self) -> dict[str, Parameter]:
+        """Return the parameters that have a new gradient."""
+        fresh = {name: one for name, one in self._own.items() if one.fresh and one.grad is not None}
+        return {name: one for name, one in fresh.items() if one.grad_req != "null"}
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise Closed(f"{self._broken}: the weights of this rank may be others since; make a new Trainer")
+        if self._kvstore._joining and (not self._on_store or self._scaler is not None):
+            raise Unsupported(
+                "in join() a Trainer needs a store that updates, and no loss_scaler: "
+                "ranks that have left the block would not make the updates"
+            )
+
+    def _check_halves(self, verb: str) -> None:
+        self._check_usable()
+        if self._on_store:
+            raise Unsupported(f"the store updates the weights, in step(); for {verb}() pass update_on_kvstore=False")
+
+    def _check_sums(self, parameters: Mapping[str, Parameter]) -> None:
+        """Raise unless each gradient can become its sum over ranks."""
+        if not self._kvstore._assigns:
+            raise ConfigError("the store was given an updater, which would take the gradients; set it to None")
+        first: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            if parameter.summed:
+                text = f"the gradient of {name!r} is the sum over ranks already; call update() or zero_grad() next"
+                raise ConfigError(text)
+            assert parameter.grad is not None
+            if not castable(parameter.grad.dtype, parameter.data.dtype):
+                raise ValueMismatch(
+                    f"the gradient of {name!r} is {parameter.grad.dtype}, its weight {parameter.data.dtype}"
+                )
+            writable(parameter.grad)
+            if (other := first.setdefault(id(parameter.grad), name)) != name:
+                raise ValueMismatch(
+                    f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them"
+                )
+
+    def _scale(self, batch_size: Any) -> float:
+        real = isinstance(batch_size, (int, float, np.integer, np.floating)) and not isinstance(batch_size, bool)
+        if not real or not 0 < batch_size < math.inf:
+            raise ConfigError(f"batch_size={batch_size!r} is not a number above 0")
+        scale = self.scale / float(batch_size)
+        if self._scaler is not None:
+            scale /= self._scaler.loss_scale
+        return scale
+
+    def _factors(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the options in which the parameters' own factors come above the optimizer's."""
+        options: dict[str, Any] = {}
+        for option in ("lr_mult", "wd_mult"):
+            own = {name: factor for name, one in self._own.items() if (factor := getattr(one, option)) is not None}
+            if own:
+                options[option] = {**getattr(optimizer, option), **own}
+        return options
+
+    def _name_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values by the first names of their parameters, which the store has to keep."""
+        first = {id(parameter): name for name, parameter in self._own.items()}
+        pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
+        given = {first[id(self._parameter(name))]: array for name, array in pairs}
+        if apart := sorted(given.keys() & self._not_stored().keys()):
+            raise Unsupported(f"the store does not keep {apart[0]!r}; write into parameter.data, on every rank")
+        return given
+
+    def _parameter(self, name: Any) -> Parameter:
+        if name not in self._named:
+            raise ConfigError(known_names("parameter", name, self._named))
+        return self._named[name]
+
+    # --- The two halves, where the store only sums
+
+    def _reduce(self, verb: str, ready: Mapping[str, Parameter]) -> None:
+        self._attempt(verb, self._check_sums, ready)
+        if self._scaler is not None and self._any_overflow(verb, ready):
+            # A codec would refuse what is not finite, on one rank; the sum would not be finite either.
+            for parameter in ready.values():
+                parameter.poison()
+        else:
+            gradients = _gradients(ready)
+            self._kvstore.pushpull(list(ready), gradients, out=gradients)
+        for parameter in ready.values():
+            parameter.summed = True
+
+    def _prepare_steps(self, verb: str, ready: Mapping[str, Parameter]) -> list[Any]:
+        """Return the optimizer's step for each parameter, once all ranks have the same ones.
+
+        Optimizers that differ would part the ranks for ever: they are compared whenever one has been changed.
+        """
+        steps = self._attempt(verb, self._local.prepare, self.optimizer, ready)
+        text = self.optimizer.settings()
+        if self.optimizer.opaque:
+            text += f" steps {list(dict.fromkeys(steps))}"
+        if text != self._agreed:
+            self._kvstore.agree(f"{text} after {self._updates} updates")
+            self._agreed = text
+        return steps
+
+    def _update(self, verb: str, ready: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
+        if self._has_overflow(verb, ready):
+            return
+        try:
+            self._local.run(self.optimizer, ready, steps)
+        except BaseException as error:
+            # The other ranks, which do not wait for this one, learn of it in their next call.
+            self._broken = f"an earlier {verb} failed here alone ({error!r})"
+            raise
+        self._updates += 1
+
+    def _has_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
+        """Return whether a gradient of any rank holds an inf or a nan, so that no rank may make the update."""
+        if self._scaler is None:
+            return False
+        overflow = self._any_overflow(verb, ready)
+        self._scaler.record(overflow)
+        return overflow
+
+    def _any_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
+        assert self._scaler is not None
+        overflow: bool = self._kvstore.vote(self._attempt(verb, self._scaler.has_overflow, list(ready.values())))
+        return overflow
+
+    # --- State that is saved here
+
+    def _run_together(self, verb: str, parts: Generator[str]) -> None:
+        """Do something in parts, after each of which every rank learns whether one has failed."""
+        with closing(parts):
+            while (text := self._attempt(verb, next, parts, "")) != "":
+                self._kvstore.agree(text, verb)
+
+    def _save(self, fname: Any) -> Generator[str]:
+        self._check_usable()
+        optimizer, weights = self.optimizer, self._trainable()
+        kept = {name: self._local.on_host(optimizer, name, self._own[str(name)]) for name in weights}
+        yield from save_states(fname, optimizer, weights, kept, writes=self._kvstore.rank == 0)
+
+    def _load(self, fname: Any) -> Generator[str]:
+        self._check_usable()
+        yield from load_states(
+            fname,
+            self.optimizer,
+            self._trainable(),
+            lambda name, kept: place_state(kept, self._own[str(name)]),
+            self._adopt,
+        )
+
+    def _adopt(self, optimizer: Optimizer, states: dict[Key, KeptState]) -> None:
+        """Go on with an optimizer and its state."""
+        optimizer._user, self._agreed = self._token, ""
+        self._optimizer, self._local.states = optimizer, states
+        self._updates = max((one.count for one in states.values()), default=0)
+
+    def _trainable(self) -> dict[Key, Array]:
+        """Return the weights of which an optimizer can keep state."""
+        return {name: one.data for name, one in self._own.items() if can_update(self.optimizer, one)}
+
+
+def _gradients(parameters: Mapping[str, Parameter]) -> list[Array | None]:
+    return [parameter.grad for parameter in parameters.values()]
+
+
+def _check_summed(parameters: Mapping[str, Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if not parameter.summed:
+            raise ConfigError(
+                f"the gradient of {name!r} is not the sum over ranks; call allreduce_grads() first, "
+                "and change it only in place before update(), as clip_global_norm and parameter.grad[...] *= 2 do"
+            )

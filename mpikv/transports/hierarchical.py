@@ -1,0 +1,207 @@
+"""Ranks of several hosts: sums through shared memory inside of each host, by messages between them.
+
+The ranks of a host share one copy of the values. In a sum each rank shows its contribution to those of its host; each
+of them, as a *carrier*, adds up what its host has for some of the elements that other hosts are to receive, and sends
+it to the owners there, who receive one array from each other host. Values go the same ways back, straight from the
+shared memory of one host into that of another. So each element crosses the network once for every host that needs it,
+however many ranks a host has; :mod:`mpikv.transports.routes` says who sends what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from ..arrays.arrays import accumulator, add, zeros
+from ..cluster.process_group import ProcessGroup
+from ..cluster.waiting import Waits
+from ..memory.host import HOST
+from ..protocols import Array, Memory
+from .allocation import allocate_collectively
+from .mpi import MpiTransport
+from .requests import Requests
+from .routes import Routes, routes_of
+from .shm import ShmTransport
+
+__all__ = ["HostsTransport"]
+
+# The tag of messages between hosts.
+_TAG = 2
+# The same messages come again and again, and dividing them takes longer than looking up how they were divided.
+_MOST_PREPARED = 4096
+
+
+class _Part(NamedTuple):
+    """What this rank adds up for an owner on another host."""
+
+    low: int
+    high: int
+    total: Array
+    owner: int
+
+
+class _Sum(NamedTuple):
+    """What this rank does in a sum of which its host's contributions are known."""
+
+    receives: tuple[tuple[Array, int], ...]
+    """Where messages go, and the rank that sends each."""
+    parts: tuple[_Part, ...]
+    terms: tuple[Array, ...]
+
+
+class HostsTransport:
+    """The transport of several ranks on each of several hosts."""
+
+    name = "hosts"
+    lends = False
+
+    def __init__(self, group: ProcessGroup, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
+        """Collective. ``limit`` is in bytes."""
+        self.memory = memory
+        self.rank, self.size, self.limit = group.rank, group.size, limit
+        self.shared = group.one_host
+        self.neighbours, self.place = max(map(len, group.ranks_of_hosts)), group.local_rank
+        self._group, self._comm = group, group.comm
+        self._requests = Requests(group, waiting)
+        # What gains nothing by the hosts, and arrays that are nobody's but this rank's, go the straight way.
+        self._flat = MpiTransport(group, limit, waiting)
+        # What is remembered of a sum says where every rank's message lies, which is in a half then.
+        self._inner = ShmTransport(group, limit, self._requests, single_copy=False, large=limit + 1)
+        # Sums of half precision are twice as wide. Pages that are never written take no memory.
+        self._outgoing = zeros(2 * limit)
+        self._incoming = [zeros(2 * limit) for _ in group.ranks_of_hosts[1:]]
+        self._allocated: WeakValueDictionary[int, Array] = WeakValueDictionary()
+        self._routes: dict[tuple[int, ...], Routes] = {}
+        self._sums: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Sum] = {}
+
+    @property
+    def outboxes(self) -> tuple[Array, ...]:
+        return self._inner.outboxes
+
+    @property
+    def turn(self) -> int:
+        return self._inner.turn
+
+    @property
+    def control(self) -> HostsTransport:
+        return self
+
+    def allocate(self, nbytes: int) -> Array:
+        memory = allocate_collectively(
+            self._group, self._flat.agree, self._group.windows.allocate, nbytes, self._group.windows.free_last
+        )
+        assert isinstance(memory.base, np.ndarray)
+        self._allocated[id(memory.base)] = memory.base
+        return memory
+
+    def reclaim(self) -> None:
+        self._group.windows.reclaim()
+
+    def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
+        return self.reduce_scatter(send, recv, self._all_at(root, send.size))
+
+    def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
+        # Stores use it where every rank has values of its own, which are alone on their hosts then. What was shown of
+        # the outbox is for this sum, and for none after it.
+        self._inner.fence()
+        return self._flat.allreduce(send, recv)
+
+    def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
+        key = self._inner.turn, tuple(counts), send.dtype
+        rows = self._inner.allreduce(send, recv)
+        work = self._sums.get(key) or self._prepare(key, rows)
+        with self._group.translated("reduce_scatter"), self._requests.completed() as started:
+            for memory, carrier in work.receives:
+                started.append(self._comm.Irecv(memory, carrier, _TAG))
+            for part in work.parts:
+                add(rows, part.low, part.high, part.total)
+                started.append(self._comm.Isend(part.total, part.owner, _TAG))
+        return work.terms
+
+    def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
+        # Nothing can be added up inside of a host, so that it gains nothing.
+        self._inner.fence()
+        return self._flat.all_to_all(send, counts)
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        if not self._is_shared(buffer):
+            self._flat.all_gather(buffer, counts)
+            return
+        self._spread("all_gather", buffer.view(np.uint8), buffer.itemsize, tuple(counts))
+        self._inner.fence()
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        if not self._is_shared(buffer):
+            self._flat.broadcast(buffer, root)
+            return
+        whole = buffer.view(np.uint8)
+        for begin in range(0, whole.size, self.limit):
+            part = whole[begin : begin + self.limit]
+            self._spread("broadcast", part, 1, self._all_at(root, part.size))
+        self._inner.fence()
+
+    def fence(self, showing: bool = False) -> None:
+        self._inner.fence(showing)
+
+    def agree(self, token: int, showing: bool = False) -> bool:
+        equal = self._flat.agree(token)
+        # MPI orders messages, and says nothing of other memory. A rank that comes here late must not believe that its
+        # neighbours go on with it, which a fence would.
+        return self._inner.agree(int(equal), showing and equal) and equal
+
+    def close(self) -> None:
+        for prepared in (self._sums, self._routes, self._allocated):
+            prepared.clear()
+        self._inner.close()
+        self._flat.close()
+        self._comm, self._outgoing, self._incoming = None, zeros(0), []
+
+    def _is_shared(self, buffer: Array) -> bool:
+        return id(buffer.base) in self._allocated
+
+    def _all_at(self, owner: int, count: int) -> tuple[int, ...]:
+        return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
+
+    def _routes_of(self, counts: tuple[int, ...]) -> Routes:
+        if counts not in self._routes:
+            if len(self._routes) >= _MOST_PREPARED:
+                self._routes.clear()
+            self._routes[counts] = routes_of(self.rank, self._group.ranks_of_hosts, counts)
+        return self._routes[counts]
+
+    def _prepare(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
+        """Divide a sum; remember how. ``rows`` are the contributions of this host's ranks, whole."""
+        if len(self._sums) >= _MOST_PREPARED:
+            self._sums.clear()
+        _, counts, dtype = key
+        wide, routes = accumulator(dtype), self._routes_of(counts)
+        begin, count = sum(counts[: self.rank]), counts[self.rank]
+        outgoing, parts, used = self._outgoing.view(wide), [], 0
+        for route in routes.as_carrier:
+            total = outgoing[used : used + route.high - route.low]
+            parts.append(_Part(route.low, route.high, total, route.owner))
+            used += total.size
+        # One array for each other host, which its carriers fill together.
+        incoming = [memory[: count * wide.itemsize].view(wide) for memory in self._incoming]
+        others = [host for host in self._group.ranks_of_hosts if self.rank not in host]
+        sources = {rank: array for host, array in zip(others, incoming, strict=True) for rank in host}
+        receives = tuple(
+            (sources[route.carrier][route.low - begin : route.high - begin], route.carrier) for route in routes.as_owner
+        )
+        own = tuple(row[begin : begin + count] for row in rows)
+        work = self._sums[key] = _Sum(receives, tuple(parts), (*own, *incoming))
+        return work
+
+    def _spread(self, name: str, whole: Array, itemsize: int, counts: tuple[int, ...]) -> None:
+        """Carry the owners' elements of shared memory, given as bytes, to the other hosts."""
+        routes = self._routes_of(counts)
+        with self._group.translated(name), self._requests.completed() as started:
+            for route in routes.as_carrier:
+                memory = whole[route.low * itemsize : route.high * itemsize]
+                started.append(self._comm.Irecv(memory, route.owner, _TAG))
+            for route in routes.as_owner:
+                memory = whole[route.low * itemsize : route.high * itemsize]
+                started.append(self._comm.Isend(memory, route.carrier, _TAG))

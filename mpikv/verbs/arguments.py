@@ -1,0 +1,199 @@
+"""The checks and conversions of what a caller passed: what can be wrong on one rank is found before data move."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays.arrays import aligned, castable, is_array, is_immutable, is_read_only, lies_on_host
+from ..engine.keys import Entry, Form, KeyTable, flatten, parse
+from ..engine.plan import Plan, label
+from ..errors import ConfigError, ValueMismatch, a_kind
+from ..optimizers import Optimizer, create
+from ..protocols import Array, Key, Memory
+from .renewed import contained
+
+__all__ = [
+    "in_form",
+    "new_arrays",
+    "optimizer_of",
+    "outs_of",
+    "priorities",
+    "singles",
+    "sources",
+    "stand_in",
+    "targets",
+    "updater_function",
+    "writable",
+]
+
+
+_SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
+
+
+def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+    """Return the arrays that a push brings for each key, as flat numpy arrays that fit the stored values."""
+    return [
+        tuple(_readable(array, entry, len(group)).reshape(-1) for array in _some(group, entry.key))
+        for entry, group in zip(entries, groups, strict=True)
+    ]
+
+
+def singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
+    """Return the one array of each key, in this memory; it fits the value of a key that the table has."""
+    arrays = []
+    for key, group in zip(form.keys, form.groups, strict=True):
+        if len(_some(group, key)) > 1:
+            raise ValueMismatch(
+                f"{len(group)} values for key {key!r}; a stored value is one array, and a list holds several of this "
+                "rank, one for each device; give one of them, or a key to each"
+            )
+        entry = table[key] if table is not None and key in table else None
+        arrays.append(_readable(group[0], entry) if entry else memory.source(group[0]))
+    return arrays
+
+
+def targets(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
+    """Return the arrays that a pull fills for each key, as numpy arrays that fit the stored values.
+
+    A value's own view is passed on: there is nothing to fill.
+    """
+    return [
+        tuple(
+            array
+            if array is entry.view
+            else writable(array, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
+            for array in group
+        )
+        for entry, group in zip(entries, groups, strict=True)
+    ]
+
+
+def writable(out: Any, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], memory: Memory) -> Array:
+    """Return ``out`` as an array to which a value of this shape and dtype, in this memory, can be written."""
+    array = memory.target(out)
+    if array.shape != shape:
+        raise ValueMismatch(
+            f"out of key {key!r} has shape {array.shape} and the stored value {shape}; pass one of that shape"
+        )
+    if array.dtype != dtype and not castable(dtype, array.dtype):
+        raise ValueMismatch(f"{_kinds(f'out of key {key!r}', array.dtype, dtype)}; pass one of {dtype.name}")
+    return array
+
+
+def outs_of(key: Any, out: Any, keys: tuple[Key, ...]) -> Form:
+    """Return the arrays to fill in the order of ``keys``, which ``key`` named."""
+    if isinstance(key, Mapping):
+        if not isinstance(out, Mapping):
+            raise TypeError(f"out of a dict of arrays is a dict with the same keys, not {a_kind(out)}")
+        key, out = flatten(out)
+    form = parse(key, out, "out")
+    if form.keys == keys:
+        return form
+    groups = dict(zip(form.keys, form.groups, strict=True))
+    if groups.keys() != set(keys):
+        raise ValueMismatch(f"out has keys {label(form.keys)} and the call {label(keys)}")
+    return Form(keys, tuple(groups[name] for name in keys))
+
+
+def in_form(key: Any, plan: Plan, arrays: Sequence[Any]) -> Any:
+    """Return the arrays of a plan in the form of the keys of which it was made."""
+    if not isinstance(key, (list, tuple)):
+        return arrays[0]
+    if len(key) == len(plan.keys):
+        return contained(key, list(arrays))
+    known = dict(zip(plan.keys, arrays, strict=True))  # some keys are named twice
+    return contained(key, [known[name] for each in key for name in parse(each, None).keys])
+
+
+def new_arrays(key: Any, plan: Plan, memory: Memory) -> Any:
+    """Return new arrays for the values of a plan, in the form of the keys of which it was made."""
+    if not isinstance(key, (list, tuple)):
+        return memory.empty(plan.shapes[0], plan.dtypes[0])
+    entries = in_form(list(key), plan, plan.entries)
+    return contained(key, [memory.empty(entry.shape, entry.dtype) for entry in entries])
+
+
+def stand_in(array: Any, implied: bool, memory: Memory) -> Array | None:
+    """Return an array to fill in place of one that cannot be written, None where one is not replaced: numpy's as
+    ``out`` is a mistake if it is read-only, but not where it was given to be pushed (``implied``).
+    """
+    if not is_array(array) or not _is_replaced(array, implied, memory):
+        return None
+    if isinstance(array, (np.ndarray, np.generic)):
+        return np.empty(array.shape, array.dtype)
+    return aligned(*memory.facts(array)) if hasattr(array, "__array_namespace__") else None
+
+
+def _is_replaced(array: Any, implied: bool, memory: Memory) -> bool:
+    immutable = is_immutable(array)
+    if not lies_on_host(array):
+        return immutable and memory.is_host
+    return immutable or (implied and is_read_only(array))
+
+
+def priorities(priority: Any, keys: Sequence[Key]) -> list[int]:
+    """Return one priority per key."""
+    wishes = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(keys)
+    if len(wishes) != len(keys) or not all(isinstance(wish, (int, np.integer)) for wish in wishes):
+        raise ValueMismatch(f"priority is an int or a list of one int per key, not {priority!r}")
+    return [int(wish) for wish in wishes]
+
+
+def optimizer_of(optimizer: Any, arguments: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer that an object, or a name with its arguments, stands for."""
+    if isinstance(optimizer, str):
+        return create(optimizer, **arguments)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"expected an optimizer or its name, got {type(optimizer).__name__}; for a function use KVStore.set_updater"
+        )
+    if others := sorted(arguments.keys() - {"average"}):
+        raise ConfigError(f"arguments {others} go with an optimizer's name, not with an object")
+    if arguments:
+        optimizer.average = arguments["average"]
+    return optimizer
+
+
+def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
+    """Return the updater if it can be called with three arguments."""
+    if not callable(updater):
+        raise TypeError(f"an updater is a function f(key, input, stored), not {a_kind(updater)}")
+    try:
+        signature = inspect.signature(updater)
+    except ValueError:  # of a function in C, which has none to show
+        return updater  # type: ignore[no-any-return]
+    try:
+        signature.bind("key", "input", "stored")
+    except TypeError as error:
+        raise TypeError(
+            f"an updater is called as f(key, input, stored), and this one is f{signature}: {error}"
+        ) from None
+    return updater  # type: ignore[no-any-return]
+
+
+def _readable(value: Any, entry: Entry, several: int = 1) -> Array:
+    memory = entry.place.block.memory
+    usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
+    array = value if usual else memory.source(value)
+    if array.shape != entry.shape:
+        raise ValueMismatch(
+            f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
+            + ("reshape it, or init the key anew with overwrite=True" if several == 1 else _SEVERAL)
+        )
+    if array.dtype != entry.dtype and not castable(array.dtype, entry.dtype):
+        raise ValueMismatch(f"{_kinds(f'value of key {entry.key!r}', array.dtype, entry.dtype)}, use astype")
+    return array
+
+
+def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
+    return f"{what} has dtype {given.name} and the stored value {stored.name}; only one kind is cast"
+
+
+def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:
+    if not group:
+        raise ValueMismatch(f"no value for key {key!r}")
+    return group

@@ -1,0 +1,316 @@
+"""The checks and conversions of rows that a caller passed, or asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.arrays import accumulator, castable, is_array, run_quietly
+from ..engine.keys import Entry, parse
+from ..errors import Unsupported, ValueMismatch, a_kind
+from ..memory.row_sparse import RowSparse, cast_rows, merged_rows, row_ids
+from ..memory.workspace import ALIGNMENT
+from ..protocols import Array, Key, Memory
+from .arguments import writable
+
+__all__ = [
+    "Asked",
+    "Brought",
+    "Wanted",
+    "asked_of",
+    "asks_rows",
+    "brings_rows",
+    "brought",
+    "check_outs",
+    "deliver",
+    "fill",
+    "paired",
+    "single_rows",
+    "spare_of",
+    "wanted_of",
+]
+
+_NUMPYS = {np.ndarray}
+
+
+class Brought(NamedTuple):
+    """What a push of rows brings for each key: the sum of its list, in the dtype of the value."""
+
+    rows: Sequence[RowSparse]
+
+
+class Asked(NamedTuple):
+    """What is to be done with some rows of a value once they are here."""
+
+    ids: Array
+    out: Any
+    """A :class:`RowSparse`, whose rows are replaced, or an array, of which all else is set to zero."""
+
+
+def brings_rows(groups: Sequence[Sequence[Any]]) -> bool:
+    """Return whether the arrays of a call, of which there are some for each key, are meant to be rows."""
+    return any(type(given) is RowSparse for group in groups for given in group)
+
+
+def asks_rows(out: Any) -> bool:
+    """Return whether there is a :class:`RowSparse` among what a pull is to fill, in any form."""
+    if isinstance(out, Mapping):
+        out = list(out.values())
+    if not isinstance(out, (list, tuple)):
+        return type(out) is RowSparse
+    return set(map(type, out)) != _NUMPYS and any(map(asks_rows, out))
+
+
+def brought(
+    entries: Sequence[Entry], groups: Sequence[Sequence[Any]], in_pairs: bool, apart: Callable[[Array], Array]
+) -> Brought:
+    """Return the sums of this rank's rows for each key. ``apart`` copies what may change before it is read."""
+    return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
+
+
+def single_rows(keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory) -> list[RowSparse]:
+    """Return the one array of rows of each key, in this memory."""
+    for key, group in zip(keys, groups, strict=True):
+        _check_rows(key, group)
+        if len(group) != 1:
+            raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
+    return [_in_memory(group[0], memory) for group in groups]
+
+
+def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
+    """Return what is asked of each value by a row_sparse_pull, and the result of that call."""
+    if wanted is None:
+        raise TypeError("row_ids says which rows are wanted; pass an array of their numbers, or a list of arrays")
+    if isinstance(wanted, Integral):
+        wanted = [wanted]
+    if not isinstance(key, (list, tuple)):
+        (entry,) = entries
+        group = [wanted] if _is_one(wanted) else list(wanted)
+        asked = paired(entry, group, out)
+        if out is None:
+            return [asked], asked[0].out if _is_one(wanted) else [each.out for each in asked]
+        return [asked], out
+    if _is_one(wanted) and len(key) == 1:
+        wanted = [wanted]
+    if _is_one(wanted) or len(wanted) != len(key):
+        raise ValueMismatch(f"{len(key)} keys need a list of as many row_ids, each an array or a list of arrays")
+    if out is not None and (not isinstance(out, (list, tuple)) or len(out) != len(key)):
+        raise ValueMismatch(f"{len(key)} keys need a list of as many outs")
+    known, found = {entry.key: (entry, list[Asked]()) for entry in entries}, []
+    for at, name in enumerate(key):
+        (single,) = parse(name, None).keys
+        entry, asked = known[single]
+        (more,), result = asked_of([entry], single, None if out is None else out[at], wanted[at])
+        asked += more
+        found.append(result)
+    return [asked for _, asked in known.values()], found if out is None else out
+
+
+class Made(NamedTuple):
+    """Memory of a GPU for what one gets who asked, made beforehand; None where none is needed."""
+
+    some: Array | None
+    """For rows of its own, where others asked for more."""
+    cast: Array | None
+    """For those in the dtype of an out."""
+
+
+_NOTHING_MADE = Made(None, None)
+
+
+class Wanted(NamedTuple):
+    """The rows of a value that are to be pulled, their memory, and for whom they are."""
+
+    ids: Array
+    rows: Array
+    """In a row for each number."""
+    asked: Sequence[Asked]
+    made: Sequence[Made]
+
+
+def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
+    """Return what is to be pulled of a value, with the memory for it. Local."""
+    memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
+    rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
+    if memory.is_host:
+        return Wanted(ids, rows, asked, (_NOTHING_MADE,) * len(asked))
+    return Wanted(ids, rows, asked, [_made(entry, ids, each, memory) for each in asked])
+
+
+def _made(entry: Entry, ids: Array, each: Asked, memory: Memory) -> Made:
+    shape, out = (each.ids.size, *entry.shape[1:]), each.out
+    casts = isinstance(out, RowSparse) and not out.on_host and out.dtype != entry.dtype
+    return Made(
+        None if each.ids is ids else memory.empty(shape, entry.dtype), memory.empty(shape, out.dtype) if casts else None
+    )
+
+
+def spare_of(entries: Sequence[Entry], every: Sequence[Wanted]) -> int:
+    """Return how many bytes of a GPU :func:`deliver`, and what fills the rows before it, take besides."""
+    nbytes = 0
+    for entry, wanted in zip(entries, every, strict=True):
+        if not wanted.asked:
+            continue
+        dense = sum(not isinstance(each.out, RowSparse) for each in wanted.asked) * (entry.value.nbytes + ALIGNMENT)
+        numbers = [wanted.ids, *(each.ids for each in wanted.asked), *(each.ids for each in wanted.asked)]
+        nbytes += dense + sum(ids.nbytes + ALIGNMENT for ids in numbers)
+    return nbytes
+
+
+def deliver(entry: Entry, wanted: Wanted) -> None:
+    """Give the rows of a value to those who asked for some of them."""
+    memory, rows = entry.place.block.memory, wanted.rows.reshape(wanted.ids.size, *entry.shape[1:])
+    for each, made in zip(wanted.asked, wanted.made, strict=True):
+        # Rows that one asked for are nobody else's.
+        some = rows
+        if each.ids is not wanted.ids:
+            some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
+        if isinstance(each.out, RowSparse):
+            each.out.replace(each.ids.copy(), _like(each.out, some, memory, made.cast))
+        elif memory.is_host:
+            each.out[...] = 0
+            each.out[each.ids] = some
+        else:
+            whole = memory.workspace.empty(entry.shape, entry.dtype)
+            whole.fill(0)
+            memory.workspace.put_rows(whole, each.ids, some)
+            memory.copy((each.out,), (whole,))
+
+
+def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
+    """Raise if some outs cannot hold the rows of a value."""
+    for out in outs:
+        _check_fit(entry, "out", out, out.dtype, entry.dtype)
+
+
+def fill(entry: Entry, out: RowSparse) -> None:
+    """Give an out all rows of a value, of which this rank has the newest, that are not zero."""
+    memory = entry.place.block.memory
+    rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
+    ids = np.flatnonzero(rows.any(axis=1))
+    out.replace(ids, _like(out, _taken(memory, entry.value, ids), memory))
+
+
+def _union(wanted: Sequence[Array]) -> Array:
+    """Return all of several arrays of rising numbers, in order."""
+    if len(wanted) == 1:
+        return wanted[0]
+    return np.unique(np.concatenate(wanted)) if wanted else np.empty(0, np.int64)
+
+
+def _is_one(wanted: Any) -> bool:
+    """Return whether these are the numbers of rows for one array, not a list of several such."""
+    return is_array(wanted) or (
+        isinstance(wanted, (list, tuple)) and all(isinstance(number, Integral) for number in wanted)
+    )
+
+
+def paired(entry: Entry, wanted: Sequence[Any], out: Any) -> list[Asked]:
+    """Return what is asked of a value by some arrays of numbers: for as many outs, by one for all, or for None."""
+    if not entry.shape:
+        raise ValueMismatch(f"the value of key {entry.key!r} is a single number and has no rows; pull it")
+    numbers = [np.unique(row_ids(each, entry.shape[0])) for each in wanted]
+    if out is None:
+        return [Asked(ids, _empty(entry)) for ids in numbers]
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
+    if len(numbers) == 1:
+        numbers *= len(outs)
+    if len(outs) != len(numbers):
+        raise ValueMismatch(
+            f"{len(outs)} outs and {len(numbers)} row_ids for key {entry.key!r}; give one row_ids for all, or one each"
+        )
+    return [Asked(ids, _fillable(entry, each)) for ids, each in zip(numbers, outs, strict=True)]
+
+
+def _empty(entry: Entry) -> RowSparse:
+    none = entry.place.block.memory.empty((0, *entry.shape[1:]), entry.dtype)
+    return RowSparse(np.empty(0, np.int64), none, entry.shape)
+
+
+def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
+    """Return rows whose values lie in this memory: these, if theirs do."""
+    if memory.is_host and rows.on_host:
+        return rows
+    values = memory.source(rows.values)
+    return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
+
+
+def _taken(memory: Memory, table: Array, ids: Array, made: Array | None = None) -> Array:
+    """Return rows for a caller to keep."""
+    made = memory.empty((ids.size, *table.shape[1:]), table.dtype) if made is None else made
+    return memory.workspace.take_rows(table, ids, made)
+
+
+def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None) -> Array:
+    """Return rows of the dtype of an out, and where its rows lie."""
+    if out.on_host:
+        return memory.to_host(rows).astype(out.dtype, copy=False)
+    if rows.dtype == out.dtype:
+        return rows
+    new = memory.empty(rows.shape, out.dtype) if made is None else made
+    memory.copy((new,), (rows,))
+    return new
+
+
+def _fillable(entry: Entry, out: Any) -> Any:
+    if not isinstance(out, RowSparse):
+        return writable(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
+    _check_fit(entry, "out", out, out.dtype, entry.dtype)
+    return out
+
+
+def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[[Array], Array]) -> RowSparse:
+    if not group:
+        return _empty(entry)  # of a rank that has left join()
+    _check_rows(entry.key, group)
+    for each in group:
+        _check_fit(entry, "value", each, each.dtype, entry.dtype)
+    memory = entry.place.block.memory
+    (only, *others) = (_in_memory(each, memory) for each in group)
+    if others:
+        terms = [(each.indices, each.values) for each in (only, *others)]
+        tables, wide = memory.workspace, accumulator(entry.dtype)
+        ids, rows = run_quietly(merged_rows, terms, wide, in_pairs, tables.empty, tables)
+    else:
+        ids, rows = only.indices, apart(only.values)
+        # What is given may be out as well, and have other rows before a GPU has read these.
+        if memory.is_host and rows is only.values and rows.dtype == entry.dtype:
+            return only
+    summed = _empty(entry)
+    summed.replace(ids, run_quietly(cast_rows, memory.workspace, rows, entry.dtype))
+    return summed
+
+
+def _check_rows(key: Key, group: Sequence[Any]) -> None:
+    for each in group:
+        if type(each) is not RowSparse:
+            raise ValueMismatch(
+                f"value of key {key!r} is {a_kind(each)}, and others of this call are RowSparse; make a call "
+                "for each kind"
+            )
+
+
+def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], stored: np.dtype[Any]) -> None:
+    if rows.shape != entry.shape:
+        raise ValueMismatch(
+            f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; the shape of a "
+            "RowSparse is that of the whole"
+        )
+    memory = entry.place.block.memory
+    if what == "out" and not rows.on_host:
+        if memory.is_host:
+            raise Unsupported(
+                f"out of key {entry.key!r} has its rows on a GPU and the store its values on the host; pull to a "
+                "RowSparse of the host"
+            )
+        memory.source(rows.values)  # which raises if they lie on another device
+    casts = castable(stored, given) if what == "out" else castable(given, stored)
+    if not casts:
+        raise ValueMismatch(
+            f"{what} of key {entry.key!r} has dtype {given.name} and the stored value {stored.name}; only one kind is "
+            "cast, use astype"
+        )
