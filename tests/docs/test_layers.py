@@ -7,12 +7,14 @@ offences: a rule that cannot fail proves nothing.
 from __future__ import annotations
 
 import ast
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "mpikv"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mpikv"
 
 LAYERS = (
     "errors",
@@ -213,6 +215,11 @@ def test_every_package_has_a_charter() -> None:
     for unit in set(LAYERS) - MODULES:
         charter = ast.get_docstring(ast.parse((PACKAGE / unit / "__init__.py").read_text()))
         assert charter, f"{unit}/__init__.py does not say what lives there"
+
+
+def test_the_picture_is_that_of_the_layers() -> None:
+    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_layers"))["draw"]()
+    assert (ROOT / "docs" / "layers.svg").read_text() == drawn, "run scripts/draw_layers"
 
 
 def offences(folder: Path, module: str, source: str) -> list[str]:
