@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from . import codecs
 from .async_store.async_kvstore import AsyncKVStore, check_options
 from .cluster.process_group import ProcessGroup, connect
-from .cluster.status_board import Board
+from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.kernels import find_kernels
@@ -87,7 +87,7 @@ class _Parts:
 
     group: ProcessGroup
     settings: Config
-    board: Board
+    board: StatusBoard
     transport: Transport
     kernels: GpuKernels | None
     """Those of the transport's memory, where that is a GPU's."""
@@ -249,7 +249,7 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
     try:
-        board = Board(group)
+        board = StatusBoard(group)
         parts = _Parts(group, settings, board, *_open_transport(group, settings, device, board))
     except Exception as error:
         problem = error
@@ -332,7 +332,7 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
 
 
 def _open_transport(
-    group: ProcessGroup, settings: Config, device: DeviceMemory | None, board: Board
+    group: ProcessGroup, settings: Config, device: DeviceMemory | None, board: StatusBoard
 ) -> tuple[Transport, GpuKernels | None]:
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:

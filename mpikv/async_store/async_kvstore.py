@@ -19,10 +19,10 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from ..arrays.arrays import local_sum
-from ..cluster.agreement import Call, PreparedCall, told
+from ..cluster.agreement import Call, PreparedCall, format_error
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
-from ..cluster.status_board import Board
+from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest
 from ..cluster.waiting import Waiting
 from ..config import Config
@@ -32,15 +32,15 @@ from ..errors import ConfigError, Stalled, Unsupported, settled
 from ..protocols import Array, Key, Transport, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
-from ..transports.rpc import Letter, Post
+from ..transports.rpc import Endpoint, Request
 from ..verbs.arguments import priorities
 from ..verbs.comparison import compare_text
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import answer
 from ..verbs.row_arguments import brings_rows
-from .client import NUMBERS, PATIENCE, Asking, Kind, Outcome
-from .owner import HalfUpdated, Ledger
-from .ssp import Clocks
+from .client import NUMBERS, PATIENCE, AsyncClient, Kind, Outcome
+from .owner import HalfUpdated, KeyOwner
+from .ssp import SspClocks
 
 __all__ = ["AsyncKVStore", "check_options"]
 
@@ -91,7 +91,7 @@ class AsyncKVStore(KVStore):
     def __init__(
         self,
         group: ProcessGroup,
-        board: Board,
+        board: StatusBoard,
         transport: Transport,
         config: Config,
         *,
@@ -105,13 +105,13 @@ class AsyncKVStore(KVStore):
         self._bound = staleness
         self._exchange.summed = self.size if staleness == 0 else 0
         self._lock, self._holder = present().lock(), 0
-        self._ledger = Ledger(group.size, staleness == 0, self._answer)
-        self._clocks = Clocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
+        self._ledger = KeyOwner(group.size, staleness == 0, self._answer)
+        self._clocks = SspClocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
         self._waiting = Waiting(config.timeout, config.warn_after, board.warn)
         self._clock = 0
         self._pushes: dict[Key, int] = {}
-        self._post = Post(group, self._serve) if group.size > 1 else None
-        self._asking = Asking(group.rank, self._post, self._act_here, self._waiting)
+        self._post = Endpoint(group, self._serve) if group.size > 1 else None
+        self._asking = AsyncClient(group.rank, self._post, self._act_here, self._waiting)
         self._freeze()
         self._begin()
         if self._post is not None:
@@ -399,7 +399,7 @@ class AsyncKVStore(KVStore):
         self._clock = 0
         self._pushes.clear()
 
-    def _serve(self, letter: Letter) -> bool:
+    def _serve(self, letter: Request) -> bool:
         kind, epoch, ticket, number = letter.head[:4]
         with self._held():
             if epoch > self._epoch:
@@ -451,7 +451,7 @@ class AsyncKVStore(KVStore):
         assert self._post is not None
         if isinstance(answer, BaseException):
             outcome = Outcome.HALFWAY if isinstance(answer, HalfUpdated) else Outcome.RAISED
-            self._post.answer(rank, (ticket, version, outcome), np.frombuffer(told(answer).encode(), np.uint8))
+            self._post.answer(rank, (ticket, version, outcome), np.frombuffer(format_error(answer).encode(), np.uint8))
         else:
             self._post.answer(rank, (ticket, version, Outcome.WELL), answer)
 

@@ -1,7 +1,7 @@
 """What one rank has asked of the owners of keys, and what it has learnt from their answers.
 
 It sends letters by a post and knows nothing of what owners do with them. What this rank asks of itself is a call, whose
-answer comes back by :meth:`Asking.take`, at once or from the thread that answers other ranks.
+answer comes back by :meth:`AsyncClient.take`, at once or from the thread that answers other ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..cluster.waiting import Waits
 from ..engine.keys import Entry
 from ..errors import PeerFailed, Stalled, TransportError, noted
 from ..protocols import Array, Key
-from ..transports.rpc import Letter
+from ..transports.rpc import Request
 
-__all__ = ["NUMBERS", "PATIENCE", "Act", "Asking", "Kind", "Outcome"]
+__all__ = ["NUMBERS", "PATIENCE", "Act", "AsyncClient", "Kind", "Outcome"]
 
 NUMBERS = np.dtype(np.int64)
 """Of the answer to a question for ranks."""
@@ -59,7 +59,7 @@ class Letters(Protocol):
 
     def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None: ...
 
-    def reply(self) -> Letter | None: ...
+    def reply(self) -> Request | None: ...
 
 
 class _Wanted(NamedTuple):
@@ -73,7 +73,7 @@ class _Wanted(NamedTuple):
     """Given what was asked for, which may change afterwards."""
 
 
-class Asking:
+class AsyncClient:
     """The questions of one rank. All methods but :meth:`take` are for one thread."""
 
     def __init__(self, rank: int, post: Letters | None, act: Act, waiting: Waits) -> None:

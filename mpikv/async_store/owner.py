@@ -17,7 +17,7 @@ from ..engine.keys import Entry, KeyTable
 from ..errors import TransportError, noted
 from ..protocols import Array, Updater
 
-__all__ = ["Answer", "HalfUpdated", "Ledger"]
+__all__ = ["Answer", "HalfUpdated", "KeyOwner"]
 
 Answer: TypeAlias = "Callable[[int, int, int, Array | BaseException | None], None]"
 """Told the rank, its ticket, the version of the value, and for a pull the value, which may change when it returns; for
@@ -41,7 +41,7 @@ class _Pull(NamedTuple):
     ticket: int
 
 
-class Ledger:
+class KeyOwner:
     """The requests to one owner. Calls must come one at a time."""
 
     def __init__(self, size: int, rounds: bool, answer: Answer) -> None:

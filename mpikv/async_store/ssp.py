@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Clocks"]
+__all__ = ["SspClocks"]
 
 
 class _Wait(NamedTuple):
@@ -20,7 +20,7 @@ class _Wait(NamedTuple):
     least: int
 
 
-class Clocks:
+class SspClocks:
     """The clocks of all ranks. Calls must come one at a time."""
 
     def __init__(self, size: int, answer: Callable[[int, int, int], None]) -> None:

@@ -33,9 +33,9 @@ from ..errors import (
 )
 from ..protocols import Key, Transport
 from .process_group import ProcessGroup
-from .status_board import Board
+from .status_board import StatusBoard
 
-__all__ = ["JOINED", "Agreement", "Call", "PreparedCall", "Said", "told"]
+__all__ = ["JOINED", "Agreement", "Call", "CallReport", "PreparedCall", "format_error"]
 
 # Tokens that are no digest: of an owner whose work went well, of a rank whose arguments are bad or whose work failed,
 # and of one that has run out of work.
@@ -75,7 +75,7 @@ class PreparedCall(NamedTuple):
     """Makes the call once they agree; returns what the caller gets."""
 
 
-class Said(NamedTuple):
+class CallReport(NamedTuple):
     """What a rank tells the others when not all have made the same call."""
 
     text: str
@@ -89,15 +89,15 @@ class Said(NamedTuple):
 class Agreement:
     """Compares the ranks' calls."""
 
-    def __init__(self, transport: Transport, group: ProcessGroup, board: Board, check: bool) -> None:
+    def __init__(self, transport: Transport, group: ProcessGroup, board: StatusBoard, check: bool) -> None:
         self._transport, self._group, self._board, self.check = transport.control, group, board, check
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
-    def begin(self, call: Call, showing: bool = False) -> None:
+    def begin(self, call: Call, send_ready: bool = False) -> None:
         """Wait for every rank to make the same call. Also a fence.
 
-        ``showing``: the outbox holds what this call sends first.
+        ``send_ready``: the outbox holds what this call sends first.
 
         Raises:
             RankMismatch: ranks made different calls.
@@ -107,8 +107,8 @@ class Agreement:
         self.calls += 1
         self._board.write(self.calls, call.note)
         if not self.check:
-            self._transport.fence(showing)
-        elif not self._transport.agree(call.token, showing):
+            self._transport.fence(send_ready)
+        elif not self._transport.agree(call.token, send_ready):
             _, some_have_left = self._settle(call)
             if some_have_left:
                 self.confirm(call, None)  # that they can do their part
@@ -139,7 +139,7 @@ class Agreement:
         # An error of the caller's own code is raised as it is.
         raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else self._noted(call, error)
 
-    def shadow(self, call: Call) -> Said | None:
+    def shadow(self, call: Call) -> CallReport | None:
         """Take part in the next call for a rank that has run out of work. A call of :meth:`confirm` has to follow.
 
         Returns:
@@ -157,12 +157,14 @@ class Agreement:
             said = [other.error for other in self._tell(call, error)]
             mark_repeated(error, said.index(said[rank]) == rank)
 
-    def _tell(self, call: Call, error: BaseException | None) -> list[Said]:
+    def _tell(self, call: Call, error: BaseException | None) -> list[CallReport]:
         """Exchange what each rank has to say."""
-        mine = Said(str(call), call.verb, call.keys, call.token, tuple(call.describe()), told(error) if error else "")
-        return [Said(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
+        mine = CallReport(
+            str(call), call.verb, call.keys, call.token, tuple(call.describe()), format_error(error) if error else ""
+        )
+        return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
-    def _settle(self, call: Call) -> tuple[Said, bool]:
+    def _settle(self, call: Call) -> tuple[CallReport, bool]:
         """Raise unless all ranks that have work make the same call; return it, and whether some have none."""
         said = self._tell(call, None)
         for rank, other in enumerate(said):
@@ -179,7 +181,7 @@ class Agreement:
             raise self.at_rank(call.verb, self._mismatch(text, working))
         return next(iter(working.values())), len(working) < len(said)
 
-    def _check_joinable(self, call: Call, working: Mapping[int, Said]) -> None:
+    def _check_joinable(self, call: Call, working: Mapping[int, CallReport]) -> None:
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
@@ -187,7 +189,7 @@ class Agreement:
                 )
                 raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
 
-    def _mismatch(self, text: str, working: Mapping[int, Said]) -> RankMismatch:
+    def _mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
         """Return an error of all ranks. One that closes the store may be at its end, where nothing is printed."""
         first = next((rank for rank, other in working.items() if other.verb != "close"), 0)
         return mark_repeated(RankMismatch(text), first == self._group.rank)
@@ -222,7 +224,7 @@ def _of_peer(call: Call, rank: int, said: str) -> Exception:
     return PeerFailed(f"{call}: rank {rank} raised {said}; nothing was changed in the store", rank)
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return what other ranks are told of an error; of one that is not ours, with the place where it was raised."""
     if isinstance(error, MPIKVError) or error.__traceback__ is None:
         return f"{type(error).__name__}: {text_of(error)}"
@@ -231,7 +233,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)} ({where})"
 
 
-def _difference(said: Mapping[int, Said]) -> str:
+def _difference(said: Mapping[int, CallReport]) -> str:
     """Show the call of the first rank beside the first call that differs from it."""
     (rank, first), *others = said.items()
     other = next(other for _, other in others if other.token != first.token)

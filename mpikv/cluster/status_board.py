@@ -38,7 +38,7 @@ import numpy as np
 from .process_group import ProcessGroup
 from .runtime import present
 
-__all__ = ["Board", "Inquiry"]
+__all__ = ["Inquiry", "StatusBoard"]
 
 _QUESTION = signal.SIGURG
 # The file of answers, as /proc calls it.
@@ -58,7 +58,7 @@ _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "plat
 Report = Callable[[], "tuple[Sequence[int], str]"]
 
 
-class Board:
+class StatusBoard:
     """The slots of the ranks of this host."""
 
     _TEXT = 160

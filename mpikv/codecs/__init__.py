@@ -18,9 +18,10 @@ option ``codec="bf16"``, is that codec where it saves time, and no compression e
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
 
-**A codec of your own** has the methods of :class:`mpikv.protocols.RangeCodec` or :class:`mpikv.protocols.ValueCodec`,
-and is passed as an object, or registered under a name. :class:`mpikv.testing.RangeCodecContract` and
-:class:`mpikv.testing.ValueCodecContract` hold it to what they promise::
+**A codec of your own** has the methods of :class:`mpikv.protocols.ElementwiseCodec` or
+:class:`mpikv.protocols.TensorCodec`, and is passed as an object, or registered under a name.
+:class:`mpikv.testing.ElementwiseCodecContract` and :class:`mpikv.testing.TensorCodecContract` hold it to what they
+promise::
 
     @dataclass(frozen=True)
     class Signs:

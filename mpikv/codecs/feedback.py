@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError
-from ..protocols import Array, Codec, RangeCodec, Rounds, ValueCodec
+from ..protocols import Array, Codec, ElementwiseCodec, Rounds, TensorCodec
 from .options import Scratch, checked
 
-__all__ = ["ErrorFeedback", "RangeFeedback", "ValueFeedback"]
+__all__ = ["ElementwiseFeedback", "ErrorFeedback", "ValueFeedback"]
 
 
 # Written like the codecs, which are classes, as it stands where one of them may stand.
@@ -41,16 +41,16 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     checked(codec, "ErrorFeedback takes a codec (see mpikv.protocols)", "; mpikv.codecs.create() makes one of a name")
     if codec.feedback:
         raise ConfigError(f"{codec.settings()} has error feedback already; pass the codec inside")
-    return RangeFeedback(codec) if codec.elementwise else ValueFeedback(codec)
+    return ElementwiseFeedback(codec) if codec.elementwise else ValueFeedback(codec)
 
 
-class RangeFeedback:
-    """A :class:`~mpikv.protocols.RangeCodec` that is another one with error feedback."""
+class ElementwiseFeedback:
+    """A :class:`~mpikv.protocols.ElementwiseCodec` that is another one with error feedback."""
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[True]] = True
 
-    def __init__(self, codec: RangeCodec) -> None:
+    def __init__(self, codec: ElementwiseCodec) -> None:
         self.codec = codec
         self._decoded = Scratch(0, np.float32)
 
@@ -87,12 +87,12 @@ class RangeFeedback:
 
 
 class ValueFeedback:
-    """A :class:`~mpikv.protocols.ValueCodec` that is another one with error feedback."""
+    """A :class:`~mpikv.protocols.TensorCodec` that is another one with error feedback."""
 
     elementwise: ClassVar[Literal[False]] = False
     feedback: ClassVar[Literal[True]] = True
 
-    def __init__(self, codec: ValueCodec) -> None:
+    def __init__(self, codec: TensorCodec) -> None:
         self.codec = codec
 
     def settings(self) -> str:

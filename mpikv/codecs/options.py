@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..protocols import Array, Codec, RangeCodec
+from ..protocols import Array, Codec, ElementwiseCodec
 
 __all__ = ["BLOCK", "SamePayloads", "Scratch", "checked"]
 
@@ -34,7 +34,7 @@ class SamePayloads:
     """A part of a codec of ranges that does the work of another one by other means."""
 
     elementwise: ClassVar[Literal[True]] = True
-    codec: RangeCodec
+    codec: ElementwiseCodec
 
     def settings(self) -> str:
         """Describe the codec, whose payloads are the same."""

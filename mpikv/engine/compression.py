@@ -18,7 +18,7 @@ from ..arrays.arrays import add, add_in_pairs, local_sum
 from ..codecs import LARGEST
 from ..errors import NotFinite, Unsupported, ValueMismatch
 from ..memory.host import HOST, private
-from ..protocols import Array, Codec, Gather, Memory, RangeCodec, Rounds, Sum, Transport, ValueCodec
+from ..protocols import Array, Codec, ElementwiseCodec, Gather, Memory, Rounds, Sum, TensorCodec, Transport
 from ..transports.alltoallv import gather
 from .arena import Block
 from .keys import Entry
@@ -207,7 +207,7 @@ class RangeCompression:
 
     by_bucket = True
 
-    def __init__(self, codec: RangeCodec, transport: Transport) -> None:
+    def __init__(self, codec: ElementwiseCodec, transport: Transport) -> None:
         self.codec, self._transport, self._memory = codec, transport, transport.memory
         # A bucket of halves is twice as large in float32.
         zeros = private(transport)
@@ -215,7 +215,7 @@ class RangeCompression:
         self._total = zeros(2 * transport.limit).view(np.float32)
         if not self._memory.is_host:
             # The first exchange may take memory, too, and makes the ways: here nothing is lost if it fails.
-            transport.all_to_all(transport.outboxes[transport.turn][:_HEADER], None)
+            transport.all_to_all(transport.send_buffers[transport.turn][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         messages = plan.memo.get("messages")
@@ -250,7 +250,7 @@ class RangeCompression:
             more, mine = False, _said(position, len(layers))
             for message in messages:
                 self._write(message, gradient, residual, mine)
-                send = self._transport.outboxes[self._transport.turn][: message.nbytes]
+                send = self._transport.send_buffers[self._transport.turn][: message.nbytes]
                 for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
                     said = part[0] if told is None else _said(position, told[rank])
                     more |= bool(said & _MORE)
@@ -278,7 +278,7 @@ class RangeCompression:
 
     def _write(self, message: _Message, gradient: Array | None, residual: Array | None, said: int) -> None:
         """Pack what the gradient has of a message into the outbox."""
-        send = self._transport.outboxes[self._transport.turn]
+        send = self._transport.send_buffers[self._transport.turn]
         for at in message.headers if self._memory.is_host else ():
             send[at] = said
         if gradient is None:
@@ -354,7 +354,7 @@ class ValueCompression:
 
     by_bucket = False
 
-    def __init__(self, codec: ValueCodec, transport: Transport, in_pairs: bool) -> None:
+    def __init__(self, codec: TensorCodec, transport: Transport, in_pairs: bool) -> None:
         self.codec, self._transport, self._memory = codec, transport.control, transport.memory
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
 

@@ -23,7 +23,7 @@ from .compression import Compression, check, check_payloads, compress
 from .pipeline import Arrays, Pipeline, Steps, groups_of
 from .placement import place
 from .plan import Plan, Planner
-from .pull_compression import Cast, Publication
+from .pull_compression import Cast, PullCompression
 from .values import Values
 
 __all__ = ["Exchange"]
@@ -42,8 +42,8 @@ class Exchange:
         """Over how many ranks the sums go that are given to the updater; 0: it is given each rank's own."""
         self.compression: Compression | None = None
         # How values are sent to those who pull them, where packed.
-        self._publication: Publication | None = None
-        self._publications: dict[str, Publication] = {}
+        self._publication: PullCompression | None = None
+        self._publications: dict[str, PullCompression] = {}
         updater = Assign()
         self._revision = updater.revision
         placed = place(placement, transport, updater, root)
@@ -198,7 +198,7 @@ class Exchange:
         self._ready(self.updater, self.values.dtypes)
         self._begin_packing(room)
 
-    def _published_by(self, codec: Cast) -> Publication | None:
+    def _published_by(self, codec: Cast) -> PullCompression | None:
         """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
         that it is made once.
         """
@@ -206,10 +206,10 @@ class Exchange:
             return None
         name = codec.settings()
         if name not in self._publications:
-            self._publications[name] = Publication(codec, self.transport)
+            self._publications[name] = PullCompression(codec, self.transport)
         return self._publications[name]
 
-    def _room_for_exact(self, publishing: Publication | None, placement: Placement) -> dict[Block, Array]:
+    def _room_for_exact(self, publishing: PullCompression | None, placement: Placement) -> dict[Block, Array]:
         """Return memory for exact values, if they are to be kept. On GPUs collective."""
         if publishing is None or placement.everywhere:
             return {}

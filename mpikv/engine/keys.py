@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays.arrays import is_array, is_immutable
 from ..errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch, a_kind
-from ..memory.row_sparse import Presence, RowSparse
+from ..memory.row_sparse import NonzeroRows, RowSparse
 from ..protocols import Array, Key
 from .arena import Place
 
@@ -38,7 +38,7 @@ class Entry:
     place: Place
     value: Array
     """This rank's memory of the value, in its shape."""
-    present: Presence | None = None
+    present: NonzeroRows | None = None
     """Which rows of a row-sparse value are there; None for a dense one."""
     codec_state: dict[str, Array] = field(default_factory=dict)
     """What a codec of whole values keeps between pushes."""
@@ -114,7 +114,7 @@ class KeyTable:
         return iter(self._entries.values())
 
     def add(
-        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: Presence | None = None
+        self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: NonzeroRows | None = None
     ) -> Entry:
         """Enter a new key."""
         low, high = place.start, place.start + place.size

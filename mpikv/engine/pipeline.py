@@ -20,7 +20,7 @@ from . import pull_compression as publication
 from .compression import Compression, Layers, restoring
 from .keys import Entry
 from .plan import Bucket, Plan
-from .pull_compression import Publication
+from .pull_compression import PullCompression
 from .values import Values
 
 __all__ = ["Arrays", "Confirm", "Pipeline", "Steps", "are_plain", "groups_of"]
@@ -46,7 +46,7 @@ class Pipeline:
     it is local.
     """
 
-    def __init__(self, values: Values, compression: Compression | None, publication: Publication | None) -> None:
+    def __init__(self, values: Values, compression: Compression | None, publication: PullCompression | None) -> None:
         """``publication`` packs what is pulled, where that travels."""
         planner, transport = values.planner, values.transport
         self._values, self._transport, self._memory = values, transport, transport.memory
@@ -61,7 +61,7 @@ class Pipeline:
             self._whole_kernels = self._kernels
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
-        self.staged: Array | None = None
+        self.prefetched: Array | None = None
         """The first message of a push, prepared before the ranks agree on it."""
 
     # --- Before the ranks agree
@@ -77,7 +77,7 @@ class Pipeline:
         if plan.prefetches:
             # Copies of plain arrays cannot overflow.
             pack = self._pack if type(sources[0]) is np.ndarray else partial(run_quietly, self._pack)
-            self.staged = pack(plan.buckets[0], sources)
+            self.prefetched = pack(plan.buckets[0], sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
         """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local.
@@ -210,7 +210,7 @@ class Pipeline:
         if sources is None:
             assert bucket.buffer is not None
             return bucket.buffers or bucket.reduce(bucket.buffer, bucket.total)
-        send, self.staged = self.staged, None
+        send, self.prefetched = self.prefetched, None
         return bucket.reduce(self._pack(bucket, sources) if send is None else send, bucket.total)
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Array:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.arrays import accumulator, name_of
-from ..memory.row_sparse import Presence
+from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
 from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
@@ -88,7 +88,7 @@ class Bucket:
     joint_updates: tuple[Update, ...]
     """The same, where neighbours of equal settings may be updated at once."""
     sends: tuple[Array, ...]
-    """The message in each of the transport's outboxes."""
+    """The message in each of the transport's send_buffers."""
     items: slice | None
     """Which keys of the call these are, if they are whole and follow one another."""
     shapes: tuple[tuple[int, ...], ...]
@@ -199,7 +199,7 @@ class Plan:
         return [entry.dtype for entry in self.entries]
 
     @cached_property
-    def present(self) -> tuple[Presence, ...]:
+    def present(self) -> tuple[NonzeroRows, ...]:
         """What is known of the row-sparse ones among the values."""
         return tuple(entry.present for entry in self.entries if entry.present is not None)
 
@@ -419,7 +419,7 @@ class Planner:
             total=total,
             updates=tuple(each),
             joint_updates=joint,
-            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self.transport.outboxes),
+            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self.transport.send_buffers),
             items=_items(pieces, entries),
             shapes=tuple(entries[piece.item].shape for piece in pieces),
             direct=len(pieces) == 1 and self._may_be_direct(nbytes),

@@ -17,16 +17,16 @@ from typing import Protocol
 import numpy as np
 
 from ..memory.host import private
-from ..protocols import Array, RangeCodec, Transport
+from ..protocols import Array, ElementwiseCodec, Transport
 from .plan import Bucket, joined
 
-__all__ = ["Cast", "Publication", "begin", "end"]
+__all__ = ["Cast", "PullCompression", "begin", "end"]
 
 # The part of an owner begins at a multiple of so many bytes, for the codec's sake.
 _ALIGNMENT = 8
 
 
-class Cast(RangeCodec, Protocol):
+class Cast(ElementwiseCodec, Protocol):
     """A codec of ranges without feedback that rounds each number for itself."""
 
     @property
@@ -51,7 +51,7 @@ def end(buckets: Sequence[Bucket]) -> None:
                 np.copyto(bucket.value[own], bucket.exact[own])
 
 
-class Publication:
+class PullCompression:
     """Gives ranks the owners' values, packed by a cast."""
 
     def __init__(self, cast: Cast, transport: Transport) -> None:

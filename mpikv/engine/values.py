@@ -11,7 +11,7 @@ from weakref import WeakSet, ref
 
 import numpy as np
 
-from ..memory.row_sparse import Presence
+from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Key, Transport
 from ..transports.alltoallv import gather
 from . import pull_compression as publication
@@ -114,7 +114,7 @@ class Values:
                     where.block.exact = where.block.new_exact()
         self._remove(known)
         for key, array, where in zip(keys, arrays, places, strict=True):
-            self.table.add(key, array.shape, array.dtype, where, Presence() if key in sparse else None)
+            self.table.add(key, array.shape, array.dtype, where, NonzeroRows() if key in sparse else None)
         self._arena.shrink()
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:

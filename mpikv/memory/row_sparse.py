@@ -16,7 +16,7 @@ from .device import found, read
 from .host import HOST
 from .workspace import GpuWorkspace
 
-__all__ = ["Presence", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
+__all__ = ["NonzeroRows", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
 
 
 class RowSparse:
@@ -212,7 +212,7 @@ class RowSparse:
         return cls(ids, rows, shape)
 
 
-class Presence:
+class NonzeroRows:
     """Which rows of a row-sparse value may be other than zero, so that clearing them costs what was there."""
 
     rows: Array | None = None

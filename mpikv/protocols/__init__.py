@@ -5,7 +5,7 @@ held to its contract by a class in :mod:`mpikv.testing`. There is a file for eac
 """
 
 from .arrays import Array, Key, Slots
-from .codec import Codec, Gather, RangeCodec, Rounds, Sum, ValueCodec
+from .codec import Codec, ElementwiseCodec, Gather, Rounds, Sum, TensorCodec
 from .gpu import Event, Gpu, Graph, Stream
 from .kernels import GpuKernels, Kernels, StepTable, Whole, WholeKernels
 from .memory import Issue, Memory, StreamOrder, Workspace
@@ -16,6 +16,7 @@ from .updater import Updater
 __all__ = [
     "Array",
     "Codec",
+    "ElementwiseCodec",
     "Event",
     "Gather",
     "Gpu",
@@ -26,7 +27,6 @@ __all__ = [
     "Key",
     "Memory",
     "Placement",
-    "RangeCodec",
     "Rounds",
     "Shard",
     "Slots",
@@ -34,9 +34,9 @@ __all__ = [
     "Stream",
     "StreamOrder",
     "Sum",
+    "TensorCodec",
     "Transport",
     "Updater",
-    "ValueCodec",
     "Whole",
     "WholeKernels",
     "Workspace",

@@ -7,10 +7,10 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from .arrays import Array
 
-__all__ = ["Codec", "Gather", "RangeCodec", "Rounds", "Sum", "ValueCodec"]
+__all__ = ["Codec", "ElementwiseCodec", "Gather", "Rounds", "Sum", "TensorCodec"]
 
 
-class RangeCodec(Protocol):
+class ElementwiseCodec(Protocol):
     """Packs a gradient of which any range can be packed by itself, so that each owner is sent its own elements alone.
 
     Gradients are flat, float32, finite, and not above :data:`mpikv.codecs.LARGEST`. A codec holds settings only, which
@@ -20,7 +20,7 @@ class RangeCodec(Protocol):
 
     @property
     def elementwise(self) -> Literal[True]:
-        """What tells it from a :class:`ValueCodec`."""
+        """What tells it from a :class:`TensorCodec`."""
         ...
 
     @property
@@ -50,14 +50,14 @@ class RangeCodec(Protocol):
 
 
 class Sum(NamedTuple):
-    """What a :class:`ValueCodec` yields to be sent the sum of an array over ranks, with the same bits on each."""
+    """What a :class:`TensorCodec` yields to be sent the sum of an array over ranks, with the same bits on each."""
 
     array: Array
     """Flat, float32, of the same size on each rank."""
 
 
 class Gather(NamedTuple):
-    """What a :class:`ValueCodec` yields to be sent every rank's bytes, in rank order.
+    """What a :class:`TensorCodec` yields to be sent every rank's bytes, in rank order.
 
     A rank that owns nothing of the value may be sent none of them.
     """
@@ -71,24 +71,24 @@ Rounds: TypeAlias = "Generator[Sum | Gather, Any, tuple[Array, Array]]"
 of it is this rank's."""
 
 
-class ValueCodec(Protocol):
-    """Packs the gradient of a whole value, in one or several exchanges. For the rest as a :class:`RangeCodec`.
+class TensorCodec(Protocol):
+    """Packs the gradient of a whole value, in one or several exchanges. For the rest as a :class:`ElementwiseCodec`.
 
     Its arrays are the host's, where values lie on a GPU, too.
     """
 
     @property
     def elementwise(self) -> Literal[False]:
-        """What tells it from a :class:`RangeCodec`."""
+        """What tells it from a :class:`ElementwiseCodec`."""
         ...
 
     @property
     def feedback(self) -> bool:
-        """As :attr:`RangeCodec.feedback`."""
+        """As :attr:`ElementwiseCodec.feedback`."""
         ...
 
     def settings(self) -> str:
-        """As :meth:`RangeCodec.settings`."""
+        """As :meth:`ElementwiseCodec.settings`."""
         ...
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
@@ -100,10 +100,10 @@ class ValueCodec(Protocol):
     ) -> Rounds:
         """Yield what has to move, which depends on the shape alone, and change ``state`` in place, on each rank alike.
 
-        ``gradient`` is flat and may be overwritten. ``residual`` as in :meth:`RangeCodec.encode`.
+        ``gradient`` is flat and may be overwritten. ``residual`` as in :meth:`ElementwiseCodec.encode`.
         """
         ...
 
 
-Codec: TypeAlias = "RangeCodec | ValueCodec"
+Codec: TypeAlias = "ElementwiseCodec | TensorCodec"
 """What stands for a gradient on the wire. Pure array code: it knows no ranks and no keys."""

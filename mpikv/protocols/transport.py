@@ -63,7 +63,7 @@ class Transport(Protocol):
     """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
 
     @property
-    def outboxes(self) -> tuple[Array, ...]:
+    def send_buffers(self) -> tuple[Array, ...]:
         """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum, or an
         all_to_all, whose ``send`` is the beginning of the outbox whose turn it is saves a copy.
         """
@@ -120,16 +120,16 @@ class Transport(Protocol):
         """Copy the root's ``buffer`` to every rank's, in place. Of memory, see :meth:`all_gather`."""
         ...
 
-    def fence(self, showing: bool = False) -> None:
-        """Make what any rank wrote to allocated memory visible to the ranks that share it. ``showing`` as in
+    def fence(self, send_ready: bool = False) -> None:
+        """Make what any rank wrote to allocated memory visible to the ranks that share it. ``send_ready`` as in
         :meth:`agree`.
         """
         ...
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.
 
-        With ``showing``, the same on ranks of the same token, the outbox whose turn it is holds the ``send`` of the
+        With ``send_ready``, the same on ranks of the same token, the outbox whose turn it is holds the ``send`` of the
         sum that comes next if all agree. Then that sum need not wait for the others once more.
 
         Raises :class:`~mpikv.errors.Stalled` on the ranks that wait when another does not come before the deadline.

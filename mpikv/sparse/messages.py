@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ..protocols import Array, Transport
-from ..transports.alltoallv import Part, Passing
+from ..transports.alltoallv import Alltoallv, Part
 
 __all__ = ["Kind", "Ready", "RowMessages", "Selected", "Take", "row_messages"]
 
@@ -39,11 +39,11 @@ Ready: TypeAlias = "Callable[[Sequence[Sequence[Array]]], None]"
 out that it has too little memory. It raises on all ranks, or on none."""
 
 
-class Together:
+class Packed:
     """Messages of numbers and rows of the host."""
 
     def __init__(self, transport: Transport) -> None:
-        self._passing, self._rank = Passing(transport), transport.rank
+        self._passing, self._rank = Alltoallv(transport), transport.rank
 
     @property
     def sent(self) -> int:
@@ -90,11 +90,11 @@ class Together:
         ]
 
 
-class Apart:
-    """Messages of numbers by the host, and of rows by a GPU's transport; otherwise as :class:`Together`."""
+class Split:
+    """Messages of numbers by the host, and of rows by a GPU's transport; otherwise as :class:`Packed`."""
 
     def __init__(self, transport: Transport) -> None:
-        self._numbers, self._rows, self._rank = Passing(transport.control), Passing(transport), transport.rank
+        self._numbers, self._rows, self._rank = Alltoallv(transport.control), Alltoallv(transport), transport.rank
 
     @property
     def sent(self) -> int:
@@ -145,12 +145,12 @@ class Apart:
         return [_numbers_in(part, kinds) for part in received], table
 
 
-RowMessages: TypeAlias = "Together | Apart"
+RowMessages: TypeAlias = "Packed | Split"
 
 
 def row_messages(transport: Transport) -> RowMessages:
     """Return what passes on rows that lie in the memory of a transport. Local."""
-    return Together(transport) if transport.memory.is_host else Apart(transport)
+    return Packed(transport) if transport.memory.is_host else Split(transport)
 
 
 # --- Rows as bytes

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ..arrays.arrays import run_quietly
 from ..cluster.agreement import JOINED, Agreement, Call
 from ..cluster.background import Pending
-from ..cluster.status_board import Board
+from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
 from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, mark_stalled, text_of
@@ -45,7 +45,7 @@ class Door:
         self,
         agreement: Agreement,
         memory: Memory,
-        board: Board,
+        board: StatusBoard,
         rank: int,
         pending: Pending,
         abandon: Callable[[str, bool], None],

@@ -16,7 +16,7 @@ from ..cluster.agreement import Agreement, Call, PreparedCall
 from ..cluster.background import Pending, Work, makes_calls, urgency
 from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import owned
-from ..cluster.status_board import Board
+from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..compute.kernels import find_codec, find_kernels
 from ..config import VARIABLES_ONLY, Config
@@ -85,7 +85,7 @@ class KVStore(KVStoreBase):
     def __init__(
         self,
         group: ProcessGroup,
-        board: Board,
+        board: StatusBoard,
         transport: Transport,
         config: Config,
         *,
@@ -1129,7 +1129,7 @@ class KVStore(KVStoreBase):
                 if not (isinstance(error, Exception) or is_settled(error)):  # Ctrl-C, but not sys.exit in an updater
                     raise
                 self._agreement.refuse(Call(verb, 0, show_keys(*arguments[:1])), error)
-            self._agreement.begin(call, self._exchange.pipeline.staged is not None)
+            self._agreement.begin(call, self._exchange.pipeline.prefetched is not None)
             # A caller who has numpy raise at an overflow would have it end halfway, on some ranks.
             quietly = run_quietly if self._exchange.updater.may_raise else self._quiet
             try:

@@ -33,7 +33,7 @@ from .simulation import (
 from .wrappers import Recording
 
 if TYPE_CHECKING:
-    from .codec import RangeCodecContract, ValueCodecContract
+    from .codec import ElementwiseCodecContract, TensorCodecContract
     from .kernels import KernelsContract
     from .placement import PlacementContract
     from .store import StoreContract
@@ -47,6 +47,7 @@ __all__ = [
     "Deadlock",
     "Delay",
     "Differ",
+    "ElementwiseCodecContract",
     "Fault",
     "FullDisk",
     "Hung",
@@ -57,13 +58,12 @@ __all__ = [
     "PlacementContract",
     "Planted",
     "Raise",
-    "RangeCodecContract",
     "Recording",
     "SimulatedError",
     "StoreContract",
+    "TensorCodecContract",
     "TransportContract",
     "UpdaterContract",
-    "ValueCodecContract",
     "cluster",
     "draw_faults",
 ]
@@ -72,11 +72,11 @@ __all__ = [
 _CONTRACTS = {
     "KernelsContract": "kernels",
     "PlacementContract": "placement",
-    "RangeCodecContract": "codec",
+    "ElementwiseCodecContract": "codec",
     "StoreContract": "store",
     "TransportContract": "transport",
     "UpdaterContract": "updater",
-    "ValueCodecContract": "codec",
+    "TensorCodecContract": "codec",
 }
 
 

@@ -1,8 +1,8 @@
 """What every codec must do, as tests.
 
-Subclass :class:`RangeCodecContract` or :class:`ValueCodecContract` in a test module and give the two factories::
+Subclass :class:`ElementwiseCodecContract` or :class:`TensorCodecContract` in a test module and give the two factories::
 
-    class TestTwoBit(RangeCodecContract):
+    class TestTwoBit(ElementwiseCodecContract):
         def codec(self):
             return codecs.TwoBit(0.5)
 
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ..codecs import LARGEST, ErrorFeedback
-from ..protocols import Array, Codec, Gather, RangeCodec, Rounds, Sum, ValueCodec
+from ..protocols import Array, Codec, ElementwiseCodec, Gather, Rounds, Sum, TensorCodec
 
-__all__ = ["CodecContract", "RangeCodecContract", "ValueCodecContract", "together"]
+__all__ = ["CodecContract", "ElementwiseCodecContract", "TensorCodecContract", "together"]
 
 SIZES = (1, 2, 15, 16, 17, 31, 33, 64, 100, 1000, (1 << 14) - 1, (1 << 14) + 1, 40_000)
 SHAPES = ((1,), (5,), (3, 4), (20, 30), (4, 3, 5), (64, 64), ())
@@ -77,12 +77,12 @@ class CodecContract:
             assert np.isfinite(left).all()
 
 
-class RangeCodecContract(CodecContract):
-    """The promises of :class:`mpikv.protocols.RangeCodec`."""
+class ElementwiseCodecContract(CodecContract):
+    """The promises of :class:`mpikv.protocols.ElementwiseCodec`."""
 
-    def codec(self) -> RangeCodec:
+    def codec(self) -> ElementwiseCodec:
         """Return a new codec, always of the same settings."""
-        raise AssertionError("a subclass of RangeCodecContract defines codec()")
+        raise AssertionError("a subclass of ElementwiseCodecContract defines codec()")
 
     def test_the_size_of_a_payload_is_known(self) -> None:
         codec = self.codec()
@@ -125,19 +125,19 @@ class RangeCodecContract(CodecContract):
             assert first.tobytes() == second.tobytes()
 
 
-class ValueCodecContract(CodecContract):
-    """The promises of :class:`mpikv.protocols.ValueCodec`."""
+class TensorCodecContract(CodecContract):
+    """The promises of :class:`mpikv.protocols.TensorCodec`."""
 
-    def codec(self) -> ValueCodec:
+    def codec(self) -> TensorCodec:
         """Return a new codec, always of the same settings."""
-        raise AssertionError("a subclass of ValueCodecContract defines codec()")
+        raise AssertionError("a subclass of TensorCodecContract defines codec()")
 
     def test_ranks_exchange_alike(self) -> None:
         for ranks in (1, 2, 3):
             for shape in SHAPES:
                 self._compare_ranks(self.codec(), ranks, shape)
 
-    def _compare_ranks(self, codec: ValueCodec, ranks: int, shape: tuple[int, ...]) -> None:
+    def _compare_ranks(self, codec: TensorCodec, ranks: int, shape: tuple[int, ...]) -> None:
         size = int(np.prod(shape))
         states = [codec.state(shape) for _ in range(ranks)]
         for step in range(3):
@@ -193,14 +193,14 @@ def total_of(codec: Codec, gradient: Array, shape: tuple[int, ...], state: dict[
     return total
 
 
-def encoded(codec: RangeCodec, gradient: Array, left: Array | None = None) -> Array:
+def encoded(codec: ElementwiseCodec, gradient: Array, left: Array | None = None) -> Array:
     """Return the payload."""
     payload = np.empty(codec.nbytes(gradient.size), np.uint8)
     codec.encode(gradient, payload, residual(codec, gradient.size) if left is None else left)
     return payload
 
 
-def decoded(codec: RangeCodec, payload: Array, size: int) -> Array:
+def decoded(codec: ElementwiseCodec, payload: Array, size: int) -> Array:
     """Return what the payload says."""
     total = np.zeros(size, np.float32)
     codec.decode_add(payload, total)

@@ -12,7 +12,7 @@ import numpy as np
 from ..compute.cuda.codes import code_of, has_code
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
-from ..protocols import Memory, RangeCodec, Updater
+from ..protocols import ElementwiseCodec, Memory, Updater
 from .fakestreams import MisuseError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class FakeRanges:
 
     def __init__(self, gpu: FakeGpu, codec: Any) -> None:
         self.largest = code_of(codec).largest
-        self.codec: RangeCodec = codec
+        self.codec: ElementwiseCodec = codec
         self.feedback = self.codec.feedback
         self._gpu = gpu
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..cluster.process_group import connect
-from ..cluster.status_board import Board
+from ..cluster.status_board import StatusBoard
 from ..config import Config
 from ..errors import TransportError
 from ..protocols import Transport
@@ -118,5 +118,5 @@ def store_over(wrap: Callable[[Transport], Transport], *, comm: Any = None, root
     """
     config = Config(**options)
     group = connect(comm, config)
-    board = Board(group)
+    board = StatusBoard(group)
     return KVStore(group, board, wrap(open_transport(group, config, board.warn)), config, root=root)

@@ -162,7 +162,7 @@ class TransportContract:
         """Return what this rank sends, in the outbox or in memory that may not be written."""
         send = sends[transport.rank]
         if in_outbox:
-            outbox = transport.outboxes[transport.turn][: send.size]
+            outbox = transport.send_buffers[transport.turn][: send.size]
             write(transport, outbox, send)
             return outbox
         send.flags.writeable = False
@@ -209,11 +209,11 @@ class TransportContract:
             with Exchange(transport, dtype, 1 + 17 * number, seed=number, prepared=True) as exchange:
                 if number % 3 == 0:
                     # A difference shows nothing: the sum waits for all as it always does.
-                    assert transport.agree(transport.rank, showing=True) is (transport.size == 1)
+                    assert transport.agree(transport.rank, send_ready=True) is (transport.size == 1)
                 elif number % 3 == 1:
-                    assert transport.agree(7, showing=True)
+                    assert transport.agree(7, send_ready=True)
                 else:
-                    transport.fence(showing=True)
+                    transport.fence(send_ready=True)
                 if number % 2:
                     exchange.terms = transport.allreduce(exchange.send, exchange.recv)
                 else:
@@ -231,12 +231,12 @@ class TransportContract:
             refused = number % 3 == 0
             with Exchange(transport, dtype, size, seed=number, prepared=True) as exchange:
                 if refused:
-                    assert transport.agree(transport.rank, showing=True) is (transport.size == 1)
+                    assert transport.agree(transport.rank, send_ready=True) is (transport.size == 1)
                     write(transport, exchange.send, np.zeros(size, dtype))
                     time.sleep(2e-3 * slow)
                     write(transport, exchange.send, values(dtype, size, (number, size, transport.rank)))
                 else:
-                    assert transport.agree(7, showing=True)
+                    assert transport.agree(7, send_ready=True)
                 self.summed(transport, exchange, verbs[0])
             time.sleep(2e-3 * slow)
             with Exchange(transport, dtype, size, seed=number + 100, prepared=True) as exchange:
@@ -256,9 +256,9 @@ class TransportContract:
             exchange.expect(exchange.sum)
 
     def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:
-        write(transport, transport.outboxes[transport.turn], np.full(self.limit, 255, np.uint8))
+        write(transport, transport.send_buffers[transport.turn], np.full(self.limit, 255, np.uint8))
         with Exchange(transport, np.dtype(np.int64), 33, seed=5, prepared=False) as exchange:
-            write(transport, transport.outboxes[transport.turn], np.full(self.limit, 255, np.uint8))
+            write(transport, transport.send_buffers[transport.turn], np.full(self.limit, 255, np.uint8))
             exchange.terms = transport.allreduce(exchange.send, exchange.recv)
             exchange.expect(exchange.sum)
 
@@ -451,7 +451,7 @@ class Exchange:
         self._transport = transport
         self.recv, self._check = guarded(transport, accumulator(dtype), size if received is None else received)
         if prepared or (prepared is None and seed % 2):
-            self.send = transport.outboxes[transport.turn][: size * dtype.itemsize].view(dtype)
+            self.send = transport.send_buffers[transport.turn][: size * dtype.itemsize].view(dtype)
             write(transport, self.send, self._original)
             self._private = False
         else:

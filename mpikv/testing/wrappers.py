@@ -36,8 +36,8 @@ class Wrapper:
         self._transport.reclaim()
 
     @property
-    def outboxes(self) -> tuple[Array, ...]:
-        return self._transport.outboxes
+    def send_buffers(self) -> tuple[Array, ...]:
+        return self._transport.send_buffers
 
     @property
     def turn(self) -> int:
@@ -67,13 +67,13 @@ class Wrapper:
         self.before("broadcast")
         self._transport.broadcast(buffer, root)
 
-    def fence(self, showing: bool = False) -> None:
+    def fence(self, send_ready: bool = False) -> None:
         self.before("fence")
-        self._transport.fence(showing)
+        self._transport.fence(send_ready)
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         self.before("agree")
-        return self._transport.agree(token, showing)
+        return self._transport.agree(token, send_ready)
 
     def close(self) -> None:
         self._transport.close()

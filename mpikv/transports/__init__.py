@@ -64,9 +64,9 @@ def open_transport(
 
         return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy, memory=memory)
     if name == "hosts":
-        from .hierarchical import HostsTransport
+        from .hierarchical import HierarchicalTransport
 
-        return HostsTransport(group, config.bucket_bytes, waiting, memory=memory)
+        return HierarchicalTransport(group, config.bucket_bytes, waiting, memory=memory)
     from .mpi import MpiTransport
 
     return MpiTransport(group, config.bucket_bytes, waiting, gathers=config.deterministic, memory=memory)

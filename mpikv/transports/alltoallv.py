@@ -11,7 +11,7 @@ import numpy as np
 
 from ..protocols import Array, Transport
 
-__all__ = ["Part", "Passing", "gather"]
+__all__ = ["Alltoallv", "Part", "gather"]
 
 _MOST_LABELS = 4096
 
@@ -30,7 +30,7 @@ def gather(transport: Transport, mine: Array) -> Array:
     return table
 
 
-class Passing:
+class Alltoallv:
     """Passes on what is longer on one rank than on another.
 
     The first message has room for what was the longest the last time, and says how long each part is now. So the same
@@ -123,7 +123,7 @@ class Passing:
     ) -> Sequence[Array]:
         """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
         rank, at = self._transport.rank, 0
-        send = self._transport.outboxes[self._transport.turn][: sum(counts)]
+        send = self._transport.send_buffers[self._transport.turn][: sum(counts)]
         places: list[tuple[Array, int, Array]] = []
         for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
             message, start = send[at : at + count], -begin

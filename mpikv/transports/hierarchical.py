@@ -26,7 +26,7 @@ from .requests import Requests
 from .routes import Routes, routes_of
 from .shm import ShmTransport
 
-__all__ = ["HostsTransport"]
+__all__ = ["HierarchicalTransport"]
 
 # The tag of messages between hosts.
 _TAG = 2
@@ -52,7 +52,7 @@ class _Sum(NamedTuple):
     terms: tuple[Array, ...]
 
 
-class HostsTransport:
+class HierarchicalTransport:
     """The transport of several ranks on each of several hosts."""
 
     name = "hosts"
@@ -78,15 +78,15 @@ class HostsTransport:
         self._sums: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Sum] = {}
 
     @property
-    def outboxes(self) -> tuple[Array, ...]:
-        return self._inner.outboxes
+    def send_buffers(self) -> tuple[Array, ...]:
+        return self._inner.send_buffers
 
     @property
     def turn(self) -> int:
         return self._inner.turn
 
     @property
-    def control(self) -> HostsTransport:
+    def control(self) -> HierarchicalTransport:
         return self
 
     def allocate(self, nbytes: int) -> Array:
@@ -143,14 +143,14 @@ class HostsTransport:
             self._spread("broadcast", part, 1, self._all_at(root, part.size))
         self._inner.fence()
 
-    def fence(self, showing: bool = False) -> None:
-        self._inner.fence(showing)
+    def fence(self, send_ready: bool = False) -> None:
+        self._inner.fence(send_ready)
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         equal = self._flat.agree(token)
         # MPI orders messages, and says nothing of other memory. A rank that comes here late must not believe that its
         # neighbours go on with it, which a fence would.
-        return self._inner.agree(int(equal), showing and equal) and equal
+        return self._inner.agree(int(equal), send_ready and equal) and equal
 
     def close(self) -> None:
         for prepared in (self._sums, self._routes, self._allocated):

@@ -26,7 +26,7 @@ class LocalTransport:
 
     def __init__(self, limit: int, memory: Memory = HOST) -> None:
         self.limit, self.memory = limit, memory
-        self.outboxes: tuple[Array, ...] = (memory.zeros(limit),)
+        self.send_buffers: tuple[Array, ...] = (memory.zeros(limit),)
         self.turn = 0
 
     @property
@@ -65,12 +65,12 @@ class LocalTransport:
     def broadcast(self, buffer: Array, root: int) -> None:
         pass  # the root has it
 
-    def fence(self, showing: bool = False) -> None:
+    def fence(self, send_ready: bool = False) -> None:
         pass
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         return True
 
     def close(self) -> None:
-        self.outboxes = (np.empty(0, np.uint8),)
+        self.send_buffers = (np.empty(0, np.uint8),)
         self.memory.order.close()

@@ -53,7 +53,7 @@ class MpiTransport:
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self._mpi, self._group, self._comm = group.mpi, group, group.comm
         self._requests = Requests(group, waiting)
-        self.outboxes: tuple[Array, ...] = (zeros(limit),)
+        self.send_buffers: tuple[Array, ...] = (zeros(limit),)
         self.turn = 0
         self._gathers = gathers
         # Its pages take no memory before something is received that is not added by the library.
@@ -115,10 +115,10 @@ class MpiTransport:
             for begin in range(0, whole.size, self.limit):
                 self._requests.complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
 
-    def fence(self, showing: bool = False) -> None:
+    def fence(self, send_ready: bool = False) -> None:
         pass
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         # All are equal exactly when the largest token is the smallest; one maximum finds both.
         self._offered[:] = token, -token
         with self._group.translated("agree"):
@@ -128,7 +128,7 @@ class MpiTransport:
 
     def close(self) -> None:
         self._comm = None
-        self.outboxes, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))
+        self.send_buffers, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))
 
     def _sum(
         self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None

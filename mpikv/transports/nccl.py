@@ -141,7 +141,7 @@ class NcclTransport:
         self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail, self.rank)
         self._order.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())
-        self.outboxes: tuple[Array, ...] = (self._for_messages(limit),)
+        self.send_buffers: tuple[Array, ...] = (self._for_messages(limit),)
         self.turn = 0
         # Sums of short integers and of half precision are twice as wide, and so are their terms.
         self._gathered = self._for_messages(group.size * _aligned(2 * limit) if gathers else 0)
@@ -361,10 +361,10 @@ class NcclTransport:
 
     # --- Agreement and ends
 
-    def fence(self, showing: bool = False) -> None:
+    def fence(self, send_ready: bool = False) -> None:
         pass
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         self._check()
         try:
             agreed = self.control.agree(token)
@@ -381,7 +381,7 @@ class NcclTransport:
         self._fail(TransportError(why or "the store ended before this was done"), "", tell=bool(why))
 
     def close(self) -> None:
-        if self._process != os.getpid() or not self.outboxes[0].size:
+        if self._process != os.getpid() or not self.send_buffers[0].size:
             return
         try:
             self._order.wait()
@@ -397,7 +397,7 @@ class NcclTransport:
             logging.getLogger("mpikv").warning("NCCL's communicator was aborted instead of closed: %s", error)
         self._failure = self._failure or TransportError("the transport was closed")
         nothing = self.memory.zeros(0)
-        self.outboxes, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
+        self.send_buffers, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
         self.control.close()
         self._gpu.release(self._stream)
 

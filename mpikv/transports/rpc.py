@@ -19,7 +19,7 @@ from ..cluster.runtime import present
 from ..cluster.waiting import Waits
 from ..protocols import Array
 
-__all__ = ["Letter", "Post", "Serve", "unserved"]
+__all__ = ["Endpoint", "Request", "Serve", "unserved"]
 
 _REQUEST, _REPLY = 1, 2
 _HEAD = 64
@@ -30,7 +30,7 @@ _MOST_UNFINISHED = 16
 _MOST_KEPT = 2
 
 
-class Letter(NamedTuple):
+class Request(NamedTuple):
     """A message that has arrived. Its body may be overwritten once the next one is taken."""
 
     source: int
@@ -40,23 +40,23 @@ class Letter(NamedTuple):
     """Bytes."""
 
 
-Serve: TypeAlias = "Callable[[Letter], bool]"
+Serve: TypeAlias = "Callable[[Request], bool]"
 """Answers a request, or returns False if it is too early for it. Called by the thread."""
 
 
-def unserved(letters: Sequence[Letter], serve: Serve) -> list[Letter]:
+def unserved(letters: Sequence[Request], serve: Serve) -> list[Request]:
     """Serve letters in their order; return those that are left.
 
     Of one rank, none may overtake another: what is too early may be so no more when the next one is looked at.
     """
-    left: list[Letter] = []
+    left: list[Request] = []
     for letter in letters:
         if letter.source in [other.source for other in left] or not serve(letter):
             left.append(letter)
     return left
 
 
-class Post:
+class Endpoint:
     """The letters of one rank, on a communicator of their own. Requests and :meth:`reply` are for one thread; answers
     need a lock of the caller's.
     """
@@ -86,7 +86,7 @@ class Post:
         """Send a reply, as :meth:`request`."""
         self._answers.send(rank, head, body)
 
-    def reply(self) -> Letter | None:
+    def reply(self) -> Request | None:
         """Return the next reply, if it has arrived."""
         return self._replies.take()
 
@@ -131,7 +131,7 @@ class Post:
             logging.getLogger("mpikv").error(text, self._group.rank, error, exc_info=error)
 
     def _answer_all(self) -> None:
-        early: list[Letter] = []
+        early: list[Request] = []
         here = present()
         last = here.now()
         while not self._ending:
@@ -163,7 +163,7 @@ class _Inbox:
         """The rank whose letter is on its way into the memory, if there is one."""
         return () if self._coming is None else (self._coming[1],)
 
-    def take(self) -> Letter | None:
+    def take(self) -> Request | None:
         """Return the next letter, if it is all there."""
         if self._coming is None and not self._begin():
             return None
@@ -173,7 +173,7 @@ class _Inbox:
         if not request.Test():
             return None
         self._coming = None
-        return Letter(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
+        return Request(source, self._memory[:_HEAD].view(np.int64).tolist(), self._memory[_HEAD:nbytes])
 
     def _begin(self) -> bool:
         status, mpi = self._status, self._mpi

@@ -88,7 +88,7 @@ class ShmTransport:
         staging = group.windows.allocate(2 * self.size * limit, zeroed=False)
         self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
-        self.outboxes: tuple[Array, ...] = tuple(self._halves[:, self.rank])
+        self.send_buffers: tuple[Array, ...] = tuple(self._halves[:, self.rank])
         self.turn = 0
         self._shown = False
         self._views: dict[_Key, tuple[Array, ...]] = {}
@@ -141,11 +141,11 @@ class ShmTransport:
             if self.rank != root:
                 part[:] = half[root, : part.size]
 
-    def fence(self, showing: bool = False) -> None:
+    def fence(self, send_ready: bool = False) -> None:
         self._arrive()
-        self._shown = showing
+        self._shown = send_ready
 
-    def agree(self, token: int, showing: bool = False) -> bool:
+    def agree(self, token: int, send_ready: bool = False) -> bool:
         # Tokens alternate between two words: a rank that is already in the next barrier must not overwrite this one's.
         word = 1 + (self._arrivals & 1)
         flags = self._flags
@@ -154,7 +154,7 @@ class ShmTransport:
         for peer in self._peers:
             if flags[peer + word] != token:
                 return False
-        self._shown = showing
+        self._shown = send_ready
         return True
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class ShmTransport:
         self._flags.release()
         self._flags = memoryview(b"").cast("q")
         self._halves = np.empty(0, np.uint8)
-        self.outboxes = ()
+        self.send_buffers = ()
         self._views.clear()
         # What is still lent is kept: other ranks may be about to read it.
         self._attached, self._inbox = None, zeros(0)
@@ -201,7 +201,7 @@ class ShmTransport:
 
     def _copy(self, send: Array, low: int, high: int) -> None:
         """Copy what other ranks are to read, all but ``[low, high)``, to the outbox."""
-        outbox, began = self.outboxes[self.turn][: send.nbytes].view(send.dtype), perf_counter()
+        outbox, began = self.send_buffers[self.turn][: send.nbytes].view(send.dtype), perf_counter()
         outbox[:low], outbox[high:] = send[:low], send[high:]
         if copied := send.size - (high - low):
             self._choice.took(_COPYING, perf_counter() - began, copied * send.itemsize)
@@ -217,7 +217,7 @@ class ShmTransport:
     def _exchange(self, send: Array) -> int:
         """Show ``send``, or a copy, to all ranks and wait for theirs; return the half in which they are."""
         if send.base is not self._halves.base:
-            np.copyto(self.outboxes[self.turn][: send.nbytes], send.view(np.uint8))
+            np.copyto(self.send_buffers[self.turn][: send.nbytes], send.view(np.uint8))
         return self._show()
 
     def _show(self) -> int:

@@ -43,5 +43,5 @@ class Verbs:
 
     def give_up(self) -> None:
         """Forget a call that was prepared, and is not made after all. Local."""
-        self._exchange.pipeline.staged = None
+        self._exchange.pipeline.prefetched = None
         self._exchange.transport.memory.order.cancel()

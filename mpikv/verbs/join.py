@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..cluster.agreement import PreparedCall, Said
+from ..cluster.agreement import CallReport, PreparedCall
 from ..engine.exchange import Exchange
 from ..engine.plan import Plan
 from ..errors import RankMismatch
@@ -23,7 +23,7 @@ class Join:
     def __init__(self, exchange: Exchange, push_pull: PushPull, rows: RowVerbs, rank: int) -> None:
         self._exchange, self._push_pull, self._rows, self._rank = exchange, push_pull, rows, rank
 
-    def prepare(self, said: Said, until_done: ExitStack) -> Callable[[], Any] | None:
+    def prepare(self, said: CallReport, until_done: ExitStack) -> Callable[[], Any] | None:
         """Return what runs here in a call of the others, which read this rank's buffers once all know that it can."""
         if said.verb == "barrier":
             return None
@@ -31,7 +31,7 @@ class Join:
         self._check_same(said, call.describe())
         return run
 
-    def _prepare(self, said: Said, plan: Plan, until_done: ExitStack) -> PreparedCall:
+    def _prepare(self, said: CallReport, plan: Plan, until_done: ExitStack) -> PreparedCall:
         nothing: Sequence[Any] = [()] * len(plan.keys)
         if said.verb == "pull":
             return self._push_pull.pull_arrays(plan, nothing)
@@ -52,7 +52,7 @@ class Join:
             return self._push_pull.pushpull_arrays(plan, sources, nothing, contribution=contribution)
         return self._push_pull.push_arrays(plan, sources, contribution=contribution)
 
-    def _check_same(self, said: Said, mine: Sequence[str]) -> None:
+    def _check_same(self, said: CallReport, mine: Sequence[str]) -> None:
         """Raise if this rank's view of a call of the others, which it has left to them, is another than theirs."""
         if (differs := next((text for text in mine if text not in said.parts), None)) is not None:
             text = f"others call {said.text} with {list(said.parts)[:4]}; rank {self._rank}, which has left join(), has"

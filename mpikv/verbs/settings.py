@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from .. import codecs
 from ..cluster.agreement import PreparedCall
-from ..codecs.hosted import HostRanges
+from ..codecs.host_fallback import HostFallback
 from ..engine.autotune import Choice, choose
 from ..engine.exchange import Exchange
 from ..engine.pull_compression import Cast
@@ -78,7 +78,7 @@ class SettingVerbs:
             "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
             codec.settings(),
         )
-        return HostRanges(codec, self._memory) if codec.elementwise else codec
+        return HostFallback(codec, self._memory) if codec.elementwise else codec
 
     def _choose(self, meant: codecs.Auto, working: Codec) -> None:
         choice = choose(self._exchange.transport, self._exchange.placement, working, meant.settings())

@@ -102,7 +102,7 @@ def codes() -> Numbers:
     import cupy
 
     from mpikv import codecs
-    from mpikv.compute.cuda.codes import CudaRanges
+    from mpikv.compute.cuda.codes import CudaCodec
     from mpikv.compute.cuda.copies import exceeding
 
     size = 64 * MB
@@ -112,7 +112,7 @@ def codes() -> Numbers:
     with store() as kv:
         kv.init("w", gradient)
         for name in ("2bit", "1bit", "fp16", "bf16"):
-            codec = CudaRanges(codecs.create(name))
+            codec = CudaCodec(codecs.create(name))
             payload = cupy.empty(codec.nbytes(size), "u1")
             pack = gpu_seconds(partial(codec.encode, gradient, payload, residual))
             found[f"{name}_pack_GB_s"] = (12 * size + payload.size) / pack / 1e9

@@ -31,7 +31,7 @@ ON_GPUS = (
     "transports/nccl.py",
     "transports/preflight.py",
     "transports/watchdog.py",
-    "codecs/hosted.py",
+    "codecs/host_fallback.py",
     "train/array_location.py",
 )
 """Of these, what runs on GPUs only, or on stand-ins for them."""

@@ -21,7 +21,7 @@ import mpikv
 from mpikv import codecs
 from mpikv.compute.kernels import find_codec
 from mpikv.errors import ConfigError
-from mpikv.testing import RangeCodecContract, ValueCodecContract
+from mpikv.testing import ElementwiseCodecContract, TensorCodecContract
 from mpikv.testing.codec import together
 
 F32 = np.float32
@@ -430,7 +430,7 @@ class Signs:
         total += np.where(np.unpackbits(payload[4:], count=total.size), size, -size)
 
 
-class TestTwoBit(RangeCodecContract):
+class TestTwoBit(ElementwiseCodecContract):
     def codec(self):
         return codecs.TwoBit(0.5)
 
@@ -450,7 +450,7 @@ class TestCompiledTwoBit(TestTwoBit):
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed: pip install 'mpikv[numba]'")
-class TestCompiledBfloat16(RangeCodecContract):
+class TestCompiledBfloat16(ElementwiseCodecContract):
     def codec(self):
         return find_codec(codecs.create("bf16"), "numba")
 
@@ -458,7 +458,7 @@ class TestCompiledBfloat16(RangeCodecContract):
         return codecs.create("fp16")
 
 
-class TestOneBit(RangeCodecContract):
+class TestOneBit(ElementwiseCodecContract):
     def codec(self):
         return codecs.OneBit(0.0)
 
@@ -466,7 +466,7 @@ class TestOneBit(RangeCodecContract):
         return codecs.OneBit(0.25)
 
 
-class TestFloat16(RangeCodecContract):
+class TestFloat16(ElementwiseCodecContract):
     def codec(self):
         return codecs.Float16()
 
@@ -474,7 +474,7 @@ class TestFloat16(RangeCodecContract):
         return codecs.Bfloat16()
 
 
-class TestBfloat16(RangeCodecContract):
+class TestBfloat16(ElementwiseCodecContract):
     def codec(self):
         return codecs.Bfloat16()
 
@@ -482,7 +482,7 @@ class TestBfloat16(RangeCodecContract):
         return codecs.Float16()
 
 
-class TestTopK(ValueCodecContract):
+class TestTopK(TensorCodecContract):
     def codec(self):
         return codecs.TopK(ratio=0.1)
 
@@ -490,7 +490,7 @@ class TestTopK(ValueCodecContract):
         return codecs.TopK(count=3)
 
 
-class TestLowRank(ValueCodecContract):
+class TestLowRank(TensorCodecContract):
     def codec(self):
         return codecs.LowRank(rank=2)
 
@@ -503,7 +503,7 @@ class TestLowRankWithFeedback(TestLowRank):
         return codecs.create({"type": "lowrank", "rank": 2})
 
 
-class TestSigns(RangeCodecContract):
+class TestSigns(ElementwiseCodecContract):
     def codec(self):
         return Signs(1.0)
 

@@ -8,7 +8,7 @@ import pytest
 import mpikv
 from mpikv import KVStore, Unsupported, optimizers
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.engine.placement import Owners, Replicated, Root, Sharded, place
 from mpikv.errors import ConfigError
@@ -157,7 +157,7 @@ def test_an_unknown_placement():
 def test_collectives_of_a_store(comm, placement, updater, push, pull):
     group, config = ProcessGroup(comm), Config(transport="mpi", placement=placement, bucket_bytes=4096)
     recording = Recording(open_transport(group, config))
-    store = KVStore(group, Board(group), recording, config)
+    store = KVStore(group, StatusBoard(group), recording, config)
     if updater is print:
         store.set_updater(lambda key, total, stored: None)
     elif updater:
@@ -196,7 +196,7 @@ def test_a_store_says_where_its_values_live(comm, placement, optimizer, name):
 def test_a_pull_moves_nothing_in_shared_memory(comm):
     group, config = ProcessGroup(comm), Config(transport="shm")
     recording = Recording(open_transport(group, config))
-    store = KVStore(group, Board(group), recording, config)
+    store = KVStore(group, StatusBoard(group), recording, config)
     store.init(["a", "b"], [np.zeros(10), np.zeros((2, 2))])
     assert recording.take() == []
     store.push(["a", "b"], [np.ones(10), np.ones((2, 2))])

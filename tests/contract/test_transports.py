@@ -16,7 +16,7 @@ from mpikv.errors import Stalled, Unsupported
 from mpikv.protocols import Transport
 from mpikv.testing import TransportContract
 from mpikv.transports import choose, open_transport
-from mpikv.transports.hierarchical import HostsTransport
+from mpikv.transports.hierarchical import HierarchicalTransport
 from mpikv.transports.local import LocalTransport
 from mpikv.transports.mpi import MpiTransport
 from mpikv.transports.requests import Requests
@@ -87,7 +87,7 @@ class TestHosts(TransportContract):
         return ProcessGroup(comm, 1)
 
     def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
-        return HostsTransport(group, limit, Waiting(timeout))
+        return HierarchicalTransport(group, limit, Waiting(timeout))
 
 
 class TestHostsOfTwo(TestHosts):
@@ -127,7 +127,7 @@ def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
     """Preparing a sum in the outbox is there to save a copy."""
     group = ProcessGroup(comm)
     transport = ShmTransport(group, 1 << 20, Waiting(20.0))
-    send = transport.outboxes[transport.turn].view(np.float32)
+    send = transport.send_buffers[transport.turn].view(np.float32)
     copied = []
     original = np.copyto
     np.copyto = lambda *arguments, **options: (copied.append(1), original(*arguments, **options))

@@ -11,12 +11,12 @@ import pytest
 
 import mpikv
 from mpikv.async_store.async_kvstore import AsyncKVStore, Kind
-from mpikv.async_store.ssp import Clocks
+from mpikv.async_store.ssp import SspClocks
 from mpikv.cluster.agreement import Agreement
 from mpikv.engine.pipeline import Pipeline
 from mpikv.engine.values import Values
 from mpikv.testing.explore import explore
-from mpikv.transports.hierarchical import HostsTransport
+from mpikv.transports.hierarchical import HierarchicalTransport
 from mpikv.transports.requests import Requests
 from mpikv.transports.shm import ShmTransport
 from simulation.random_calls import program as random_calls
@@ -71,12 +71,12 @@ def flag_before_data(patch: pytest.MonkeyPatch) -> None:
 def one_token_word(patch: pytest.MonkeyPatch) -> None:
     """A rank that is in the next comparison already overwrites what the others still read."""
 
-    def agree(self: ShmTransport, token: int, showing: bool = False) -> bool:
+    def agree(self: ShmTransport, token: int, send_ready: bool = False) -> bool:
         self._flags[self._mine + 1] = token
         self._arrive()
         if any(self._flags[peer + 1] != token for peer in self._peers):
             return False
-        self._shown = showing
+        self._shown = send_ready
         return True
 
     patch.setattr(ShmTransport, "agree", agree)
@@ -111,7 +111,7 @@ def answered_twice(patch: pytest.MonkeyPatch) -> None:
 
 def clocks_not_kept(patch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the slowest rank."""
-    patch.setattr(Clocks, "wait", lambda self, rank, ticket, least: self._answer(rank, ticket, least))
+    patch.setattr(SspClocks, "wait", lambda self, rank, ticket, least: self._answer(rank, ticket, least))
 
 
 def plan_not_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def each_by_itself(patch: pytest.MonkeyPatch) -> None:
 
 def no_fence_between_hosts(patch: pytest.MonkeyPatch) -> None:
     """Values from another host are read before all of them have come."""
-    patch.setattr(HostsTransport, "fence", lambda self, showing=False: None)
+    patch.setattr(HierarchicalTransport, "fence", lambda self, send_ready=False: None)
     patch.setattr(Requests, "complete", lambda self, *requests: [request.Test() for request in requests])
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import mpikv
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.testing import cluster
 
 REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite
@@ -83,7 +83,7 @@ def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting
 
     def program(comm: Any) -> list[tuple[int, ...]]:
         group = ProcessGroup(comm)
-        board, named = Board(group), []
+        board, named = StatusBoard(group), []
         board.write(1, b"barrier()")
         for gives_up in (False, True):
             comm.Barrier()

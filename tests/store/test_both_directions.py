@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.testing.faulty import store_over
 from mpikv.testing.wrappers import Wrapper
@@ -412,7 +412,7 @@ def test_half_as_many_bytes_travel(comm, transport, ranks_per_host, placement):
         config = Config.read(transport=transport, placement=placement)
         group = ProcessGroup(comm, ranks_per_host if transport == "hosts" else 0)
         weighed = Weighed(open_transport(group, config))
-        with mpikv.KVStore(group, Board(group), weighed, config) as kv:
+        with mpikv.KVStore(group, StatusBoard(group), weighed, config) as kv:
             kv.set_gradient_compression(compression)
             kv.init("w", np.zeros(1_000_000, F32))
             kv.set_optimizer("sgd", learning_rate=0.5)

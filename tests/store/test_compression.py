@@ -13,7 +13,7 @@ import mpikv
 from mpikv import codecs, optimizers
 from mpikv.cluster.mpi_library import library_of
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.engine.compression import RangeCompression
 from mpikv.engine.pipeline import Pipeline
@@ -421,7 +421,7 @@ def test_a_value_that_starts_anew_has_no_residual(comm, name):
 def test_collectives_of_a_compressed_push(comm, name, placement, calls):
     group, config = ProcessGroup(comm), Config(transport="mpi" if comm else "auto", placement=placement)
     recording = Recording(open_transport(group, config))
-    with mpikv.KVStore(group, Board(group), recording, config) as store:
+    with mpikv.KVStore(group, StatusBoard(group), recording, config) as store:
         store.set_gradient_compression(name)
         store.init("w", np.zeros((100, 100), F32))
         recording.take()

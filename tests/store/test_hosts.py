@@ -25,7 +25,7 @@ from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
 from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
 from mpikv.transports import choose
-from mpikv.transports.hierarchical import HostsTransport
+from mpikv.transports.hierarchical import HierarchicalTransport
 
 SEVERAL = pytest.mark.ranks(2, 3, 4)
 VARIABLE = "MPIKV_RANKS_PER_HOST"
@@ -258,7 +258,7 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
 def test_a_rank_comes_late_to_its_neighbours(comm, ranks_per_host):
     """It has met the other hosts in time, and must not believe that those of its own go on with it."""
     group = ProcessGroup(comm, ranks_per_host)
-    transport = HostsTransport(group, 1 << 20, Waiting(0.5))
+    transport = HierarchicalTransport(group, 1 << 20, Waiting(0.5))
     if group.rank == 1:
         met = transport._flat.agree
         transport._flat.agree = lambda token: (met(token), time.sleep(1.2))[0]
@@ -324,7 +324,7 @@ def wait_for(paths: Iterable[Path], seconds: float = 20) -> None:
 def test_a_rank_comes_late_to_a_sum(comm, ranks_per_host, elements):
     """The others have begun messages, which are never finished; all can go on without the transport, and end."""
     group = ProcessGroup(comm, ranks_per_host)
-    transport, late = HostsTransport(group, 1 << 20, Waiting(0.3)), comm.size - 1
+    transport, late = HierarchicalTransport(group, 1 << 20, Waiting(0.3)), comm.size - 1
     send = np.ones(elements, np.float32)
     counts = [elements // comm.size + (elements % comm.size) * (rank == 0) for rank in range(comm.size)]
 
@@ -380,7 +380,7 @@ def test_what_leaves_a_host(comm, per_host):
     group, elements = ProcessGroup(comm, per_host), 4096
     hosts = group.size // per_host
     group.comm = counting = Counting(group.comm, [rank // per_host for rank in range(group.size)])
-    transport = HostsTransport(group, elements * 4, Waiting(10))
+    transport = HierarchicalTransport(group, elements * 4, Waiting(10))
     memory = transport.allocate(elements * 4).view(np.float32)
     counts = [elements // group.size] * group.size
     even = (hosts - 1) * elements * 4 // hosts

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.async_store.client import Asking, Kind
+from mpikv.async_store.client import AsyncClient, Kind
 from mpikv.cluster.waiting import Waiting
 from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable
 from mpikv.errors import PeerFailed, Stalled, TransportError
 from mpikv.transports.local import LocalTransport
-from mpikv.transports.rpc import Letter, unserved
+from mpikv.transports.rpc import Request, unserved
 
 NOTHING = np.empty(0, np.uint8)
 
@@ -27,7 +27,7 @@ def test_letters_of_one_rank_stay_in_order(data, sources):
     arriving, left, served = [], [], []
     for source in sources:
         counts[source] += 1
-        arriving.append(Letter(source, [counts[source]], NOTHING))
+        arriving.append(Request(source, [counts[source]], NOTHING))
 
     def serve(letter):
         if not data.draw(st.booleans()):
@@ -44,7 +44,7 @@ def test_letters_of_one_rank_stay_in_order(data, sources):
         assert [letter.head[0] for letter in served if letter.source == source] == [*range(1, counts[source] + 1)]
 
 
-class Post:
+class Endpoint:
     """Keeps requests; replies are put in by the test."""
 
     def __init__(self):
@@ -58,16 +58,16 @@ class Post:
 
 
 def asker(timeout=0.05, **options):
-    post = Post()
+    post = Endpoint()
 
     def act(kind, ticket, number, body):
         raise Stalled("an update of this rank runs", [0])
 
-    return post, Asking(0, post, act, Waiting(timeout, **options))
+    return post, AsyncClient(0, post, act, Waiting(timeout, **options))
 
 
 def answer(source, *head, body=NOTHING):
-    return Letter(source, [*head, *[0] * (8 - len(head))], body)
+    return Request(source, [*head, *[0] * (8 - len(head))], body)
 
 
 def test_a_question_that_is_answered_late_is_waited_for():

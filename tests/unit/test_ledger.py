@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikv.async_store.owner import HalfUpdated, Ledger
-from mpikv.async_store.ssp import Clocks
+from mpikv.async_store.owner import HalfUpdated, KeyOwner
+from mpikv.async_store.ssp import SspClocks
 from mpikv.engine.arena import Arena
 from mpikv.engine.keys import KeyTable
 from mpikv.optimizers import Test as Plainest
@@ -29,7 +29,7 @@ class Owner:
         for key, place in zip(keys, arena.place([(np.dtype(dtype), elements)] * len(keys)), strict=True):
             self.table.add(key, (elements,), np.dtype(dtype), place)
         self.updater = updater or Plainest(learning_rate=1.0)
-        self.ledger = Ledger(size, rounds, self.answer)
+        self.ledger = KeyOwner(size, rounds, self.answer)
         self.begin()
 
     def begin(self):
@@ -125,7 +125,7 @@ def test_any_order_of_requests(data, size, rounds):
 def test_clocks_never_differ_by_more_than_the_bound(data, size, bound):
     """Ranks that ask before each push, and are scheduled in any order, until each has made its pushes and left."""
     answered = set()
-    clocks = Clocks(size, lambda rank, ticket, slowest: answered.add((rank, ticket)))
+    clocks = SspClocks(size, lambda rank, ticket, slowest: answered.add((rank, ticket)))
     left, todo = set(), [data.draw(st.integers(0, 12)) for _ in range(size)]
     done, asked = [0] * size, [False] * size
     while len(left) < size:
@@ -208,7 +208,7 @@ def test_an_optimizer_that_fails_in_the_middle(rounds):
 
 
 def test_a_clock_never_goes_back():
-    clocks = Clocks(2, lambda rank, ticket, slowest: None)
+    clocks = SspClocks(2, lambda rank, ticket, slowest: None)
     clocks.tick(0, 2)
     clocks.tick(0, 1)
     clocks.wait(1, 1, 3)
@@ -228,7 +228,7 @@ def test_ranks_that_meet_start_anew():
     owner.begin()
     owner.ledger.push(0, 3, 0, unit(2, 0))
     assert 3 not in owner.answers
-    clocks = Clocks(2, lambda rank, ticket, slowest: pytest.fail("rank 1 has not pushed"))
+    clocks = SspClocks(2, lambda rank, ticket, slowest: pytest.fail("rank 1 has not pushed"))
     clocks.tick(0, 5)
     clocks.leave(1)
     clocks.begin()

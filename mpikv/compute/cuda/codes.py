@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...codecs import Bfloat16, Float16, OneBit, TwoBit
-from ...codecs.feedback import RangeFeedback
+from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
 from ...errors import Unsupported
 from ...protocols import Array
 from .loading import kernel, pointer
 
-__all__ = ["CODES", "Code", "CudaRanges", "code_of", "has_code"]
+__all__ = ["CODES", "Code", "CudaCodec", "code_of", "has_code"]
 
 CODES = np.dtype(
     [
@@ -80,11 +80,11 @@ def has_code(codec: Any) -> bool:
 
 
 def _inside(codec: Any) -> Any:
-    return codec.codec if type(codec) is RangeFeedback else codec
+    return codec.codec if type(codec) is ElementwiseFeedback else codec
 
 
-class CudaRanges(SamePayloads):
-    """A :class:`~mpikv.protocols.RangeCodec` that does on a GPU what another one does on the host.
+class CudaCodec(SamePayloads):
+    """A :class:`~mpikv.protocols.ElementwiseCodec` that does on a GPU what another one does on the host.
 
     Arrays are CuPy's, contiguous, and of the dtypes that a codec is given.
 

@@ -22,7 +22,7 @@ from ...optimizers.forms import FORMS, call_of
 from ...optimizers.optimizer import Optimizer, Step
 from ...protocols import Array, Codec, Memory, Updater, Whole
 from . import layerwise
-from .codes import CudaRanges, has_code
+from .codes import CudaCodec, has_code
 from .copies import copy, prepare
 from .loading import Kernel, address_of, kernel, pointer, zeros
 from .steps import NUMBERS, Row, Table, rows_of
@@ -165,7 +165,7 @@ class CudaKernels:
         Raises:
             TransportUnavailable: nothing can be compiled here.
         """
-        return CudaRanges(codec) if has_code(codec) else codec
+        return CudaCodec(codec) if has_code(codec) else codec
 
 
 _ran: WeakKeyDictionary[Optimizer, set[np.dtype[Any]]] = WeakKeyDictionary()

@@ -16,9 +16,9 @@ import numpy as np
 
 from ...codecs.bits import OneBit, TwoBit
 from ...codecs.casts import Bfloat16
-from ...codecs.feedback import RangeFeedback
+from ...codecs.feedback import ElementwiseFeedback
 from ...codecs.options import SamePayloads
-from ...protocols import Array, Codec, RangeCodec
+from ...protocols import Array, Codec, ElementwiseCodec
 from .compiling import kept
 
 __all__ = ["CompiledRanges", "compiled"]
@@ -40,17 +40,17 @@ class _Loops(NamedTuple):
 
 def compiled(codec: Codec) -> Codec:
     """Return a codec of the same payloads that is compiled, or the codec itself where there is no loop for it."""
-    if isinstance(codec, RangeFeedback) and type(codec.codec) in _LOOPS:
+    if isinstance(codec, ElementwiseFeedback) and type(codec.codec) in _LOOPS:
         return CompiledRanges(codec)
     return codec
 
 
 class CompiledRanges(SamePayloads):
-    """A :class:`~mpikv.protocols.RangeCodec` that does what another one does."""
+    """A :class:`~mpikv.protocols.ElementwiseCodec` that does what another one does."""
 
     feedback: ClassVar[Literal[True]] = True
 
-    def __init__(self, codec: RangeFeedback) -> None:
+    def __init__(self, codec: ElementwiseFeedback) -> None:
         """Compile, or read from disk what was compiled before."""
         self.codec = codec
         loops = _LOOPS[type(codec.codec)]
@@ -147,7 +147,7 @@ def _add_bfloat16(payload: Any, total: Any, table: Any) -> None:
         total[place] += number[0]
 
 
-_LOOPS: dict[type[RangeCodec], _Loops] = {
+_LOOPS: dict[type[ElementwiseCodec], _Loops] = {
     TwoBit: _Loops(_encode_two_bits, _add_two_bits),
     OneBit: _Loops(_encode_one_bit, _add_one_bit),
     Bfloat16: _Loops(_encode_bfloat16, _add_bfloat16),

@@ -9,7 +9,7 @@ import pytest
 
 import mpikv
 from mpikv import codecs
-from mpikv.compute.cuda.codes import CudaRanges
+from mpikv.compute.cuda.codes import CudaCodec
 from mpikv.compute.cuda.copies import exceeding
 from mpikv.testing.updater import available
 
@@ -24,7 +24,7 @@ NAMES = ("2bit", "1bit", "fp16", "bf16")
 @pytest.mark.parametrize("size", [1, 33, (1 << 20) + 7])
 def test_codes_are_those_of_numpy(cupy: Any, name: str, size: int, feedback: bool) -> None:
     random, codec = np.random.default_rng(size), codecs.create({"type": name, "error_feedback": feedback})
-    there: Any = CudaRanges(codec)
+    there: Any = CudaCodec(codec)
     total, left = random.standard_normal(size).astype(F32), np.zeros(size, F32)
     totals, lefts = cupy.asarray(total), cupy.asarray(left)
     payload = np.zeros(codec.nbytes(size), np.uint8)

@@ -28,7 +28,7 @@ from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms
 from mpikv.compute.cuda.kernels import CudaKernels
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.optimizers.updaters import Assign
-from mpikv.testing import KernelsContract, RangeCodecContract
+from mpikv.testing import ElementwiseCodecContract, KernelsContract
 from mpikv.testing.updater import available, wide, zeros
 
 FILES = ("rules.cu", "copies.cu", "codes.cu", "rows.cu", "steps.cu")
@@ -818,7 +818,7 @@ def test_numbers_that_are_too_large(launches):
 # --- Codes
 
 
-class OnEmulatedGpu(codes.CudaRanges):
+class OnEmulatedGpu(codes.CudaCodec):
     """Takes numpy's arrays."""
 
     def encode(self, gradient, payload, residual=None):
@@ -934,12 +934,12 @@ def test_codecs_without_a_kernel():
     for codec in (*own, *map(codecs.create, ("topk", "lowrank", {"type": "topk", "error_feedback": False}))):
         assert CudaKernels().codec(codec) is codec  # it works on the host
     with pytest.raises(mpikv.Unsupported, match=r"has no CUDA kernel.*known: 1bit, 2bit, bf16, fp16"):
-        codes.CudaRanges(own[0])
+        codes.CudaCodec(own[0])
     codec = CudaKernels().codec(codecs.create("fp16"))
     assert (repr(codec), codec.largest) == ("ErrorFeedback(Float16())", 65504.0)
 
 
-class OnGpuContract(RangeCodecContract):
+class OnGpuContract(ElementwiseCodecContract):
     @pytest.fixture(autouse=True)
     def settle(self, launches):
         self.launches = launches

@@ -13,7 +13,7 @@ import pytest
 
 import mpikv
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.memory.device import DeviceMemory
@@ -32,7 +32,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup()) if comm else None
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    return KVStore(group, Board(group), mover, config, root=root, kernels=FakeKernels(gpu))
+    return KVStore(group, StatusBoard(group), mover, config, root=root, kernels=FakeKernels(gpu))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

@@ -27,7 +27,7 @@ from mpikv import (
     ValueMismatch,
 )
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
@@ -566,7 +566,7 @@ def test_work_that_does_not_end_is_over_everywhere(gpu, comm):
     config = Config(timeout=0.8)
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
-    board = Board(group)
+    board = StatusBoard(group)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
     kv = KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
     kv.init("w", np.zeros(5))

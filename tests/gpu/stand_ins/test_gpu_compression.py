@@ -17,7 +17,7 @@ from store.test_compression import QUANTISERS, Simulated, gradients
 import mpikv
 from mpikv import codecs
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import (
     CheckpointError,
@@ -361,7 +361,7 @@ def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
     kv.set_gradient_compression(name)
     kv.init("w", np.zeros(500, F32))
     if kv.rank == 0:
@@ -387,7 +387,7 @@ def test_a_call_of_nccl_that_fails_ends_the_store_everywhere(comm):
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
     kv.set_gradient_compression("1bit")
     kv.init("w", np.zeros(500, F32))
     if kv.rank == 0:

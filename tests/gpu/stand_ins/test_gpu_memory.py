@@ -17,7 +17,7 @@ import pytest
 import mpikv
 from mpikv import RowSparse
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
@@ -46,7 +46,7 @@ def store_on(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3) if comm else None
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    return KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    return KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
 
 
 def drawn(gpu: FakeGpu, dtype: Any = np.float32, lists: int = 1, here: bool = True) -> list[Any]:

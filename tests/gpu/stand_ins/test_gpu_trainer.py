@@ -13,7 +13,7 @@ import pytest
 import mpikv
 from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, ValueMismatch, clip_global_norm
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
@@ -50,7 +50,7 @@ def store(comm: Any, gpu: FakeGpu) -> Callable[[bool], Any]:
         config = Config.read(bucket_bytes=1 << 14, timeout=5)
         group = connect(comm, config)
         mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()) if comm else None)
-        return KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+        return KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
 
     return make
 

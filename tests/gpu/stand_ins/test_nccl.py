@@ -591,7 +591,7 @@ def test_a_call_in_nccl_does_not_hold_up_who_looks_on(group, nccl):
 @pytest.mark.ranks(1, 2, 3)
 def test_a_closed_transport_keeps_no_memory(group, nccl):
     transport = joined(group, nccl)
-    outbox = weakref.ref(transport.outboxes[0]._block)
+    outbox = weakref.ref(transport.send_buffers[0]._block)
     transport.close()
     gc.collect()
     assert outbox() is None
@@ -608,7 +608,7 @@ def test_a_gpu_that_failed_is_closed(group, nccl, monkeypatch, caplog):
     transport.close()
     assert "aborted instead of closed: illegal access" in caplog.text
     assert nccl.communicators[0].state == "aborted"
-    assert not transport.outboxes[0].size
+    assert not transport.send_buffers[0].size
 
 
 @pytest.mark.ranks(2, 3)

@@ -10,7 +10,7 @@ import pytest
 
 import mpikv
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import Closed, TransportError
 from mpikv.memory.device import DeviceMemory
@@ -26,7 +26,7 @@ def store_on(gpu: FakeGpu, comm: Any, root: int = 0, **options: Any) -> KVStore:
     """Return a store as ``create("nccl")`` makes one. Collective."""
     config = Config.read(**options)
     group = connect(comm, config)
-    board = Board(group)
+    board = StatusBoard(group)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), FakeNccl(gpu, comm.Dup()), board.warn)
     return KVStore(group, board, mover, config, root=root, kernels=FakeKernels(gpu))
 
@@ -65,7 +65,7 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
     kv = KVStore(
         group,
-        board := Board(group),
+        board := StatusBoard(group),
         open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn),
         config,
         kernels=FakeKernels(gpu),
@@ -91,7 +91,7 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(comm, ranks_pe
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
-    kv = KVStore(group, Board(group), mover, config, kernels=FakeKernels(gpu))
+    kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
     kv.init("w", np.zeros(5))
     began = time.monotonic()
     if kv.rank == 0:
@@ -122,6 +122,9 @@ def test_a_store_that_is_left_by_an_error_ends_what_is_in_flight(comm):
     nccl = FakeNccl(gpu, comm.Dup())
     group = connect(comm, Config())
     mover = open_gpu_transport(group, Config(), DeviceMemory(gpu), nccl)
-    with pytest.raises(ZeroDivisionError), KVStore(group, Board(group), mover, Config(), kernels=FakeKernels(gpu)):
+    with (
+        pytest.raises(ZeroDivisionError),
+        KVStore(group, StatusBoard(group), mover, Config(), kernels=FakeKernels(gpu)),
+    ):
         raise ZeroDivisionError
     assert nccl.communicators[0].state == "aborted"

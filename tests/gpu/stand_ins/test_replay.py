@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv import RowSparse, optimizers
 from mpikv.cluster.process_group import connect
-from mpikv.cluster.status_board import Board
+from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
 from mpikv.memory.device import DeviceMemory
@@ -36,7 +36,7 @@ def store_on(gpu: FakeGpu, comm: Any, patience: float = 20.0, **options: Any) ->
     """Return a store on a GPU. Collective."""
     config = Config.read(**{"bucket_bytes": 1 << 14, **options})
     group = connect(comm, config)
-    board = Board(group)
+    board = StatusBoard(group)
     nccl = FakeNccl(gpu, comm.Dup(), patience) if comm else None
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
     return KVStore(group, board, mover, config, kernels=FakeKernels(gpu))

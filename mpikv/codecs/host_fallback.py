@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..protocols import Array, Memory, RangeCodec
+from ..protocols import Array, ElementwiseCodec, Memory
 from .options import SamePayloads
 
-__all__ = ["HostRanges"]
+__all__ = ["HostFallback"]
 
 
-class HostRanges(SamePayloads):
-    """A :class:`~mpikv.protocols.RangeCodec` for arrays of a GPU, whose work another one does on the host.
+class HostFallback(SamePayloads):
+    """A :class:`~mpikv.protocols.ElementwiseCodec` for arrays of a GPU, whose work another one does on the host.
 
     What that reads is copied to the host, which waits for it, and what it writes is copied back.
     """
 
-    def __init__(self, codec: RangeCodec, memory: Memory) -> None:
+    def __init__(self, codec: ElementwiseCodec, memory: Memory) -> None:
         self.codec, self.feedback = codec, codec.feedback
         self._memory = memory
 
