@@ -1,6 +1,6 @@
 """Arrays of any library seen as numpy's, sums of them, and half precision.
 
 Here: what numpy, PyTorch, JAX and DLPack arrays have in common, conversion without copies where that is possible,
-dtypes that can be stored, sums on one rank, float16 and bfloat16. It imports ``protocols``. It knows nothing of ranks,
-keys or GPUs.
+dtypes that can be stored, sums on one rank, float16 and bfloat16. It imports ``protocols``. It knows nothing of keys,
+and never imports the library of an array.
 """

@@ -1,7 +1,8 @@
 """Checkpoints: a store, or the state of its optimizer, in one file that any number of ranks can load.
 
 ``header`` is the format, ``files`` the file system, ``chunks`` what is written, read and summed at once,
-``compatibility`` what a file is held against, ``residuals`` what compression adds, and ``checkpoints`` the calls.
+``compatibility`` what a file is held against, ``residuals`` what compression adds, and ``checkpoints`` the calls. It
+imports ``engine`` and ``cluster``. It changes no value before all ranks have found the file good.
 """
 
 from __future__ import annotations

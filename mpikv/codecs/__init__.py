@@ -1,4 +1,4 @@
-"""What stands for a gradient on the wire: codecs, pure array code without ranks and keys.
+"""What stands for a gradient on the wire: codecs, pure array code without ranks and keys. It imports ``arrays``.
 
 ======== ========================================= ============================================
 name     options                                   bytes for n elements of a float32 value

@@ -14,7 +14,7 @@ from ..compute.kernels import NumpyKernels
 from ..memory.host import HOST, private
 from ..optimizers.updaters import CallableUpdater
 from ..protocols import Codec, Placement, Transport
-from ..transports.alltoallv import gather
+from .alltoallv import gather
 from .arena import Block, Place
 from .compression import check, compress
 from .keys import KeyTable

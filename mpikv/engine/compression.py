@@ -19,7 +19,7 @@ from ..codecs import LARGEST
 from ..errors import NotFinite, Unsupported, ValueMismatch
 from ..memory.host import HOST, private
 from ..protocols import Array, Codec, ElementwiseCodec, Gather, Memory, Rounds, Sum, TensorCodec, Transport
-from ..transports.alltoallv import gather
+from .alltoallv import gather
 from .arena import Block
 from .keys import Entry
 from .plan import Bucket, Plan, joined

@@ -168,16 +168,12 @@ class Plan:
     # What a push need not ask of the placement, the updater and the compression.
 
     @cached_property
-    def takes_arrays(self) -> bool:
-        """Whether a push takes arrays as they are, and nothing is to be restored where its updater raises."""
-        return self.on_host and not self.planner.compressed
-
-    @cached_property
     def prefetches(self) -> bool:
         """Whether the first message is prepared before ranks agree: on the host, where no stream does it in the order
         of the calls; not what is compressed, as residuals change in that; nor what may stay where it lies.
         """
-        return self.takes_arrays and bool(self.buckets) and not self.buckets[0].direct
+        plain = self.on_host and not self.planner.compressed
+        return plain and bool(self.buckets) and not self.buckets[0].direct
 
     @cached_property
     def lends(self) -> bool:
@@ -223,13 +219,13 @@ class Plans:
 
     def __init__(self) -> None:
         self.single: dict[Key, Plan] = {}
-        self.young: dict[tuple[Key, ...], Plan] = {}
+        self._young: dict[tuple[Key, ...], Plan] = {}
         self._old: dict[tuple[Key, ...], Plan] = {}
         self._held, self._most = 0, _MOST_KEYS
 
     def find(self, keys: tuple[Key, ...]) -> Plan | None:
         """Return the plan of several keys, if it is kept."""
-        plan = self.young.get(keys)
+        plan = self._young.get(keys)
         if plan is None and (plan := self._old.pop(keys, None)) is not None:
             self._keep(plan)
         return plan
@@ -245,13 +241,13 @@ class Plans:
     def _keep(self, plan: Plan) -> None:
         if self._held + len(plan.keys) > self._most:
             _drop(self._old)
-            self.young, self._old, self._held = {}, self.young, 0
-        self.young[plan.keys] = plan
+            self._young, self._old, self._held = {}, self._young, 0
+        self._young[plan.keys] = plan
         self._held += len(plan.keys)
 
     def clear(self) -> None:
         """Forget all."""
-        for plans in (self.single, self.young, self._old):
+        for plans in (self.single, self._young, self._old):
             _drop(plans)
         self._held = 0
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Key, Transport
-from ..transports.alltoallv import gather
 from . import pull_compression as publication
+from .alltoallv import gather
 from .arena import Arena, Block, Place
 from .keys import Entry, KeyTable
 from .plan import Plan, Planner, Plans

@@ -24,7 +24,7 @@ from ..protocols import Array, Event, Gpu, Graph, Stream
 
 __all__ = ["GpuOrder", "HostOrder", "Issued"]
 
-Door: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
+QueueContext: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
 """Returns the context in which something is queued that is known by this text."""
 
 # The handle of CUDA's default stream of a thread: in each thread it is another stream.
@@ -106,14 +106,14 @@ class GpuOrder:
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
         self._abort: Callable[[str], None] = _nothing
-        self._queued: Door = nullcontext
+        self._queued: QueueContext = nullcontext
         self.recording = False
         """Whether work that is given to the stream is recorded, and not run."""
         # Those that may be launched, None once they were given up. The watchdog's thread gives them up, too.
         self._graphs: WeakSet[Graph] | None = WeakSet()
         self._recording = threading.Lock()
 
-    def watch(self, check: Callable[[], None], abort: Callable[[str], None], queued: Door) -> None:
+    def watch(self, check: Callable[[], None], abort: Callable[[str], None], queued: QueueContext) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
         known to have failed, ``abort`` ends it, and tells other ranks why, and what is not queued by a transport is
         queued in ``queued``.

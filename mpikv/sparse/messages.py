@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..engine.alltoallv import Alltoallv, Part
 from ..protocols import Array, Transport
-from ..transports.alltoallv import Alltoallv, Part
 
 __all__ = ["Kind", "Ready", "RowMessages", "Selected", "Take", "row_messages"]
 

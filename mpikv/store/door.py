@@ -142,6 +142,11 @@ class Door:
 
     # --- The end
 
+    def enter_join(self) -> None:
+        """Let in only calls that ranks wait for, unless a pending call has ended the store."""
+        self.check_open("join")
+        self.state = State.JOINING
+
     def leave_join(self) -> None:
         """Let all calls in again, unless the store has ended."""
         if self.state is State.JOINING:

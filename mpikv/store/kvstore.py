@@ -42,7 +42,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
-_CAPABILITIES_OF_GPUS = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": True}
+_CAPABILITIES_OF_GPUS = {**_CAPABILITIES, "gpu": True}
 _CLOSE = Call("close", digest("close"))
 # Looked up once: the class of an enum finds its members slowly.
 _ENDED = State.ENDED
@@ -1021,7 +1021,7 @@ class KVStore(KVStoreBase):
             raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
         self._pending.drain()
         self._order.rejoin()
-        self._door.state = State.JOINING
+        self._door.enter_join()
         try:
             yield
             self._door.check_open("join")

@@ -5,7 +5,8 @@ asks for.
 
 A class of tests holds for every implementation of one seam of :mod:`mpikv.protocols`; a subclass in a test module gives
 the factory, and pytest does the rest. All of them are SPMD code, true for any number of ranks, and need pytest. Those
-that move data use a fixture ``comm``: the communicator of the ranks that run the test, or None on one rank.
+that move data use a fixture ``comm``: the communicator of the ranks that run the test, or None on one rank. It may
+import all of the package but ``cli``.
 """
 
 from importlib import import_module

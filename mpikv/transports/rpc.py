@@ -72,7 +72,7 @@ class Endpoint:
         self.failure: BaseException | None = None
         """What has ended the thread, if it was not told to end."""
         self._ending = False
-        self._thread = present().thread(self._work, "mpikv post")
+        self._thread = present().thread(self._work, "mpikv rpc")
 
     def start(self) -> None:
         """Begin to answer."""

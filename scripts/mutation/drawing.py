@@ -16,13 +16,14 @@ AREAS = {
     "agreement": (*(f"cluster/{name}.py" for name in ("agreement", "status_board", "waiting")), "async_store/owner.py"),
     "engine": (
         *(f"engine/{name}.py" for name in ("exchange", "pipeline", "values", "plan", "arena")),
-        *("cluster/background.py", "verbs/operands.py", "verbs/push_pull.py"),
+        "cluster/background.py",
+        *(f"verbs/{name}.py" for name in ("comparison", "join", "operands", "push_pull", "settings", "values")),
     ),
     "placement": ("engine/placement.py", "train/array_location.py"),
     "keys": ("engine/keys.py", "create.py"),
-    "rows": ("sparse/*.py", "memory/row_sparse.py", "verbs/row_arguments.py"),
+    "rows": ("sparse/*.py", "memory/row_sparse.py", "verbs/rows.py", "verbs/row_arguments.py"),
     "checkpoint": ("checkpoint/*.py",),
-    "compression": ("engine/compression.py", "codecs/*.py"),
+    "compression": ("engine/compression.py", "codecs/*.py", "compute/numba/codecs.py"),
     "asynchronous": ("async_store/async_kvstore.py", "async_store/client.py", "engine/pull_compression.py"),
 }
 """What is mutated, in the folder mpikv."""

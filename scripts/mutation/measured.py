@@ -27,7 +27,7 @@ SECONDS = (3.0, 60.0)
 """How long the tests of a mutant's first session take, and those of its first two."""
 
 
-COMPILED = ("codecs/compiled.py",)
+COMPILED = ("compute/numba/codecs.py",)
 """What numba compiles, of which the tests of a line cannot be told."""
 
 

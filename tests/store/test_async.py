@@ -873,13 +873,13 @@ NETWORK = {"MPIR_CVAR_NOLOCAL": "1", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp
 def test_the_end_of_the_program_over_a_network(tmp_path):
     """Large letters are still on their way when a thread stops to receive: nothing is freed into which MPI writes."""
     text = """
-from mpikv.transports import post
+from mpikv.transports import rpc
 
 def gone(self):
     if self.coming:
         print("freed while a letter of rank", self.coming, "comes", flush=True)
 
-post._Inbox.__del__ = gone
+rpc._Inbox.__del__ = gone
 kv = mpikv.create("dist_async", timeout=5, transport="mpi")
 kv.init([f"k{i}" for i in range(8)], [np.zeros(2_000_000)] * 8)
 kv.set_optimizer("test", learning_rate=1.0)

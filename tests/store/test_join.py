@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import Closed, PeerFailed, RankMismatch, Stalled, Unsupported, optimizers
+from mpikv import Closed, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported, optimizers
 from mpikv.cluster.mpi_library import library_of
+from mpikv.testing.faulty import store_over
+from mpikv.testing.wrappers import Wrapper
 
 ALL = pytest.mark.ranks(1, 2, 3, 4)
 SEVERAL = pytest.mark.ranks(2, 3, 4)
@@ -436,6 +438,28 @@ def test_an_updater_raises_at_a_root_that_has_left(kv, verb):
 
 
 @pytest.mark.processes
+@SEVERAL
+def test_a_pending_call_that_ends_the_store_before_the_block(comm):
+    class Broken(Wrapper):
+        broken = False
+
+        def before(self, call):
+            if self.broken and call in self.data:
+                raise TransportError("the cable is cut")
+
+    made = []
+    kv = store_over(lambda inner: made.append(Broken(inner)) or made[0], comm=comm, transport="mpi", timeout=5)
+    kv.init("w", np.zeros(2))
+    Broken.broken = True
+    work = kv.push("w", np.ones(2), wait=False)
+    with pytest.raises(Closed, match=r"ended in an earlier call.*the cable is cut"), kv.join():
+        pytest.fail("the block of a store that has ended")
+    with pytest.raises(TransportError, match="the cable is cut"):
+        work.wait()
+    with pytest.raises(Closed):
+        kv.pull("w")
+
+
 @SEVERAL
 def test_an_error_of_the_script_while_others_have_left(comm, transport):
     """They wait for the rank in vain, and are told where it is. Uncaught, the error would have ended the job."""

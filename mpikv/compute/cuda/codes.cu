@@ -1,7 +1,7 @@
 // The codecs of ranges (mpikv/codecs/bits.py and casts.py), with error feedback and without: the same float32 operations
 // on an element, in the same order, and the same bytes.
 
-// What one launch is given, by value; mpikv/cuda/codes.py has the same. Decoding reads `payload` and adds to `numbers`.
+// What one launch is given, by value; mpikv/compute/cuda/codes.py has the same. Decoding reads `payload` and adds to `numbers`.
 struct Codes {
     const float* gradient;  // null where something is decoded
     float* numbers;         // the residual, null where none is kept; or what is added to

@@ -7,7 +7,7 @@
 
 enum { LAYERS = 44, NUMBERS = 8, DESCENT_PART = 1 << 12 };
 
-// What each launch is given, by value: at most 4096 bytes. mpikv/cuda/layerwise.py has the same.
+// What each launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/layerwise.py has the same.
 struct Layers {
     void* total[LAYERS];
     void* value[LAYERS];

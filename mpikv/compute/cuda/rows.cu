@@ -3,7 +3,7 @@
 // The columns of a row belong to threads side by side, a power of two of them: narrow rows then leave few threads idle,
 // and none of them divides. An element is summed by one thread, in the order that the host has chosen.
 
-// What one launch is given, by value; mpikv/cuda/rows.py has the same.
+// What one launch is given, by value; mpikv/compute/cuda/rows.py has the same.
 struct Rows {
     const char* source;  // null for zeros, where rows are put
     char* target;

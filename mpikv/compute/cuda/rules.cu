@@ -9,7 +9,7 @@ enum { COMMON = 3, NUMBERS = 12, STATES = 3, PART = 1 << 12, AT_ONCE = 2 };
 struct one { enum { ranges = 1, rows = 1 }; };
 struct many { enum { ranges = 200, rows = 16 }; };
 
-// What one launch is given, by value: at most 4096 bytes. mpikv/cuda/kernels.py has the same.
+// What one launch is given, by value: at most 4096 bytes. mpikv/compute/cuda/kernels.py has the same.
 template <class Kind, class Count> struct Update {
     const typename Kind::computed* total;
     typename Kind::stored* value;

@@ -34,7 +34,7 @@ BOTH = pytest.mark.parametrize("on_store", [True, False])
 @pytest.fixture
 def gpu(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = FakeGpu(comm.rank if comm else 0)
-    for module in ("create", "located"):
+    for module in ("create", "train.array_location"):
         monkeypatch.setattr(sys.modules[f"mpikv.{module}"], "gpu_of", lambda value: made)
     yield made
     made.checker.assert_clean()
