@@ -1,4 +1,7 @@
-"""The subcommands of ``mpikv``, one module each, and the parts of ``mpikv run``: launchers, job, rank."""
+"""The subcommands of ``mpikv``, with the parts of ``run`` (launchers, job, rank, watch) and ``bench``.
+
+It may import all of the package, and prints.
+"""
 
 from .. import __version__
 
