@@ -1059,7 +1059,7 @@ class KVStore(KVStoreBase):
             Stalled: no call has completed within the store's timeout, as where an updater never returns.
         """
         if not self._pending.drain(self._config.timeout):
-            raise Stalled(f"calls with wait=False have not completed after {self._config.timeout} s")
+            raise Stalled(f"calls with wait=False have not completed after {self._config.timeout:g} s")
 
     def unseen(self) -> BaseException | None:
         """Return what a call with ``wait=False`` has raised and nobody has seen, if it is more than that the store had
