@@ -437,7 +437,6 @@ def test_an_updater_raises_at_a_root_that_has_left(kv, verb):
     np.testing.assert_array_equal(kv.pull("v"), np.full(2, 6.0 + kv.size))
 
 
-@pytest.mark.processes
 @SEVERAL
 def test_a_pending_call_that_ends_the_store_before_the_block(comm):
     class Broken(Wrapper):
@@ -450,7 +449,7 @@ def test_a_pending_call_that_ends_the_store_before_the_block(comm):
     made = []
     kv = store_over(lambda inner: made.append(Broken(inner)) or made[0], comm=comm, transport="mpi", timeout=5)
     kv.init("w", np.zeros(2))
-    Broken.broken = True
+    made[0].broken = True
     work = kv.push("w", np.ones(2), wait=False)
     with pytest.raises(Closed, match=r"ended in an earlier call.*the cable is cut"), kv.join():
         pytest.fail("the block of a store that has ended")
@@ -460,6 +459,7 @@ def test_a_pending_call_that_ends_the_store_before_the_block(comm):
         kv.pull("w")
 
 
+@pytest.mark.processes
 @SEVERAL
 def test_an_error_of_the_script_while_others_have_left(comm, transport):
     """They wait for the rank in vain, and are told where it is. Uncaught, the error would have ended the job."""
