@@ -1,4 +1,4 @@
-"""How a store is put together: what a name stands for, what the ranks must agree on, and which parts it is made of."""
+"""What the name of a store stands for, and which memory, transport, placement and kernels a store is given."""
 
 from __future__ import annotations
 

@@ -37,6 +37,9 @@ ON_GPUS = (
 )
 """Of these, what runs on GPUs only, or on stand-ins for them."""
 
+COMPILED = ("compute/numba/codecs.py",)
+"""Of these, what numba compiles, whose lines no test is seen to execute."""
+
 COMPARISONS = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,

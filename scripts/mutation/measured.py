@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coverage.numbits import numbits_to_nums
 
-from .drawing import Mutant
+from .drawing import COMPILED, Mutant
 from .trees import Tree, python_of
 
 FAST = ("--simulate", "--ranks=1,2,3")
@@ -25,10 +25,6 @@ HOURS = 3600.0
 """The limit of the measurement, in seconds."""
 SECONDS = (3.0, 60.0)
 """How long the tests of a mutant's first session take, and those of its first two."""
-
-
-COMPILED = ("compute/numba/codecs.py",)
-"""What numba compiles, of which the tests of a line cannot be told."""
 
 
 @dataclass(frozen=True)
