@@ -8,7 +8,7 @@
 array([1., 1., 1.])
 """
 
-from . import codecs, optimizers
+from . import codecs, optimizers, schedules
 from .async_store.async_kvstore import AsyncKVStore
 from .cluster.background import Work
 from .create import create
@@ -30,7 +30,6 @@ from .errors import (
     ValueMismatch,
 )
 from .memory.row_sparse import RowSparse
-from .optimizers import schedules
 from .store.allreduce_store import AllReduce
 from .store.capture import Compiled
 from .store.kvstore import KVStore

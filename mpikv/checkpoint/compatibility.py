@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from .. import optimizers
+from .. import optimizers, schedules
 from ..errors import CheckpointError, Unsupported, ValueMismatch, brief
-from ..optimizers import Optimizer, schedules
+from ..optimizers import Optimizer
 from ..optimizers.options import in_order
-from ..optimizers.schedules import Schedule
 from ..optimizers.updaters import Assign
 from ..protocols import Key, Slots, Updater
+from ..schedules import Schedule
 from .files import Source, inspect
 from .header import Header, check_byte_order, parse_dtype
 

@@ -3,7 +3,7 @@
 An optimizer implements :class:`mpikv.protocols.Updater`. Its options are its attributes, with MXNet's names; its state
 lives with the caller, in arrays that :meth:`~Optimizer.slots` names; what depends on the key or on its number of
 updates comes in through :meth:`~Optimizer.step`. The common options are those of :class:`Optimizer`. Here too:
-schedules, and updaters that are Python functions. It imports ``memory`` and ``arrays``.
+updaters that are Python functions. It imports ``schedules``, ``memory`` and ``arrays``.
 
 >>> import numpy as np
 >>> optimizer = create("adam", learning_rate=0.1, lr_mult={"bias": 0.0})

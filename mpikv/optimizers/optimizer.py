@@ -16,8 +16,8 @@ from ..arrays.float16 import narrow, widen
 from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
 from ..protocols import Array, Key, Slots
+from ..schedules import Schedule, beginning_with
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
-from .schedules import Schedule, beginning_with
 
 __all__ = ["BLOCK", "Block", "Optimizer", "Step"]
 

@@ -25,6 +25,7 @@ LAYERS = (
     "cluster",
     "memory",
     "transports",
+    "schedules",
     "optimizers",
     "codecs",
     "compute",
@@ -44,7 +45,7 @@ LAYERS = (
 """A module imports from its own package, and from those above it in this list."""
 
 LEVELS = {unit: level for level, unit in enumerate(LAYERS)}
-MODULES = {"errors", "options", "config", "create", "__init__", "__main__"}
+MODULES = {"errors", "options", "config", "schedules", "create", "__init__", "__main__"}
 
 UNSEEN = {("engine", "transports"), ("sparse", "transports"), ("verbs", "transports"), ("memory", "compute")}
 """What knows the implementations of a seam by their Protocol alone."""

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, PeerFailed, RankMismatch, RowSparse, Unsupported, optimizers
-from mpikv.optimizers import schedules
+from mpikv import ConfigError, PeerFailed, RankMismatch, RowSparse, Unsupported, optimizers, schedules
 
 pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 

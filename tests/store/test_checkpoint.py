@@ -16,12 +16,11 @@ import pytest
 from hypothesis import strategies as st
 
 import mpikv
-from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupported, ValueMismatch
+from mpikv import CheckpointError, ConfigError, PeerFailed, RankMismatch, Unsupported, ValueMismatch, schedules
 from mpikv.checkpoint import chunks
 from mpikv.checkpoint.files import Reader
 from mpikv.checkpoint.header import CHUNK
 from mpikv.cluster.mpi_library import library_of
-from mpikv.optimizers import schedules
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

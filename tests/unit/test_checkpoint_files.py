@@ -19,10 +19,9 @@ import pytest
 from hypothesis import strategies as st
 
 import mpikv
-from mpikv import CheckpointError, Unsupported
+from mpikv import CheckpointError, Unsupported, schedules
 from mpikv.checkpoint import inspect
 from mpikv.checkpoint.chunks import shift_crcs
-from mpikv.optimizers import schedules
 
 Tree = dict[str, Any]
 OPTIONS = ("updater", "options")

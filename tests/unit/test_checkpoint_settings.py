@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv import schedules
 from mpikv.checkpoint.compatibility import describe_updater, restore_updater
-from mpikv.optimizers import schedules
 from mpikv.optimizers.updaters import Assign
 
 TRIALS = int(os.environ.get("CHECKPOINT_SETTINGS", "500"))

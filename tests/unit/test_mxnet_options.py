@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpikv import ConfigError, optimizers
-from mpikv.optimizers import schedules
+from mpikv import ConfigError, optimizers, schedules
 
 LEFT_OUT = object()
 """In place of a default: the argument is refused, and the message says what to write instead."""

@@ -16,7 +16,7 @@ from mpikv import optimizers
 from mpikv.errors import ConfigError, Unsupported
 from mpikv.optimizers import Optimizer, create
 from mpikv.optimizers.forms import call_of
-from mpikv.optimizers.schedules import Cosine, Factor
+from mpikv.schedules import Cosine, Factor
 from mpikv.testing.updater import UpdaterContract
 
 GOLDEN = np.load(Path(__file__).parents[1] / "support" / "golden" / "optimizers.npz")

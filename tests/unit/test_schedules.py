@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpikv import schedules
 from mpikv.errors import ConfigError
-from mpikv.optimizers import schedules
-from mpikv.optimizers.schedules import Cosine, Factor, MultiFactor, Polynomial, Schedule
+from mpikv.schedules import Cosine, Factor, MultiFactor, Polynomial, Schedule
 
 EVERY = [
     lambda **options: Factor(7, factor=0.5, **options),

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import optimizers
-from mpikv.optimizers import schedules
+from mpikv import optimizers, schedules
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks(1, 2), pytest.mark.deadline(60)]
 

@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpikv
-from mpikv import RowSparse, optimizers
+from mpikv import RowSparse, optimizers, schedules
 from mpikv.cluster.process_group import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch
 from mpikv.memory.device import DeviceMemory
 from mpikv.memory.stream_order import GpuOrder
-from mpikv.optimizers import schedules
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels

@@ -17,8 +17,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ..errors import ConfigError, known_names
-from ..options import check_whole, choice, count, number, settle_fields
+from .errors import ConfigError, known_names
+from .options import check_whole, choice, count, number, settle_fields
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 
