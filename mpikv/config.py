@@ -117,7 +117,7 @@ class Config:
                 kind = error if parse is _switch else a_kind(parse("0"))
                 raise ConfigError(f"{variable}={text!r} is not {kind}") from None
         try:
-            config = replace(cls(), **values)
+            config = cls(**values)
         except ConfigError as error:
             raise ConfigError(f"{error} (from the environment)") from None
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})

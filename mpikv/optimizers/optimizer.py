@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cache
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
@@ -151,7 +152,7 @@ class Optimizer:
     ``count`` alone, because the state starts from zero."""
 
     def __new__(cls: type[Made], *arguments: Any, **options: Any) -> Made:
-        taken = signature(cls.__init__).parameters  # of one's own, too, which may be others than the options
+        taken = _signature(cls.__init__).parameters  # of one's own, too, which may be others than the options
         anything = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values())
         unknown = [name for name in options if name not in taken]
         if unknown and not anything:
@@ -162,7 +163,7 @@ class Optimizer:
         if name.startswith("_") or name == "revision":
             object.__setattr__(self, name, value)
             return
-        option = {option.name: option for option in fields(self)}.get(name)
+        option = self.__dataclass_fields__.get(name)
         if option is None or not option.init:
             raise ConfigError(unknown_option(type(self).__name__, name, self.options()))
         value = option.metadata["check"](f"{type(self).__name__}: {name}", value)
@@ -268,7 +269,7 @@ class Optimizer:
     @classmethod
     def options(cls) -> tuple[str, ...]:
         """Return the names of all options, sorted."""
-        return tuple(sorted(option.name for option in fields(cls) if option.init))
+        return tuple(sorted(name for name, option in cls.__dataclass_fields__.items() if option.init))
 
     def set_lr_mult(self, factors: Multipliers) -> None:
         """Set the factor of the learning rate by key. Keys left out have 1; 0 freezes a key."""
@@ -468,6 +469,9 @@ class Optimizer:
         options = {name: getattr(self, name) for name in self.options()}
         options |= {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return _copy, (type(self), options)
+
+
+_signature = cache(signature)
 
 
 def _copy(kind: type[Optimizer], options: dict[str, Any]) -> Optimizer:

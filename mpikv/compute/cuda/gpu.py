@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -182,7 +182,12 @@ def survey(visible: str | None = None) -> Found:
 
 def has_cupy() -> bool:
     """Return whether CuPy is installed, if only to be in the way. Local; imports nothing."""
-    return sys.modules.get("cupy") is not None or find_spec("cupy") is not None
+    return sys.modules.get("cupy") is not None or _is_installed("cupy")
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def _find_cupy(what: str = "sums on GPUs") -> Any:

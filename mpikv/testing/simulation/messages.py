@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.arrays import zeros
+from ...arrays.arrays import name_of, zeros
 from ...cluster import runtime
 from .errors import SimulatedError
 from .faults import Fault, arrival
@@ -303,15 +303,16 @@ class Communicator:
 
     def Iallreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> Request:
         given = (receive if send is self.library.IN_PLACE else send).copy()
-        name = f"Iallreduce {operation} of {given.size} {given.dtype}"
+        name = f"Iallreduce {operation} of {given.size} {name_of(given.dtype)}"
         return self._filling(name, given, receive, _combining(operation))
 
     def Ireduce(self, send: Array, receive: Array | None, operation: Any, root: int) -> Request:
-        name = f"Ireduce {operation} of {send.size} {send.dtype} to {root}"
+        name = f"Ireduce {operation} of {send.size} {name_of(send.dtype)} to {root}"
         return self._filling(name, send.copy(), receive, _combining(operation))
 
     def Ireduce_scatter(self, send: Array, receive: Array, counts: Sequence[int], operation: Any) -> Request:
-        name, ends = f"Ireduce_scatter {operation} of {send.dtype} {list(counts)}", np.cumsum([0, *counts]).tolist()
+        name = f"Ireduce_scatter {operation} of {name_of(send.dtype)} {list(counts)}"
+        ends = np.cumsum([0, *counts]).tolist()
         return self._filling(name, send.copy(), receive, _combining(operation), ends)
 
     def _filling(
@@ -339,7 +340,8 @@ class Communicator:
         return self._filling(f"Ibcast {buffer.size} from {root}", sent, filled, lambda every: every[root])
 
     def Allgather(self, send: Array, receive: Array) -> None:
-        wait(self._filling(f"Allgather of {send.size} {send.dtype}", send.copy(), receive, np.concatenate).Test)
+        name = f"Allgather of {send.size} {name_of(send.dtype)}"
+        wait(self._filling(name, send.copy(), receive, np.concatenate).Test)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:
         memory, (lengths, starts), _ = receive

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from ...cluster import runtime
@@ -198,8 +198,11 @@ class Task:
     # --- What it did last
 
     def _note_point(self) -> None:
-        frame = sys._getframe(2)
-        while frame.f_back is not None and (_known.get(frame.f_code) or _is_inner(frame.f_code, frame.f_globals)):
+        frame, known = sys._getframe(2), _known.get
+        while frame.f_back is not None:
+            inner = known(frame.f_code)
+            if not (_is_inner(frame) if inner is None else inner):
+                break
             frame = frame.f_back
         points, code, line = self._points, frame.f_code, frame.f_lineno
         # A wait comes here again and again.
@@ -246,8 +249,7 @@ def _process_of(rank: int) -> int:
 _known: dict[CodeType, bool] = {}
 
 
-def _is_inner(code: CodeType, names: dict[str, Any]) -> bool:
-    inner = _known.get(code)
-    if inner is None:
-        inner = _known[code] = names.get("__name__", "").startswith(_INNER)
+def _is_inner(frame: FrameType) -> bool:
+    module: str = frame.f_globals.get("__name__", "")
+    inner = _known[frame.f_code] = module.startswith(_INNER)
     return inner
