@@ -31,7 +31,7 @@ from .errors import (
 )
 from .memory.row_sparse import RowSparse
 from .store.allreduce_store import AllReduce
-from .store.capture import Compiled
+from .store.capture import CapturedStep
 from .store.kvstore import KVStore
 from .store.plugins import KVStoreBase
 from .store.scope import Scope
@@ -44,9 +44,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AllReduce",
     "AsyncKVStore",
+    "CapturedStep",
     "CheckpointError",
     "Closed",
-    "Compiled",
     "ConfigError",
     "KVStore",
     "KVStoreBase",

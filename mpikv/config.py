@@ -36,11 +36,11 @@ __all__ = [
     "wants_slices",
 ]
 
-TRANSPORTS = ("auto", "hosts", "local", "mpi", "shm")
+TRANSPORTS = ("auto", "hierarchical", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")
 # Fields that are no arguments of create.
-VARIABLES_ONLY = ("abort", "full_traceback", "gpu_sharing", "ranks_per_host", "single_copy", "trace")
+VARIABLES_ONLY = ("abort", "full_traceback", "gpu_sharing", "simulate_ranks_per_host", "single_copy", "trace")
 # Fields in which ranks may differ.
 OWN_AFFAIRS = ("abort", "full_traceback", "trace")
 
@@ -52,8 +52,8 @@ class Config:
     """
 
     transport: str = choice("auto", TRANSPORTS)
-    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hosts`` (several hosts, with ``shm`` inside
-    of each), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
+    """How bytes move: ``local`` (one rank), ``shm`` (ranks of one host), ``hierarchical`` (several hosts, with
+    ``shm`` inside of each), ``mpi`` (any hosts); ``auto`` looks where the ranks are."""
     placement: str = choice("auto", PLACEMENTS)
     """Where values live: ``root``, ``sharded``, ``replicated``; ``auto`` looks at the updater."""
     bucket_bytes: int = count(1 << 20)
@@ -62,7 +62,7 @@ class Config:
     """Seconds that a rank waits for another before it raises ``Stalled``, above 0."""
     warn_after: float = number(5.0, "[0.001, 1e9]")
     """Seconds after which a waiting rank logs whom it waits for, and where they are; above 0."""
-    check: bool = flag(True)
+    verify_calls: bool = flag(True)
     """Whether each call compares the ranks' calls before data move. False is for measurements only."""
     deterministic: bool = flag(False)
     """Whether sums are added in an order that does not depend on the transport, the placement or the buckets, nor on
@@ -77,7 +77,7 @@ class Config:
     """Whether an uncaught exception on one rank ends the whole job. Always off in a notebook."""
     full_traceback: bool = flag(False)
     """Whether tracebacks keep the frames of this package, and every rank prints its own. A variable only."""
-    ranks_per_host: int = count(0)
+    simulate_ranks_per_host: int = count(0)
     """For tests and measurements: believe that no host has more ranks than so many, so that one host is several; 0
     believes what MPI says. A variable only, no argument of :func:`mpikv.create`."""
     gpu_sharing: bool = flag(False)

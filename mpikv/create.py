@@ -102,7 +102,7 @@ def create(
     root: int = 0,
     timeout: float | None = None,
     warn_after: float | None = None,
-    check: bool | None = None,
+    verify_calls: bool | None = None,
     transport: str | None = None,
     bucket_bytes: int | None = None,
     deterministic: bool | None = None,
@@ -131,9 +131,9 @@ def create(
         root: the rank whose values count at ``init`` and which runs Python updaters.
         timeout: seconds that a rank waits for another before it raises ``Stalled``. Default 60.
         warn_after: seconds after which a waiting rank logs whom it waits for. Default 5.
-        check: False turns the comparison of calls off, for measurements. Default True.
-        transport: ``shm``, ``hosts``, ``mpi``, ``local`` or ``auto`` (the default), which looks where the ranks are. On
-            GPUs data travel by NCCL all the same, and it says by which of these the ranks agree.
+        verify_calls: False turns the comparison of calls off, for measurements. Default True.
+        transport: ``shm``, ``hierarchical``, ``mpi``, ``local`` or ``auto`` (the default), which sees where ranks are.
+            On GPUs data travel by NCCL all the same, and it says by which of these the ranks agree.
         bucket_bytes: bytes of the largest message. Default 1 MiB, on GPUs 64 MiB; of ``p3``, four for each of the
             elements that ``MXNET_KVSTORE_SLICE_THRESHOLD`` says, 40000 by default.
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
@@ -141,7 +141,7 @@ def create(
             of ranks that are a power of two and push lists of equally many, as in docs/performance.md; half precision
             excepted, whose lists are rounded before they are sent, and compression, which packs each rank's
             arrays by themselves. Default False, where ``mpi`` sums in an order of
-            the MPI library's, and ``hosts`` each host first.
+            the MPI library's, and ``hierarchical`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same. On GPUs they are always compiled, and ``nccl`` refuses ``numba``.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.

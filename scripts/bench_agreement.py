@@ -2,8 +2,8 @@
 
     mpikv run -n 2 scripts/bench_agreement.py
 
-In shared memory a store with check=False waits for the other ranks as well, since values must not be read too early,
-but compares nothing. Over MPI it does neither, and the difference is one small Allreduce.
+In shared memory a store with verify_calls=False waits for the other ranks as well, since values must not be read too
+early, but compares nothing. Over MPI it does neither, and the difference is one small Allreduce.
 
 There are two stores of each kind, made in the order with, without, without, with: how fast large arrays move depends on
 where their memory lies. All run each case in turns, the first in one round being the second in the next; a turn is many
@@ -118,7 +118,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     library = " ".join(MPI.Get_library_version().splitlines()[0].strip("\x00 ").split()).partition(",")[0]
     pairs = [
-        {check: mpikv.create(check=check, transport=options.transport) for check in order}
+        {check: mpikv.create(verify_calls=check, transport=options.transport) for check in order}
         for order in ((True, False), (False, True))
     ]
     stores = [kv for pair in pairs for kv in pair.values()]

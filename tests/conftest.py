@@ -129,23 +129,26 @@ def comm(ranks: int) -> Any:
 
 
 @pytest.fixture
-def ranks_per_host(ranks: int) -> int:
+def simulate_ranks_per_host(ranks: int) -> int:
     """Return how many ranks the larger of two hosts has: both have as many, or the second has one less."""
     return -(-ranks // 2)
 
 
 @pytest.fixture(autouse=True)
-def two_hosts(request: pytest.FixtureRequest, ranks_per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_hosts(request: pytest.FixtureRequest, simulate_ranks_per_host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores of a test with the parameter ``hosts`` find two hosts."""
     spec = getattr(request.node, "callspec", None)
     if spec and "ranks" in spec.params and any(names_hosts(parameter) for parameter in spec.params.values()):
-        monkeypatch.setenv("MPIKV_RANKS_PER_HOST", str(ranks_per_host))
+        monkeypatch.setenv("MPIKV_SIMULATE_RANKS_PER_HOST", str(simulate_ranks_per_host))
 
 
 @pytest.fixture
-def over(transport: str, ranks_per_host: int) -> dict[str, Any]:
+def over(transport: str, simulate_ranks_per_host: int) -> dict[str, Any]:
     """Return the transport of a test for :func:`mpikv.testing.faulty.store_over`, which reads no variables."""
-    return {"transport": transport, "ranks_per_host": ranks_per_host if transport == "hosts" else 0}
+    return {
+        "transport": transport,
+        "simulate_ranks_per_host": simulate_ranks_per_host if transport == "hierarchical" else 0,
+    }
 
 
 @pytest.fixture
@@ -162,4 +165,4 @@ def folder(comm: Any) -> Iterator[Path]:
 
 def names_hosts(parameter: Any) -> bool:
     values = parameter if isinstance(parameter, tuple) else (parameter,)
-    return any(isinstance(value, str) and value == "hosts" for value in values)
+    return any(isinstance(value, str) and value == "hierarchical" for value in values)

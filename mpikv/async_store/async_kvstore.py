@@ -232,7 +232,7 @@ class AsyncKVStore(KVStore):
         """Not in this store. Raises Unsupported."""
         self._lacks("row_sparse_pull")
 
-    def compile(self, key: Any, value: Any = None, out: Any = None) -> NoReturn:
+    def capture(self, key: Any, value: Any = None, out: Any = None) -> NoReturn:
         """Not in this store, whose calls are not those of all ranks. Raises Unsupported."""
         self._lacks("compile")
 
@@ -500,7 +500,7 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
         "placement": config.placement != "auto",
         "kernels": config.kernels != "numpy",
         "deterministic": config.deterministic,
-        "check": not config.check,
+        "verify_calls": not config.verify_calls,
         "compression": given["compression"] is not None,
     }
     if refused := [name for name, other in asked.items() if other]:

@@ -106,7 +106,7 @@ class Checkpoints:
         """Prepare; but where ranks do not tell each other of what that raises, leave it to where they do, as a file may
         be unreadable on one of them alone.
         """
-        if self._agreement.check:
+        if self._agreement.verifies:
             return prepare(path)
         call = Call(verb, 0, repr(path))
 

@@ -89,15 +89,15 @@ class CallReport(NamedTuple):
 class Agreement:
     """Compares the ranks' calls."""
 
-    def __init__(self, transport: Transport, group: ProcessGroup, board: StatusBoard, check: bool) -> None:
-        self._transport, self._group, self._board, self.check = transport.control, group, board, check
+    def __init__(self, transport: Transport, group: ProcessGroup, board: StatusBoard, verifies: bool) -> None:
+        self._transport, self._group, self._board, self.verifies = transport.control, group, board, verifies
         self.calls = 0
         self._numbers, self._one_each = np.zeros(group.size, np.int64), (1,) * group.size
 
     def begin(self, call: Call, send_ready: bool = False) -> None:
         """Wait for every rank to make the same call. Also a fence.
 
-        ``send_ready``: the outbox holds what this call sends first.
+        ``send_ready``: the send buffer holds what this call sends first.
 
         Raises:
             RankMismatch: ranks made different calls.
@@ -106,7 +106,7 @@ class Agreement:
         """
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if not self.check:
+        if not self.verifies:
             self._transport.fence(send_ready)
         elif not self._transport.agree(call.token, send_ready):
             _, some_have_left = self._settle(call)
@@ -123,7 +123,7 @@ class Agreement:
         """Tell the other ranks that this one cannot make its call, and raise why."""
         self.calls += 1
         self._board.write(self.calls, call.note)
-        if self.check:
+        if self.verifies:
             self._tell_failure(call, error)
         if isinstance(error, MemoryError):
             self.name(call, error)

@@ -42,11 +42,11 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, comm: Any = None, ranks_per_host: int = 0, timeout: float = 60.0, *, insists: bool = False
+        self, comm: Any = None, simulate_ranks_per_host: int = 0, timeout: float = 60.0, *, insists: bool = False
     ) -> None:
         """Collective over ``comm``; without one, the group is this process alone.
 
-        With ``ranks_per_host`` other than 0 it believes that no host has more ranks: a larger one is split into
+        With ``simulate_ranks_per_host`` other than 0 no host is taken to have more ranks: a larger one is split into
         several, which share nothing. Where MPI divides the ranks of one machine, ``insists`` has them share memory.
 
         Raises:
@@ -67,17 +67,17 @@ class ProcessGroup:
         self.host_comm: Any = None
         self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
         if self.comm:
-            self._join_hosts(ranks_per_host, insists)
+            self._join_hosts(simulate_ranks_per_host, insists)
         else:
             self.host_cores = len(os.sched_getaffinity(0))
             self.local_rank, self.hosts, self.host_ranks = 0, (present().host,), (0,)
 
-    def _join_hosts(self, ranks_per_host: int, insists: bool) -> None:
+    def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
         machine = self._join_machine(insists)
         # A launcher may bind each rank to cores of its own.
         cores = len(set().union(*machine.allgather(os.sched_getaffinity(0))))
         # Also where all stay together: a rank whose settings are bad has defaults here, and calls the same collectives.
-        part = machine.rank // ranks_per_host if ranks_per_host else 0
+        part = machine.rank // simulate_ranks_per_host if simulate_ranks_per_host else 0
         self.host_comm = machine.Split(part, key=self.rank)
         self.host_cores = cores * self.host_comm.size // machine.size
         machine.Free()
@@ -226,7 +226,7 @@ def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[
     """
     counts = Counter(firsts[leader] for leader in leaders)
     first, hosts = counts.most_common(1)[0]
-    way, known = "shm" if hosts == len(leaders) else "hosts", dividing_variables()
+    way, known = "shm" if hosts == len(leaders) else "hierarchical", dividing_variables()
     cause = f"; set here, and known to cause this: {', '.join(known)}" if known else ""
     return (
         f"MPI takes the {firsts.count(first)} ranks on {machines[first].split()[0]} for ranks of {hosts} hosts, so "
@@ -251,7 +251,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         Stalled: not all ranks have come.
     """
     if present().world is not None or hasattr(comm, "library"):
-        return ProcessGroup(_simulated(comm), config.ranks_per_host, config.timeout)
+        return ProcessGroup(_simulated(comm), config.simulate_ranks_per_host, config.timeout)
     _check_communicator(comm)
     launch = launch_of()
     if comm is None:
@@ -267,8 +267,8 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         _check_forked()
         if config.abort:
             abort_on_exception(mpi)
-    insists = config.transport in ("hosts", "shm")
-    group = ProcessGroup(world, config.ranks_per_host, config.timeout, insists=insists)
+    insists = config.transport in ("hierarchical", "shm")
+    group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, insists=insists)
     if launch is not None and (directory := run_directory()):
         # A rank that is killed cannot tell which files it shares, and the launcher may not have seen them.
         (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))

@@ -13,7 +13,7 @@ lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 
 Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``. ``auto``, with the
 option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere. ``fp16`` and ``bf16`` take
-``both_directions=True``, too.
+``compress_pull=True``, too.
 
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
@@ -59,7 +59,7 @@ from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
-from .modes import Auto, BothDirections
+from .modes import Auto, CompressedPull
 from .options import checked
 from .topk import TopK
 
@@ -67,7 +67,7 @@ __all__ = [
     "LARGEST",
     "Auto",
     "Bfloat16",
-    "BothDirections",
+    "CompressedPull",
     "ErrorFeedback",
     "Float16",
     "LowRank",
@@ -104,7 +104,7 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
     _KINDS[name] = kind
 
 
-def create(compression: Any) -> Codec | Auto | BothDirections | None:
+def create(compression: Any) -> Codec | Auto | CompressedPull | None:
     """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
 
     Raises:
@@ -121,7 +121,7 @@ def create(compression: Any) -> Codec | Auto | BothDirections | None:
         return None
     if isinstance(compression, str):
         compression = {"type": compression}
-    if isinstance(compression, (Auto, BothDirections)):
+    if isinstance(compression, (Auto, CompressedPull)):
         return compression
     if not isinstance(compression, Mapping):
         return checked(compression, _WANTED)
@@ -132,16 +132,16 @@ def create(compression: Any) -> Codec | Auto | BothDirections | None:
     if compression["type"] == "auto":
         return _auto(**compression)
     compression = dict(compression)
-    both = compression.pop("both_directions", False)
+    both = compression.pop("compress_pull", False)
     codec = _named(**compression)
-    return BothDirections(codec) if check_switch("both_directions", both) else codec
+    return CompressedPull(codec) if check_switch("compress_pull", both) else codec
 
 
 # In both, ``type`` is MXNet's name in the dict that is unpacked here.
 def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
     check_names("option of compression 'auto'", unknown, ["codec"])
     meant = create(codec)
-    if meant is None or isinstance(meant, (Auto, BothDirections)):
+    if meant is None or isinstance(meant, (Auto, CompressedPull)):
         raise ConfigError(f"auto chooses between a codec and none, and codec={codec!r} is no codec")
     return Auto(meant)
 
@@ -151,7 +151,7 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     if kind is None:
         raise ConfigError(known_names("compression", type, [*_KINDS, "auto"]))
     check_switch("error_feedback", error_feedback)
-    known = [*inspect.signature(kind).parameters, "error_feedback", "both_directions"]
+    known = [*inspect.signature(kind).parameters, "error_feedback", "compress_pull"]
     check_names(f"option of compression {type!r}", options, known)
     codec = checked(kind(**options), _WANTED)
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

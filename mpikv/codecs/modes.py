@@ -10,7 +10,7 @@ from ..protocols import Codec
 from .casts import Bfloat16, Float16
 from .options import checked
 
-__all__ = ["Auto", "BothDirections"]
+__all__ = ["Auto", "CompressedPull"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Auto:
 
 
 @dataclass(frozen=True)
-class BothDirections:
+class CompressedPull:
     """What a store is given to pack what it pulls as well as what it pushes. It is no codec itself.
 
     Raises:
@@ -36,17 +36,17 @@ class BothDirections:
 
     Example:
         >>> from mpikv import codecs
-        >>> codecs.create({"type": "bf16", "both_directions": True})
-        BothDirections(codec=ErrorFeedback(Bfloat16()))
+        >>> codecs.create({"type": "bf16", "compress_pull": True})
+        CompressedPull(codec=ErrorFeedback(Bfloat16()))
     """
 
     codec: Codec
 
     def __post_init__(self) -> None:
-        checked(self.codec, "BothDirections takes a codec (see mpikv.protocols)")
+        checked(self.codec, "CompressedPull takes a codec (see mpikv.protocols)")
         if not isinstance(_innermost(self.codec), (Float16, Bfloat16)):
             raise Unsupported(
-                f"both_directions is for fp16 and bf16, and not for {self.codec.settings()}: a threshold, or a number "
+                f"compress_pull is for fp16 and bf16, and not for {self.codec.settings()}: a threshold, or a number "
                 "of elements, that fits gradients says nothing of changes of values, and ranks would go on with values "
                 "that are far from the owners'; leave it out, or choose one of those"
             )

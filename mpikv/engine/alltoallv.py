@@ -123,7 +123,7 @@ class Alltoallv:
     ) -> Sequence[Array]:
         """Send so many bytes to each rank, or to all, from some byte on; where a part ends, anything."""
         rank, at = self._transport.rank, 0
-        send = self._transport.send_buffers[self._transport.turn][: sum(counts)]
+        send = self._transport.send_buffers[self._transport.slot][: sum(counts)]
         places: list[tuple[Array, int, Array]] = []
         for to, (part, begin, count) in enumerate(zip(parts, begins, counts, strict=True)):
             message, start = send[at : at + count], -begin

@@ -215,7 +215,7 @@ class RangeCompression:
         self._total = zeros(2 * transport.limit).view(np.float32)
         if not self._memory.is_host:
             # The first exchange may take memory, too, and makes the ways: here nothing is lost if it fails.
-            transport.all_to_all(transport.send_buffers[transport.turn][:_HEADER], None)
+            transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
         messages = plan.memo.get("messages")
@@ -250,7 +250,7 @@ class RangeCompression:
             more, mine = False, _said(position, len(layers))
             for message in messages:
                 self._write(message, gradient, residual, mine)
-                send = self._transport.send_buffers[self._transport.turn][: message.nbytes]
+                send = self._transport.send_buffers[self._transport.slot][: message.nbytes]
                 for rank, part in enumerate(self._transport.all_to_all(send, message.counts)):
                     said = part[0] if told is None else _said(position, told[rank])
                     more |= bool(said & _MORE)
@@ -277,8 +277,8 @@ class RangeCompression:
         return gradient
 
     def _write(self, message: _Message, gradient: Array | None, residual: Array | None, said: int) -> None:
-        """Pack what the gradient has of a message into the outbox."""
-        send = self._transport.send_buffers[self._transport.turn]
+        """Pack what the gradient has of a message into the send buffer."""
+        send = self._transport.send_buffers[self._transport.slot]
         for at in message.headers if self._memory.is_host else ():
             send[at] = said
         if gradient is None:
@@ -412,7 +412,7 @@ class ValueCompression:
             terms = self._transport.allreduce(send, recv)
             if terms[0] is not recv:
                 self._add(terms, 0, recv.size, recv)
-        if self._transport.lends:
+        if self._transport.single_copy:
             self._transport.fence()  # the codec may change what it has given
         return total
 

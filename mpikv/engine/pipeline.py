@@ -112,7 +112,7 @@ class Pipeline:
         anywhere.
         """
         self._push(plan, sources, steps, confirm)
-        if plan.lends:
+        if plan.single_copy:
             self._transport.fence()
 
     def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
@@ -214,12 +214,12 @@ class Pipeline:
         return bucket.reduce(self._pack(bucket, sources) if send is None else send, bucket.total)
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
-        """Prepare this rank's contribution to a bucket: in the outbox, or where it lies when the transport would copy
-        it anyway.
+        """Prepare this rank's contribution to a bucket: in the send buffer, or where it lies when the transport would
+        copy it anyway.
         """
         if bucket.direct and (whole := self._in_place(bucket, sources)) is not None:
             return whole
-        turn = self._transport.turn
+        turn = self._transport.slot
         send = bucket.sends[turn]
         if not bucket.dense:
             send.fill(0)

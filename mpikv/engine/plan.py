@@ -176,9 +176,9 @@ class Plan:
         return plain and bool(self.buckets) and not self.buckets[0].direct
 
     @cached_property
-    def lends(self) -> bool:
+    def single_copy(self) -> bool:
         """Whether other ranks may read a caller's array where it lies, until the next fence."""
-        lends = self.planner.transport.lends and not self.planner.compressed
+        lends = self.planner.transport.single_copy and not self.planner.compressed
         return lends and any(bucket.direct for bucket in self.buckets)
 
     @cached_property
@@ -360,7 +360,7 @@ class Planner:
     @cached_property
     def adding(self) -> bool:
         """Whether kernels may make the last addition of a sum: the addends are here, and added from left to right."""
-        here = self.transport.neighbours > 1 and not self.compressed
+        here = self.transport.local_size > 1 and not self.compressed
         return here and (self.transport.size == 2 or not self.in_pairs)
 
     @cached_property
@@ -415,19 +415,19 @@ class Planner:
             total=total,
             updates=tuple(each),
             joint_updates=joint,
-            sends=tuple(outbox[:nbytes].view(dtype) for outbox in self.transport.send_buffers),
+            sends=tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers),
             items=_items(pieces, entries),
             shapes=tuple(entries[piece.item].shape for piece in pieces),
             direct=len(pieces) == 1 and self._may_be_direct(nbytes),
             exact=None if block.exact is None else block.exact[where],
-            buffer=None if block.buffers is None else block.buffers[self.transport.place][where],
+            buffer=None if block.buffers is None else block.buffers[self.transport.local_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
             reduce=self.placement.bind_reduce(shard),
             publish=self.placement.bind_publish(shard, value),
         )
 
     def _may_be_direct(self, nbytes: int) -> bool:
-        return self.transport.neighbours == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
+        return self.transport.local_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
 
     def _total(self, block: Block, start: int, shard: Shard, dense: bool) -> Array:
         own = slice(start + shard.low, start + shard.high)
@@ -436,7 +436,7 @@ class Planner:
             # Taking its memory where nothing is owned would take it for nothing.
             return block.sums[own] if shard.high > shard.low else self.scratch[:0].view(dtype)
         # What lies between the pieces is no business of this call.
-        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.neighbours > 1):
+        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.local_size > 1):
             return block.updated[own]
         return self.scratch[: (shard.high - shard.low) * dtype.itemsize].view(dtype)
 
@@ -444,7 +444,7 @@ class Planner:
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
         """Yield what this rank owns of the ranges."""
-        again = self.transport.neighbours > 1 and not np.may_share_memory(total, block.updated)
+        again = self.transport.local_size > 1 and not np.may_share_memory(total, block.updated)
         # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
         for item, low, high in _owned(ranges, shard):

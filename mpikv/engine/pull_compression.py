@@ -89,7 +89,7 @@ class PullCompression:
             transport.all_gather(message, [last - first for first, last in pairwise(places)])
         if self._on_host and any(message[places[rank]] for rank in owners):
             return False
-        if transport.place == 0:  # neighbours share the values
+        if transport.local_rank == 0:  # neighbours share the values
             if assigned:
                 for run in joined(bucket.pieces):
                     bucket.value[run.low : run.high] = 0

@@ -137,7 +137,7 @@ class GpuOrder:
         if self._gpu.capturing():
             raise Unsupported(
                 "the present stream is captured, and what a store does to arrays is no part of a graph of one's own; "
-                "call it before or after the capture, or see kv.compile, which makes a graph of a pushpull"
+                "call it before or after the capture, or see kv.capture, which makes a graph of a pushpull"
             )
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -28,7 +28,7 @@ class Transport(Protocol):
     that stay in the cache. A rank that receives nothing gets anything.
 
     A rank's own term may be a view of its ``send``, which it must not change before it has added the terms, and where
-    the transport :attr:`lends`, not before the next fence, agreement or exchange either.
+    the transport has :attr:`single_copy`, not before the next fence, agreement or exchange either.
 
     Sums are made in the dtype of ``recv``, which is the dtype of ``send`` or, for half precision, float32. The sum of
     booleans is their logical or; integers wrap.
@@ -51,27 +51,27 @@ class Transport(Protocol):
     shared: bool
     """Whether :meth:`allocate` returns the same memory to every rank, of which there are several. Then one rank's
     writes are seen by all after a fence."""
-    neighbours: int
+    local_size: int
     """How many ranks share what :meth:`allocate` returns, this one included; the largest such number where it differs,
     so that it is the same on every rank. From 2 on, :meth:`reduce` and :meth:`reduce_scatter` return two terms or
     more, and ranks must not update the same elements."""
-    place: int
+    local_rank: int
     """This rank's number among those that share its allocated memory, from 0."""
-    lends: bool
-    """Whether other ranks may read a ``send`` that is not in the outbox where it lies, after the sum has returned."""
+    single_copy: bool
+    """Whether other ranks may read a ``send`` where it lies, outside of send buffers, after the sum has returned."""
     limit: int
     """The largest message of :meth:`reduce`, :meth:`allreduce` and :meth:`reduce_scatter`, in bytes of ``send``."""
 
     @property
     def send_buffers(self) -> tuple[Array, ...]:
         """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum, or an
-        all_to_all, whose ``send`` is the beginning of the outbox whose turn it is saves a copy.
+        all_to_all, whose ``send`` is the beginning of ``send_buffers[slot]`` saves a copy.
         """
         ...
 
     @property
-    def turn(self) -> int:
-        """The index of the outbox for the next sum or all_to_all, and only that one."""
+    def slot(self) -> int:
+        """The index of the send buffer for the next sum or all_to_all, and only that one."""
         ...
 
     def allocate(self, nbytes: int) -> Array:
@@ -112,7 +112,7 @@ class Transport(Protocol):
         """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, is rank r's. In place.
 
         It is the same range of allocated memory on every rank, or private memory on every rank. Of memory that
-        neighbours share, nobody may still read what the last fence has shown.
+        ranks share, nobody may still read what the last fence has shown.
         """
         ...
 
@@ -129,7 +129,7 @@ class Transport(Protocol):
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.
 
-        With ``send_ready``, the same on ranks of the same token, the outbox whose turn it is holds the ``send`` of the
+        With ``send_ready``, the same on ranks of the same token, ``send_buffers[slot]`` holds the ``send`` of the
         sum that comes next if all agree. Then that sum need not wait for the others once more.
 
         Raises :class:`~mpikv.errors.Stalled` on the ranks that wait when another does not come before the deadline.

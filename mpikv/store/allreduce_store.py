@@ -93,7 +93,7 @@ class AllReduce(Wrapped):
                     f"{unknown[0]!r} was not summed or broadcast since the store was made, or deleted"
                 )
         except Exception as error:
-            self.refuse(error, "delete")
+            self.raise_on_all_ranks(error, "delete")
         self._store.delete(key)
         for name in names:
             del self._known[name]
@@ -106,7 +106,9 @@ class AllReduce(Wrapped):
         self._store.__exit__(*failure)
 
     def _cannot(self, verb: str) -> NoReturn:
-        self.refuse(Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has"), verb)
+        self.raise_on_all_ranks(
+            Unsupported(f"the store {self.type!r} keeps no values and has no {verb}; 'dist_sync' has"), verb
+        )
 
     def _called(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
         try:
@@ -127,7 +129,7 @@ class AllReduce(Wrapped):
         try:
             changed = self._apart(key, value, self._known)
         except Exception as error:
-            self.refuse(error, verb)
+            self.raise_on_all_ranks(error, verb)
         if changed:
             self._store.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
             self._known.update(changed)

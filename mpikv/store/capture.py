@@ -29,7 +29,7 @@ from ..verbs.renewed import Renewed
 from ..verbs.row_arguments import Brought
 from .door import Door, State
 
-__all__ = ["Compiled", "Fixed", "prepare_capture"]
+__all__ = ["CapturedStep", "Fixed", "prepare_capture"]
 
 # How a call is made, as ranks that disagree are told.
 _PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
@@ -74,7 +74,7 @@ class _Known:
         return alike and (self.table is None or self.table.fits(steps.each[0]))
 
 
-class Compiled:
+class CapturedStep:
     """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.compile`, and
     called without arguments.
 
@@ -131,7 +131,7 @@ class Compiled:
 
     def __repr__(self) -> str:
         state = "captured" if self.captured else f"not captured: {self.reason}"
-        return f"<mpikv.Compiled #{self._number} {state}>"
+        return f"<mpikv.CapturedStep #{self._number} {state}>"
 
     def _prepare(self) -> PreparedCall:
         """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
@@ -164,7 +164,7 @@ class Compiled:
         """Add to what is compared which of the store's it is, and how it is made."""
         known, same, described = self._told
         if described is None or call is not known or how != same:
-            described = add_text(call, f"compiled step #{self._number}, {how}")
+            described = add_text(call, f"captured step #{self._number}, {how}")
             self._told = call, how, described
         return described
 

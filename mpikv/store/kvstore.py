@@ -28,7 +28,7 @@ from ..sparse.rows import Rows
 from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.control import ControlVerbs, check_head
-from .capture import Compiled, prepare_capture
+from .capture import CapturedStep, prepare_capture
 from .door import Door, State, show_keys
 from .plugins import KVStoreBase
 from .scope import Scope
@@ -100,7 +100,7 @@ class KVStore(KVStoreBase):
         self._group, self._board, self._transport, self._config = group, board, transport, config
         self._type, self._root, self._found = name, root, found
         self._memory, self._quiet = transport.memory, quiet()
-        self._agreement = Agreement(transport, group, board, config.check)
+        self._agreement = Agreement(transport, group, board, config.verify_calls)
         placement = self._placement or config.placement
         found_codec = partial(find_codec, kernels=config.kernels) if kernels is None else kernels.codec
         rules = kernels or find_kernels(config.kernels)
@@ -114,7 +114,7 @@ class KVStore(KVStoreBase):
         self._has_stream = self._order.needed
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
         self._door = Door(self._agreement, self._memory, board, group.rank, self._pending, self.abandon)
-        self._compiled = 0
+        self._captured = 0
         open_stores().append(self)
 
     # --- Facts
@@ -161,7 +161,7 @@ class KVStore(KVStoreBase):
 
     @property
     def transport(self) -> str:
-        """How bytes move: ``local``, ``shm``, ``hosts`` or ``mpi``."""
+        """How bytes move: ``local``, ``shm``, ``hierarchical`` or ``mpi``."""
         return self._transport.name
 
     @property
@@ -414,7 +414,7 @@ class KVStore(KVStoreBase):
         call = self._collective if wait is True else self._way_of("pushpull", wait)
         return call("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
 
-    def compile(self, key: Any, value: Any = None, out: Any = None) -> Compiled:
+    def capture(self, key: Any, value: Any = None, out: Any = None) -> CapturedStep:
         """Return a function without arguments that makes the same :meth:`pushpull` at each call.
 
         Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
@@ -431,7 +431,7 @@ class KVStore(KVStoreBase):
             out: as in :meth:`pushpull`: the memory that is written.
 
         Returns:
-            A :class:`Compiled`, which returns what ``pushpull`` would.
+            A :class:`CapturedStep`, which returns what ``pushpull`` would.
 
         Raises:
             KeyNotInitialized, ValueMismatch, RankMismatch, PeerFailed: as in :meth:`pushpull`.
@@ -442,7 +442,7 @@ class KVStore(KVStoreBase):
             >>> weight, gradient = np.zeros(2), np.ones(2)
             >>> kv.init("w", weight)
             >>> kv.set_optimizer("sgd", learning_rate=1.0)
-            >>> step = kv.compile("w", gradient, out=weight)
+            >>> step = kv.capture("w", gradient, out=weight)
             >>> step()
             array([-1., -1.])
             >>> gradient[0] = 3
@@ -452,12 +452,12 @@ class KVStore(KVStoreBase):
             (False, 'the store is on the host')
         """
         given = self._collective("compile", partial(prepare_capture, self._verbs), key, value, out)
-        number, self._compiled = self._compiled, self._compiled + 1
+        number, self._captured = self._captured, self._captured + 1
 
         def make(verb: str, prepare: Callable[[], PreparedCall]) -> Any:
             return self._collective(verb, prepare)  # looked up at each call: tracing puts a clock around it
 
-        return Compiled(given, number, make, self._door, self._verbs, self._exchange, self._agreement)
+        return CapturedStep(given, number, make, self._door, self._verbs, self._exchange, self._agreement)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.
@@ -639,7 +639,7 @@ class KVStore(KVStoreBase):
         """
         self._collective("barrier", self._control.barrier)
 
-    def agree(self, text: str, verb: str = "agree") -> None:
+    def check_equal(self, text: str, verb: str = "check_equal") -> None:
         """Compare a text with those of the other ranks: settings, say, that must be the same. Collective.
 
         Args:
@@ -651,29 +651,29 @@ class KVStore(KVStoreBase):
 
         Example:
             >>> import mpikv
-            >>> mpikv.create().agree("dropout 0.1")
+            >>> mpikv.create().check_equal("dropout 0.1")
         """
-        self._collective(verb, lambda: self._control.agree(text, verb))
+        self._collective(verb, lambda: self._control.check_equal(text, verb))
 
-    def vote(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether any rank passed True. Collective.
 
         Example:
             >>> import mpikv
-            >>> mpikv.create().vote(False)
+            >>> mpikv.create().any_rank(False)
             False
         """
         if self.size == 1:
-            self._door.check_open("vote")
+            self._door.check_open("any_rank")
             return bool(flag)
-        return bool(self._collective("vote", lambda: self._control.vote(flag)))
+        return bool(self._collective("any_rank", lambda: self._control.any_rank(flag)))
 
     @hiding_frames
-    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
         """Raise an error of this rank in place of the next call, so that the others need not wait for it.
 
         Collective, with any call of the other ranks: those raise ``PeerFailed`` with the text of the error, and all may
-        go on. With ``check=False`` they are not told.
+        go on. With ``verify_calls=False`` they are not told.
 
         Args:
             error: what this rank raises. An error of Python's or of this package is given the rank in its message.
@@ -681,7 +681,7 @@ class KVStore(KVStoreBase):
 
         Example:
             >>> import mpikv
-            >>> mpikv.create().refuse(ValueError("no more data"), "load")
+            >>> mpikv.create().raise_on_all_ranks(ValueError("no more data"), "load")
             Traceback (most recent call last):
             ValueError: load: no more data
         """
@@ -789,13 +789,13 @@ class KVStore(KVStoreBase):
         every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
         feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
         float32. ``init``, ``set`` and ``broadcast`` are never compressed, and what is pulled only with
-        ``both_directions``. Residuals start at zero, and do so again after this call, ``delete`` and ``init(...,
+        ``compress_pull``. Residuals start at zero, and do so again after this call, ``delete`` and ``init(...,
         overwrite=True)``; a push that fails leaves them as they were.
 
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
                 ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
-                codec; or None, which turns compression off. With ``"both_directions": True`` in a dict of ``fp16`` or
+                codec; or None, which turns compression off. With ``"compress_pull": True`` in a dict of ``fp16`` or
                 ``bf16``, float32 values that travel in a pull do so as well packed; ranks then hold rounded values, all
                 the same, and their owners update exact ones. ``auto``, with the option ``codec`` (default ``bf16``),
                 sends some messages with and without the codec now, and takes it if they were faster. Where all ranks
@@ -805,7 +805,7 @@ class KVStore(KVStoreBase):
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.
             TypeError: an argument is of a wrong type.
-            Unsupported: ``both_directions`` with another codec.
+            Unsupported: ``compress_pull`` with another codec.
             MemoryError: there is too little memory for packed values; the store was not changed.
             RankMismatch: ranks gave other settings.
 
@@ -1006,7 +1006,7 @@ class KVStore(KVStoreBase):
 
         Raises:
             RankMismatch: the working ranks made different calls, or one that a rank without work cannot take part in.
-            Unsupported: the store does not compare calls (``check=False``), so that it cannot tell.
+            Unsupported: the store does not compare calls (``verify_calls=False``), so that it cannot tell.
 
         Example:
             >>> import mpikv, numpy as np
@@ -1017,8 +1017,10 @@ class KVStore(KVStoreBase):
             ...         kv.push("w", np.ones(2))
         """
         self._door.check_free("join")
-        if not self._config.check:
-            raise Unsupported("join: the store was created with check=False and cannot tell which ranks have work")
+        if not self._config.verify_calls:
+            raise Unsupported(
+                "join: the store was created with verify_calls=False and cannot tell which ranks have work"
+            )
         self._pending.drain()
         self._order.rejoin()
         self._door.enter_join()
@@ -1153,7 +1155,7 @@ class KVStore(KVStoreBase):
     def _way_of(self, verb: str, wait: object) -> Callable[..., Any]:
         """Return the way of a call that may not be waited for."""
         if not isinstance(wait, (bool, np.bool_)):
-            self.refuse(TypeError(f"wait={wait!r} is neither True nor False"), verb)
+            self.raise_on_all_ranks(TypeError(f"wait={wait!r} is neither True nor False"), verb)
         return self._collective if wait else self._issue
 
     def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
@@ -1162,11 +1164,11 @@ class KVStore(KVStoreBase):
         if not self._group.threads:
             raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
         if self._joining:
-            self.refuse(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
+            self.raise_on_all_ranks(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         try:
             issue = self._order.issue()
         except Unsupported as error:
-            self.refuse(error, verb)
+            self.raise_on_all_ranks(error, verb)
         key, work = arguments[0], partial(self._collective, verb, prepare, *arguments)
         rejoin = None
         if issue is not None:

@@ -146,17 +146,17 @@ class KVStoreBase:
         """Take the state that :meth:`save_optimizer_states` wrote. Collective."""
         self._cannot("load_optimizer_states")
 
-    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
         """Raise an error of this rank, in place of the next call of the others, where they can be told. Collective."""
         raise error
 
-    def agree(self, text: str, verb: str = "agree") -> None:
+    def check_equal(self, text: str, verb: str = "check_equal") -> None:
         """Compare a text with the other ranks', where the store can. Collective."""
 
-    def vote(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Return whether a rank passed True. Collective."""
         if self.num_workers > 1:
-            self._cannot("vote")
+            self._cannot("any_rank")
         return flag
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ class Scope(Wrapped):
         return self._store.buffer(self._checked("buffer", key))
 
     def _cannot(self, verb: str) -> NoReturn:
-        self.refuse(
+        self.raise_on_all_ranks(
             Unsupported(f"a store has one updater and one codec for all of its scopes; {verb} is its own"), verb
         )
 
@@ -151,7 +151,7 @@ class Scope(Wrapped):
         try:
             return self._named(key)
         except TypeError as error:
-            self.refuse(error, verb)
+            self.raise_on_all_ranks(error, verb)
 
     def _named(self, key: Any) -> Any:
         if isinstance(key, str):

@@ -77,16 +77,16 @@ class Wrapped(KVStoreBase):
 
     _barrier = barrier
 
-    def agree(self, text: str, verb: str = "agree") -> None:
+    def check_equal(self, text: str, verb: str = "check_equal") -> None:
         """As :meth:`mpikv.KVStore.agree`. Collective."""
-        self._store.agree(text, verb)
+        self._store.check_equal(text, verb)
 
-    def vote(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """As :meth:`mpikv.KVStore.vote`. Collective."""
-        return bool(self._store.vote(flag))
+        return bool(self._store.any_rank(flag))
 
     @hiding_frames
-    def refuse(self, error: Exception, verb: str = "refuse") -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
         """As :meth:`mpikv.KVStore.refuse`. Collective."""
-        self._store.refuse(error, verb)
+        self._store.raise_on_all_ranks(error, verb)
         raise error  # never reached: the call has raised it

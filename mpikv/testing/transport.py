@@ -66,9 +66,9 @@ class TransportContract:
         assert (transport.rank, transport.size) == ((comm.rank, comm.size) if comm else (0, 1))
         assert transport.limit == self.limit
         assert isinstance(transport.name, str)
-        assert transport.shared is (transport.neighbours > 1 and transport.neighbours == transport.size)
-        assert 0 <= transport.place < transport.neighbours <= transport.size
-        assert transport.neighbours > 1 or not transport.lends
+        assert transport.shared is (transport.local_size > 1 and transport.local_size == transport.size)
+        assert 0 <= transport.local_rank < transport.local_size <= transport.size
+        assert transport.local_size > 1 or not transport.single_copy
 
     def test_sends_may_be_changed_soon(self, transport: Transport) -> None:
         """At once, or after a fence where other ranks may still read them."""
@@ -79,18 +79,18 @@ class TransportContract:
                     time.sleep(1e-3)
                 exchange.terms = transport.allreduce(exchange.send, exchange.recv)
                 exchange.expect(exchange.sum)
-                if transport.lends:
+                if transport.single_copy:
                     transport.fence()
                 exchange.spoil()
 
     def test_neighbours(self, comm: Any) -> None:
         group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
-        told = [json.loads(text) for text in group.gather(json.dumps([transport.neighbours, transport.place]))]
+        told = [json.loads(text) for text in group.gather(json.dumps([transport.local_size, transport.local_rank]))]
         sharing = sharers(group, transport)
         assert len({neighbours for neighbours, _ in told}) == 1, "decisions that follow from it differ between ranks"
         assert [told[rank][1] for rank in sharing] == list(range(len(sharing)))
-        assert transport.neighbours >= len(sharing)
+        assert transport.local_size >= len(sharing)
         transport.close()
         group.close()
 
@@ -138,7 +138,7 @@ class TransportContract:
                     low = sum(counts[: transport.rank])
                     with Exchange(transport, dtype, size, seed=2, received=counts[transport.rank]) as exchange:
                         exchange.terms = transport.reduce_scatter(exchange.send, exchange.recv, counts)
-                        assert transport.neighbours == 1 or len(exchange.terms) > 1
+                        assert transport.local_size == 1 or len(exchange.terms) > 1
                         exchange.expect(exchange.sum[low : low + counts[transport.rank]])
 
     def test_all_to_all(self, transport: Transport) -> None:
@@ -158,13 +158,13 @@ class TransportContract:
             for part, send in zip(parts, sends, strict=True):
                 assert_same(read(transport, part), send)
 
-    def prepared(self, transport: Transport, sends: Sequence[Array], in_outbox: bool) -> Array:
-        """Return what this rank sends, in the outbox or in memory that may not be written."""
+    def prepared(self, transport: Transport, sends: Sequence[Array], in_send_buffer: bool) -> Array:
+        """Return what this rank sends, in the send buffer or in memory that may not be written."""
         send = sends[transport.rank]
-        if in_outbox:
-            outbox = transport.send_buffers[transport.turn][: send.size]
-            write(transport, outbox, send)
-            return outbox
+        if in_send_buffer:
+            send_buffer = transport.send_buffers[transport.slot][: send.size]
+            write(transport, send_buffer, send)
+            return send_buffer
         send.flags.writeable = False
         return placed(transport, send)
 
@@ -195,7 +195,7 @@ class TransportContract:
                     assert_same(read(transport, buffer), whole)
                     check()
 
-    def test_sends_may_be_the_outbox_or_not(self, transport: Transport) -> None:
+    def test_sends_may_be_the_send_buffer_or_not(self, transport: Transport) -> None:
         dtype = np.dtype(np.float32)
         for number in range(12):
             prepared = (number + transport.rank) % 2 == 0
@@ -255,10 +255,10 @@ class TransportContract:
         if verb != "reduce" or transport.rank == root:
             exchange.expect(exchange.sum)
 
-    def test_an_outbox_may_remain_unused(self, transport: Transport) -> None:
-        write(transport, transport.send_buffers[transport.turn], np.full(self.limit, 255, np.uint8))
+    def test_a_send_buffer_may_remain_unused(self, transport: Transport) -> None:
+        write(transport, transport.send_buffers[transport.slot], np.full(self.limit, 255, np.uint8))
         with Exchange(transport, np.dtype(np.int64), 33, seed=5, prepared=False) as exchange:
-            write(transport, transport.send_buffers[transport.turn], np.full(self.limit, 255, np.uint8))
+            write(transport, transport.send_buffers[transport.slot], np.full(self.limit, 255, np.uint8))
             exchange.terms = transport.allreduce(exchange.send, exchange.recv)
             exchange.expect(exchange.sum)
 
@@ -307,7 +307,7 @@ class TransportContract:
             assert self.address(transport, memory) % 64 == 0
             assert not read(transport, memory).any()
             transport.fence()
-            if transport.place == 0:
+            if transport.local_rank == 0:
                 write(transport, memory, np.full(nbytes, len(blocks) + 1, np.uint8))
             blocks.append(memory)
         transport.fence()
@@ -451,7 +451,7 @@ class Exchange:
         self._transport = transport
         self.recv, self._check = guarded(transport, accumulator(dtype), size if received is None else received)
         if prepared or (prepared is None and seed % 2):
-            self.send = transport.send_buffers[transport.turn][: size * dtype.itemsize].view(dtype)
+            self.send = transport.send_buffers[transport.slot][: size * dtype.itemsize].view(dtype)
             write(transport, self.send, self._original)
             self._private = False
         else:
@@ -513,7 +513,7 @@ def placed(transport: Transport, content: Array) -> Array:
 
 def sharers(group: ProcessGroup, transport: Transport) -> Sequence[int]:
     """Return the ranks that share this rank's allocated memory."""
-    return group.host_ranks if transport.neighbours > 1 else (transport.rank,)
+    return group.host_ranks if transport.local_size > 1 else (transport.rank,)
 
 
 def dtypes() -> list[np.dtype[Any]]:

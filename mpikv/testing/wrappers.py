@@ -19,7 +19,11 @@ class Wrapper:
         self._transport = transport
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.shared, self.limit = transport.shared, transport.limit
-        self.neighbours, self.place, self.lends = transport.neighbours, transport.place, transport.lends
+        self.local_size, self.local_rank, self.single_copy = (
+            transport.local_size,
+            transport.local_rank,
+            transport.single_copy,
+        )
         self.memory = transport.memory
 
     def before(self, call: str) -> None:
@@ -40,8 +44,8 @@ class Wrapper:
         return self._transport.send_buffers
 
     @property
-    def turn(self) -> int:
-        return self._transport.turn
+    def slot(self) -> int:
+        return self._transport.slot
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         self.before("reduce")

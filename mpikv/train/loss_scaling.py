@@ -173,9 +173,9 @@ class LossScaler:
             located = list(map(readable, _arrays(gradients)))
             mine = not _are_finite([(array, gpu, array.dtype) for array, gpu in located])
         except Exception as error:
-            kv.refuse(error, "divisor")
+            kv.raise_on_all_ranks(error, "divisor")
             raise  # never reached: the store has raised it
-        overflow, scale = bool(kv.vote(mine)), self.loss_scale
+        overflow, scale = bool(kv.any_rank(mine)), self.loss_scale
         self.record(overflow)
         return None if overflow else scale
 

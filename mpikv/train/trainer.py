@@ -234,7 +234,7 @@ class Trainer:
         self._on_store = self._attempt("start", self._decide_where)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
-        store.agree(
+        store.check_equal(
             f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={self._resumed}"
         )
         apart = self._not_stored()
@@ -341,7 +341,7 @@ class Trainer:
             self._attempt("update", _check_summed, ready)
             steps = self._prepare_steps("update", ready)
             # No sum follows, by which ranks that have gradients of other parameters, or that raised, would be noticed.
-            self._kvstore.agree(f"update {list(ready)} after {self._updates} updates")
+            self._kvstore.check_equal(f"update {list(ready)} after {self._updates} updates")
             self._update("update", ready, steps)
         for parameter in ready.values():
             parameter.mark_used()
@@ -456,7 +456,7 @@ class Trainer:
             return function(*arguments)
         except Exception as error:
             store: KVStoreBase = self._kvstore
-            store.refuse(error, verb)
+            store.raise_on_all_ranks(error, verb)
 
     def _decide_where(self) -> bool:
         """Return whether the store updates the weights."""
@@ -625,7 +625,7 @@ class Trainer:
         if self.optimizer.opaque:
             text += f" steps {list(dict.fromkeys(steps))}"
         if text != self._agreed:
-            self._kvstore.agree(f"{text} after {self._updates} updates")
+            self._kvstore.check_equal(f"{text} after {self._updates} updates")
             self._agreed = text
         return steps
 
@@ -650,7 +650,7 @@ class Trainer:
 
     def _any_overflow(self, verb: str, ready: Mapping[str, Parameter]) -> bool:
         assert self._scaler is not None
-        overflow: bool = self._kvstore.vote(self._attempt(verb, self._scaler.has_overflow, list(ready.values())))
+        overflow: bool = self._kvstore.any_rank(self._attempt(verb, self._scaler.has_overflow, list(ready.values())))
         return overflow
 
     # --- State that is saved here
@@ -659,7 +659,7 @@ class Trainer:
         """Do something in parts, after each of which every rank learns whether one has failed."""
         with closing(parts):
             while (text := self._attempt(verb, next, parts, "")) != "":
-                self._kvstore.agree(text, verb)
+                self._kvstore.check_equal(text, verb)
 
     def _save(self, fname: Any) -> Generator[str]:
         self._check_usable()

@@ -37,13 +37,15 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
     hosts = len(group.hosts)
     where = f"ranks on {hosts} hosts{', as MPI has it' if group.divided else ''}"
     if asked == "shm" and not group.one_host:
-        raise Unsupported(f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hosts'")
-    if asked == "hosts" and group.one_host:
-        raise Unsupported("transport 'hosts' is for several hosts and all ranks are on one; use 'auto' or 'shm'")
-    if asked == "hosts" and config.deterministic:
         raise Unsupported(
-            "transport 'hosts' adds inside of each host first and deterministic=True in an order that no host changes; "
-            "use 'auto' or 'mpi'"
+            f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hierarchical'"
+        )
+    if asked == "hierarchical" and group.one_host:
+        raise Unsupported("transport 'hierarchical' is for several hosts and all ranks are on one; use 'auto' or 'shm'")
+    if asked == "hierarchical" and config.deterministic:
+        raise Unsupported(
+            "transport 'hierarchical' adds inside of each host first and deterministic=True in an order that no host "
+            "changes; use 'auto' or 'mpi'"
         )
     if asked != "auto":
         return asked, "asked for"
@@ -51,7 +53,7 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
         return "shm", "all ranks on one host"
     if config.deterministic:
         return "mpi", f"{where}, whose order of addition must not depend on where they are"
-    return ("mpi" if hosts == group.size else "hosts"), where
+    return ("mpi" if hosts == group.size else "hierarchical"), where
 
 
 def open_transport(
@@ -69,7 +71,7 @@ def open_transport(
         from .shm import ShmTransport
 
         return ShmTransport(group, config.bucket_bytes, waiting, config.single_copy, memory=memory)
-    if name == "hosts":
+    if name == "hierarchical":
         from .hierarchical import HierarchicalTransport
 
         return HierarchicalTransport(group, config.bucket_bytes, waiting, memory=memory)

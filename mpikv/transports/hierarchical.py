@@ -55,15 +55,15 @@ class _Sum(NamedTuple):
 class HierarchicalTransport:
     """The transport of several ranks on each of several hosts."""
 
-    name = "hosts"
-    lends = False
+    name = "hierarchical"
+    single_copy = False
 
     def __init__(self, group: ProcessGroup, limit: int, waiting: Waits, *, memory: Memory = HOST) -> None:
         """Collective. ``limit`` is in bytes."""
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self.shared = group.one_host
-        self.neighbours, self.place = max(map(len, group.ranks_of_hosts)), group.local_rank
+        self.local_size, self.local_rank = max(map(len, group.ranks_of_hosts)), group.local_rank
         self._group, self._comm = group, group.comm
         self._requests = Requests(group, waiting)
         # What gains nothing by the hosts, and arrays that are nobody's but this rank's, go the straight way.
@@ -82,8 +82,8 @@ class HierarchicalTransport:
         return self._inner.send_buffers
 
     @property
-    def turn(self) -> int:
-        return self._inner.turn
+    def slot(self) -> int:
+        return self._inner.slot
 
     @property
     def control(self) -> HierarchicalTransport:
@@ -105,12 +105,12 @@ class HierarchicalTransport:
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         # Stores use it where every rank has values of its own, which are alone on their hosts then. What was shown of
-        # the outbox is for this sum, and for none after it.
+        # the send buffer is for this sum, and for none after it.
         self._inner.fence()
         return self._flat.allreduce(send, recv)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        key = self._inner.turn, tuple(counts), send.dtype
+        key = self._inner.slot, tuple(counts), send.dtype
         rows = self._inner.allreduce(send, recv)
         work = self._sums.get(key) or self._prepare(key, rows)
         with self._group.translated("reduce_scatter"), self._requests.completed() as started:

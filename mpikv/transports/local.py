@@ -20,14 +20,14 @@ class LocalTransport:
     rank = 0
     size = 1
     shared = False
-    neighbours = 1
-    place = 0
-    lends = False
+    local_size = 1
+    local_rank = 0
+    single_copy = False
 
     def __init__(self, limit: int, memory: Memory = HOST) -> None:
         self.limit, self.memory = limit, memory
         self.send_buffers: tuple[Array, ...] = (memory.zeros(limit),)
-        self.turn = 0
+        self.slot = 0
 
     @property
     def control(self) -> LocalTransport:

@@ -37,9 +37,9 @@ class MpiTransport:
 
     name = "mpi"
     shared = False
-    neighbours = 1
-    place = 0
-    lends = False
+    local_size = 1
+    local_rank = 0
+    single_copy = False
 
     def __init__(
         self, group: ProcessGroup, limit: int, waiting: Waits, *, gathers: bool = False, memory: Memory = HOST
@@ -54,7 +54,7 @@ class MpiTransport:
         self._mpi, self._group, self._comm = group.mpi, group, group.comm
         self._requests = Requests(group, waiting)
         self.send_buffers: tuple[Array, ...] = (zeros(limit),)
-        self.turn = 0
+        self.slot = 0
         self._gathers = gathers
         # Its pages take no memory before something is received that is not added by the library.
         self._gathered = zeros(group.size * limit)

@@ -100,9 +100,9 @@ class NcclTransport:
 
     name = "nccl"
     shared = False
-    neighbours = 1
-    place = 0
-    lends = False
+    local_size = 1
+    local_rank = 0
+    single_copy = False
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class NcclTransport:
         self._order.watch(self._check, self.abandon, self._queued)
         preflight(group, self._gpu, nccl.get_version())
         self.send_buffers: tuple[Array, ...] = (self._for_messages(limit),)
-        self.turn = 0
+        self.slot = 0
         # Sums of short integers and of half precision are twice as wide, and so are their terms.
         self._gathered = self._for_messages(group.size * _aligned(2 * limit) if gathers else 0)
         self._wide = self._for_messages(2 * limit), self._for_messages(2 * limit)

@@ -36,7 +36,7 @@ __all__ = ["ShmTransport"]
 # cache lines of its own (processors fetch lines in pairs).
 _SLOT = 16
 _ADDRESS = 3
-# What a rank does with a large message that is not in its outbox.
+# What a rank does with a large message that is not in its send buffer.
 _COPYING, _LENDING = 0, 1
 # In place of a number of arrivals: the rank has given up waiting.
 _GONE = 1 << 62
@@ -72,12 +72,12 @@ class ShmTransport:
     ) -> None:
         """Collective. ``limit`` is in bytes.
 
-        From ``large`` bytes on, sums leave what is not in the outbox where it lies, as far as its own rank reads it;
-        with ``single_copy`` other ranks may read it there, too.
+        From ``large`` bytes on, sums leave what is not in the send buffer where it lies, as far as its own rank reads
+        it; with ``single_copy`` other ranks may read it there, too.
         """
         self.memory = memory
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
-        self.neighbours, self.place = self.size, self.rank
+        self.local_size, self.local_rank = self.size, self.rank
         self._group, self._waiting = group, waiting
         self._flags = group.windows.allocate(self.size * _SLOT * 8).data.cast("q")
         self._order = group.windows.ordering()
@@ -89,15 +89,15 @@ class ShmTransport:
         self._large = large
         self._halves: Any = staging.reshape(2, self.size, limit)
         self.send_buffers: tuple[Array, ...] = tuple(self._halves[:, self.rank])
-        self.turn = 0
+        self.slot = 0
         self._shown = False
         self._views: dict[_Key, tuple[Array, ...]] = {}
         self._attached = attach(group) if single_copy else None
-        self.lends = self._attached is not None
+        self.single_copy = self._attached is not None
         self._lent: Array | None = None
         self._choice = CopyChoice()
         # A row for each rank. Pages that are never written take no memory.
-        self._inbox = zeros(self.size * limit if self.lends else 0).reshape(self.size, -1)
+        self._inbox = zeros(self.size * limit if self.single_copy else 0).reshape(self.size, -1)
 
     @property
     def control(self) -> ShmTransport:
@@ -185,7 +185,7 @@ class ShmTransport:
         way, attached = self._choice.next(), self._attached
         lending = apart and way == _LENDING and attached is not None and attached.can_lend(send)
         if lending:
-            self._flags[self._mine + _ADDRESS + self.turn] = address_of(send)
+            self._flags[self._mine + _ADDRESS + self.slot] = address_of(send)
         elif apart:
             self._copy(send, *((low, high) if counts else (0, 0)))
         half = self._show()
@@ -200,9 +200,9 @@ class ShmTransport:
         return terms
 
     def _copy(self, send: Array, low: int, high: int) -> None:
-        """Copy what other ranks are to read, all but ``[low, high)``, to the outbox."""
-        outbox, began = self.send_buffers[self.turn][: send.nbytes].view(send.dtype), perf_counter()
-        outbox[:low], outbox[high:] = send[:low], send[high:]
+        """Copy what other ranks are to read, all but ``[low, high)``, to the send buffer."""
+        send_buffer, began = self.send_buffers[self.slot][: send.nbytes].view(send.dtype), perf_counter()
+        send_buffer[:low], send_buffer[high:] = send[:low], send[high:]
         if copied := send.size - (high - low):
             self._choice.took(_COPYING, perf_counter() - began, copied * send.itemsize)
 
@@ -217,7 +217,7 @@ class ShmTransport:
     def _exchange(self, send: Array) -> int:
         """Show ``send``, or a copy, to all ranks and wait for theirs; return the half in which they are."""
         if send.base is not self._halves.base:
-            np.copyto(self.send_buffers[self.turn][: send.nbytes], send.view(np.uint8))
+            np.copyto(self.send_buffers[self.slot][: send.nbytes], send.view(np.uint8))
         return self._show()
 
     def _show(self) -> int:
@@ -226,7 +226,7 @@ class ShmTransport:
             self._shown = False
         else:
             self._arrive()
-        half, self.turn = self.turn, 1 - self.turn
+        half, self.slot = self.slot, 1 - self.slot
         return half
 
     def _view(self, key: _Key, low: int, high: int) -> tuple[Array, ...]:
@@ -260,7 +260,7 @@ class ShmTransport:
             raise
         if self._lent is not None:
             # All have left the exchange that it was lent for.
-            flags[self._mine + _ADDRESS + 1 - self.turn] = 0
+            flags[self._mine + _ADDRESS + 1 - self.slot] = 0
             self._lent = None
         if self._order:
             self._order()

@@ -21,7 +21,7 @@ __all__ = ["ControlVerbs", "check_head"]
 # Characters of a command in a message.
 _MOST_SHOWN = 80
 _BARRIER, _NEXT, _VOTE = (
-    Call(verb, digest(verb), shown) for verb, shown in (("barrier", ""), ("next", "wait=False"), ("vote", ""))
+    Call(verb, digest(verb), shown) for verb, shown in (("barrier", ""), ("next", "wait=False"), ("any_rank", ""))
 )
 
 
@@ -35,13 +35,13 @@ class ControlVerbs:
 
     def barrier(self) -> PreparedCall:
         # Comparing the calls is the barrier, where they are compared.
-        met = self._agreement.check
+        met = self._agreement.verifies
         return PreparedCall(_BARRIER, lambda: None if met else self._agreement.confirm(Call("barrier", 0), None))
 
-    def agree(self, text: str, verb: str) -> PreparedCall:
+    def check_equal(self, text: str, verb: str) -> PreparedCall:
         return PreparedCall(compare_text(verb, text), lambda: None)
 
-    def vote(self, flag: bool) -> PreparedCall:
+    def any_rank(self, flag: bool) -> PreparedCall:
         return PreparedCall(_VOTE, lambda: not self._agreement.least(int(not flag)))
 
     def least(self, queued: int) -> PreparedCall:

@@ -79,8 +79,8 @@ class RowVerbs:
         self._rows.load(plan.dtypes)
         if self._exchange.values.packed:
             raise Unsupported(
-                "rows are pulled as they are, and both_directions packs what is pulled; pull the whole value, or leave "
-                "both_directions out of set_gradient_compression"
+                "rows are pulled as they are, and compress_pull packs what is pulled; pull the whole value, or leave "
+                "compress_pull out of set_gradient_compression"
             )
         asked, result = asked_of(plan.entries, key, out, row_ids)
         for each in (each for group in asked for each in group if type(each.out) is not RowSparse):

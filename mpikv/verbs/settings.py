@@ -30,7 +30,7 @@ class SettingVerbs:
         self._memory = exchange.transport.memory
         self.choice = Choice("None", "None")
         """How pushes are compressed, and why."""
-        self.codec: Codec | codecs.BothDirections | None = None
+        self.codec: Codec | codecs.CompressedPull | None = None
         """What packs, as it was given: in this memory something else may do its work."""
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
@@ -51,20 +51,20 @@ class SettingVerbs:
         call = compare_text("set_gradient_compression", settings)
         if isinstance(meant, codecs.Auto):
             return PreparedCall(call, partial(self._choose, meant, self._working(meant.codec)))
-        if isinstance(meant, codecs.BothDirections):
+        if isinstance(meant, codecs.CompressedPull):
             packing: Cast | None = self._packing(meant, settings)
             codec: Codec | None = self._working(meant.codec)
         else:
             packing, codec = None, None if meant is None else self._working(meant)
         return PreparedCall(call, lambda: self._compress(meant, Choice(settings, settings), codec, packing))
 
-    def _packing(self, meant: codecs.BothDirections, settings: str) -> Cast:
+    def _packing(self, meant: codecs.CompressedPull, settings: str) -> Cast:
         # What packs as a cast does knows its largest number, too.
         packing = cast("Cast", self._find_codec(meant.cast))
         if not self._memory.is_host and packing is meant.cast:
             raise Unsupported(
-                f"compression {settings} has no CUDA kernel, which both_directions needs on a GPU (known: bf16, "
-                "fp16); use one of these, or leave both_directions out"
+                f"compression {settings} has no CUDA kernel, which compress_pull needs on a GPU (known: bf16, "
+                "fp16); use one of these, or leave compress_pull out"
             )
         return packing
 
@@ -87,7 +87,7 @@ class SettingVerbs:
 
     def _compress(
         self,
-        meant: Codec | codecs.BothDirections | None,
+        meant: Codec | codecs.CompressedPull | None,
         choice: Choice,
         working: Codec | None,
         packing: Cast | None = None,

@@ -42,7 +42,7 @@ def host_cost() -> Numbers:
 
     found: Numbers = {}
     for check in (True, False):
-        with store(check=check) as kv:
+        with store(verify_calls=check) as kv:
             for count in (1, 160, 1000):
                 keys = [f"{count}/{number}" for number in range(count)]
                 arrays = [cupy.ones(256, "f4") for _ in keys]
@@ -66,7 +66,7 @@ def compiled_cost() -> Numbers:
         sent, outs = [cupy.ones(EACH, "f4") for _ in keys], [cupy.ones(EACH, "f4") for _ in keys]
         kv.init(keys, outs)
         kv.set_optimizer("adam")
-        step = kv.compile(keys, sent, outs)
+        step = kv.capture(keys, sent, outs)
 
         def key_by_key() -> None:
             for key, gradient, out in zip(keys, sent, outs, strict=True):

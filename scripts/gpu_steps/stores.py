@@ -79,7 +79,7 @@ def graph() -> Numbers:
         weight, gradient = cupy.zeros(MB, "f4"), cupy.full(MB, kv.rank + 1, "f4")
         kv.init("w", weight)
         kv.set_optimizer("sgd", learning_rate=1.0)
-        step = kv.compile({"w": gradient}, out={"w": weight})
+        step = kv.capture({"w": gradient}, out={"w": weight})
         found: Numbers = {"create_s": time.perf_counter() - begin}
         step()
         step()

@@ -84,7 +84,7 @@ def test_same_bits_of_other_rules(name, options, comm):
 @pytest.mark.ranks(3, 4)
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
-@pytest.mark.parametrize("transport", ["hosts"])
+@pytest.mark.parametrize("transport", ["hierarchical"])
 def test_same_bits_on_several_hosts(name, transport, comm):
     compare(name, {"transport": transport, "bucket_bytes": 1 << 16}, comm)
 

@@ -69,7 +69,7 @@ def wrong(kv: Any) -> None:
 
 
 @pytest.mark.parametrize("use", [sums, calls_aside, rows, compressed, unequal, wrong], ids=lambda use: use.__name__)
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_stores(comm: Any, transport: str, use: Callable[[Any], None]) -> None:
     with mpikv.create(comm=comm, transport=transport if comm else "local", timeout=15) as kv:
         use(kv)

@@ -25,7 +25,7 @@ def test_what_a_rank_may_not_read_is_not_lent(comm, monkeypatch):
 
     monkeypatch.setattr(Attached, "read", refuse)
     with mpikv.create("dist_sync", comm=comm) as kv:
-        assert not kv._exchange.transport.lends
+        assert not kv._exchange.transport.single_copy
         kv.init("w", np.zeros(SIZE))
         kv.push("w", np.arange(SIZE) + float(kv.rank))
         np.testing.assert_array_equal(kv.pull("w"), kv.size * np.arange(SIZE) + sum(range(kv.size)))

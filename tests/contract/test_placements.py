@@ -74,7 +74,7 @@ class TestReplicatedOverMpi(TestReplicated):
 class OnHosts:
     """Two hosts, of as many ranks if that can be."""
 
-    transport = "hosts"
+    transport = "hierarchical"
 
     def group(self, comm):
         return ProcessGroup(comm, -(-comm.size // 2) if comm else 0)
@@ -97,7 +97,7 @@ class TestReplicatedOverHosts(OnHosts, TestReplicated):
 
 
 class Shared(LocalTransport):
-    neighbours = 2
+    local_size = 2
 
 
 CALLABLE = CallableUpdater(lambda key, total, stored: None)

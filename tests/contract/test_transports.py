@@ -67,7 +67,7 @@ class TestShmThatLends(TestShm):
 
     def make(self, group: ProcessGroup, limit: int, timeout: float) -> Transport:
         transport = super().make(group, limit, timeout)
-        if not transport.lends:
+        if not transport.single_copy:
             pytest.skip("the system does not let ranks read each other's memory")
         transport._large, transport._choice = 1, Chosen(*self.ways[group.rank % 2 :])
         return transport
@@ -123,11 +123,11 @@ def test_the_transport_of_one_rank_is_refused_for_more(comm):
 
 
 @pytest.mark.ranks(2, 4)
-def test_shm_sums_what_lies_in_the_outbox_where_it_lies(comm):
-    """Preparing a sum in the outbox is there to save a copy."""
+def test_shm_sums_what_lies_in_the_send_buffer_where_it_lies(comm):
+    """Preparing a sum in the send buffer is there to save a copy."""
     group = ProcessGroup(comm)
     transport = ShmTransport(group, 1 << 20, Waiting(20.0))
-    send = transport.send_buffers[transport.turn].view(np.float32)
+    send = transport.send_buffers[transport.slot].view(np.float32)
     copied = []
     original = np.copyto
     np.copyto = lambda *arguments, **options: (copied.append(1), original(*arguments, **options))

@@ -73,7 +73,7 @@ def test_json(mpi: tuple[Library, Launcher]) -> None:
     assert found["launch"] is None
     assert found["host"]["cores"] == core_count()
     assert found["transports"] == {
-        name: {"available": True, "reason": None} for name in ("hosts", "local", "mpi", "shm")
+        name: {"available": True, "reason": None} for name in ("hierarchical", "local", "mpi", "shm")
     }
     assert found["chosen"] == {"transport": "local", "reason": "one rank"}
     assert found["ranks"] == {"size": 1, "hosts": {platform.node(): [0]}, "problem": None}
@@ -93,7 +93,7 @@ def test_without_a_library() -> None:
     assert "/no/such" in found["mpi"]["problem"]
     reason = {"available": False, "reason": "it needs an MPI library"}
     here = {"available": True, "reason": None}
-    assert found["transports"] == {"hosts": reason, "local": here, "mpi": reason, "shm": reason}
+    assert found["transports"] == {"hierarchical": reason, "local": here, "mpi": reason, "shm": reason}
     assert found["chosen"]["transport"] == "local"
     assert "no: it needs an MPI library" in info(MPI4PY_LIBMPI="/no/such")
 

@@ -130,7 +130,7 @@ def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
         "PMIX_MCA_gds": "hash",
         "PRTE_MCA_x": "y",
         "HYDRA_LAUNCHER": "ssh",
-        "MPIKV_CHECK": "1",
+        "MPIKV_VERIFY_CALLS": "1",
     }
     assert clean(outer | settings) == settings
 
@@ -517,9 +517,9 @@ def test_one_rank_prints_in_full(tmp_path: Path, library: Library, wrong: str, p
             assert re.search(rf"{line}.* at \S+:5 in main$", said[0])
 
 
-@pytest.mark.parametrize(("ranks_per_host", "late"), [("0", "create"), ("2", "push")])
+@pytest.mark.parametrize(("simulate_ranks_per_host", "late"), [("0", "create"), ("2", "push")])
 def test_the_lowest_rank_that_came_prints_a_late_one_in_full(
-    tmp_path: Path, library: Library, ranks_per_host: str, late: str
+    tmp_path: Path, library: Library, simulate_ranks_per_host: str, late: str
 ) -> None:
     """Also where it is another host that knows which rank is late."""
     text = """
@@ -535,7 +535,7 @@ wait("push")
 kv.push("w", np.ones(3))
 """
     path = script(tmp_path, text.replace("LATE", repr(late)))
-    done = mpikv("run", "-n", "3", path, MPIKV_RANKS_PER_HOST=ranks_per_host)
+    done = mpikv("run", "-n", "3", path, MPIKV_SIMULATE_RANKS_PER_HOST=simulate_ranks_per_host)
     assert done.returncode != 0
     full = [line[:10] for line in done.stderr.replace("\0", "").splitlines() if "Traceback" in line]
     assert full == ["[rank 0/3]"], done.stderr

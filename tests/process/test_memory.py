@@ -17,7 +17,7 @@ FEW = pytest.mark.ranks(1, 3)
 SEEDS = range(int(os.environ.get("MPIKV_MEMORY_SEEDS", "2")))
 
 
-@pytest.fixture(params=["shm", "mpi", "hosts"])
+@pytest.fixture(params=["shm", "mpi", "hierarchical"])
 def transport(request, ranks):
     if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")
@@ -48,7 +48,7 @@ class Growth:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("transport", ["shm", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "hierarchical"])
 def test_optimizer_state_is_divided(comm, transport):
     with mpikv.create(comm=comm, transport=transport, timeout=15) as kv:
         gradient = np.ones(8 * MIB, np.float32)
@@ -67,7 +67,7 @@ def test_optimizer_state_is_divided(comm, transport):
 def test_what_is_read_of_other_ranks_is_divided(comm):
     """A rank reads its share of their large arrays, into memory of which it needs no more pages than that."""
     with mpikv.create(comm=comm, transport="shm", bucket_bytes=2 * MIB, timeout=15) as kv:
-        if not kv._transport.lends:
+        if not kv._transport.single_copy:
             pytest.skip("the system lets no rank read another's memory")
         values = np.ones(4 * MIB, np.float32)
         kv.init(["w", "small"], [values, values[:99]])
@@ -102,7 +102,7 @@ def test_sums_of_varying_lengths(comm, transport):
 @pytest.mark.ranks(2)
 def test_the_first_messages_touch_the_memory_of_messages(comm, monkeypatch):
     """Even if reading what others lend takes no time at first, and long later. What lengths that vary take then is
-    for values, and for messages of other lengths: half of each outbox at most.
+    for values, and for messages of other lengths: half of each send buffer at most.
     """
     bucket = 256 << 10
     with mpikv.create("horovod", comm=comm, transport="shm", bucket_bytes=bucket, timeout=15) as store:

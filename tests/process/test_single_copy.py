@@ -28,7 +28,7 @@ def kv(request, comm, monkeypatch):
         monkeypatch.setattr(CopyChoice, "next", lambda faster: way)
     read = Attached.read
     store = mpikv.create("dist_sync", comm=comm, bucket_bytes=128 << 10)
-    if not store._exchange.transport.lends:
+    if not store._exchange.transport.single_copy:
         store.close()
         pytest.skip("the system does not let ranks read each other's memory")
 
@@ -196,7 +196,7 @@ def test_another_process_of_the_same_number(comm, monkeypatch):
 def test_turned_off(comm, monkeypatch):
     monkeypatch.setenv("MPIKV_SINGLE_COPY", "0")
     with mpikv.create("dist_sync", comm=comm) as kv:
-        assert not kv._exchange.transport.lends
+        assert not kv._exchange.transport.single_copy
 
 
 def test_an_array_that_cannot_be_lent(kv, comm, monkeypatch):
@@ -227,7 +227,7 @@ def test_ranks_that_give_up_while_another_reads(comm, monkeypatch):
     monkeypatch.setattr(Attached, "read", read_too_late)
     monkeypatch.setattr(CopyChoice, "next", lambda faster: 1)
     kv = mpikv.create("dist_sync", comm=comm, timeout=0.5)
-    if not kv._exchange.transport.lends:
+    if not kv._exchange.transport.single_copy:
         kv.close()
         pytest.skip("the system does not let ranks read each other's memory")
     kv.init("w", np.zeros(SIZE))

@@ -28,7 +28,7 @@ for placement in ("auto", "root", "sharded", "replicated"):
         if updater == "function" and placement in ("sharded", "replicated"):
             continue
         with mpikv.create(placement=placement, timeout=20, bucket_bytes=1 << 16) as kv:
-            assert (kv.transport, kv.size) == ("hosts", 4), repr(kv)
+            assert (kv.transport, kv.size) == ("hierarchical", 4), repr(kv)
             kv.init({"large": np.zeros(50_000), "half": np.zeros(7, np.float16)})
             if updater == "function":
                 kv.set_updater(lambda key, given, stored: np.copyto(stored, stored + 2 * given))
@@ -97,7 +97,7 @@ def sent():
 
 WAYS = {
     "sums": (None, None), "sums 2bit": (None, "2bit"), "weights": ("sgd", None), "weights bf16": ("sgd", "bf16"),
-    "weights both": ("sgd", {"type": "bf16", "both_directions": True}), "halves": (None, None),
+    "weights both": ("sgd", {"type": "bf16", "compress_pull": True}), "halves": (None, None),
 }
 for way, (optimizer, compression) in WAYS.items():
     placement = "sharded" if way == "halves" else "auto"

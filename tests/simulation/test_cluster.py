@@ -46,7 +46,7 @@ def test_stores_are_those_of_real_ranks(name: str, size: int, hosts: int) -> Non
     assert all((value == total).all() for value in cluster(size, hosts=hosts).run(program))
 
 
-@pytest.mark.parametrize(("hosts", "transport"), [(1, "shm"), (2, "hosts"), (4, "mpi")])
+@pytest.mark.parametrize(("hosts", "transport"), [(1, "shm"), (2, "hierarchical"), (4, "mpi")])
 def test_hosts_choose_the_transport(hosts: int, transport: str) -> None:
     def program(comm: Any) -> tuple[str, int]:
         with mpikv.create(comm=comm) as kv:

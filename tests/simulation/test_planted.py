@@ -52,7 +52,7 @@ def one_half(patch: pytest.MonkeyPatch) -> None:
 
     def same(self: ShmTransport) -> int:
         half = show(self)
-        self.turn = half
+        self.slot = half
         return half
 
     patch.setattr(ShmTransport, "_show", same)

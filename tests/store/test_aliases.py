@@ -37,8 +37,8 @@ STORES = [
     ("dist", "mpi", "sharded", None, 4096),
     ("dist", "mpi", "sharded", "fp16", 1 << 20),
     ("p3", "mpi", "replicated", None, 4096),
-    ("dist", "hosts", "auto", None, 4096),
-    ("dist", "hosts", "sharded", None, 4096),
+    ("dist", "hierarchical", "auto", None, 4096),
+    ("dist", "hierarchical", "sharded", None, 4096),
 ]
 # Small values side by side; those of several messages of 4 KiB; and those that are not copied before they are sent.
 SHAPES = {"a": (7, 3), "b": (7, 3), "c": (40, 31), "d": (40, 31), "e": (130, 150), "f": (130, 150), "g": (2480,)}
@@ -296,7 +296,7 @@ def test_random_programs_with_views_that_can_be_written(store, request):
             raise AssertionError(f"in sequence {seed}: {error}") from error
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_swaps_of_several_messages(comm, transport):
     """Half of what is pushed was lost where the memory could be written."""
     count = 600_000
@@ -311,7 +311,7 @@ def test_swaps_of_several_messages(comm, transport):
 
 @pytest.mark.parametrize("count", [10_000, 400_000])
 @pytest.mark.parametrize("alias", ALIASES[:NUMPYS])
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_a_value_that_is_pushed_to_itself(comm, transport, alias, count):
     """In one message, which is not copied before it is sent: the sum is made in the memory in which it lies."""
     with mpikv.create(comm=comm, transport=transport if comm else "local", bucket_bytes=1 << 22) as kv:

@@ -70,7 +70,7 @@ def adding(kv):
 @pytest.mark.feature("async-push")
 @ALL
 @BOUNDS
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_every_push_counts_once(staleness, transport):
     """Integers, whose sums are exact; every rank makes another number of pushes of each key, in an order of its own."""
     sizes = {"scalar": (), "few": (5,), "many": (7, 11), "large": (30_000,), "none": (0,)}
@@ -377,7 +377,7 @@ def test_collective_calls_see_all_that_was_pushed(transport, tmp_path_factory):
         assert kv.keys() == ("a", "b")
         assert kv.pull("a").tolist() == [8 + 0.5 * kv.size] * 3
         assert kv.pull("b").tolist() == [1] * 5
-        assert not kv.vote(False)
+        assert not kv.any_rank(False)
         assert kv.is_capable("async")
         assert (kv.type, kv.staleness, kv.placement) == ("dist_async", None, "owners")
 
@@ -513,7 +513,7 @@ def test_bad_calls_concern_one_rank(call, kind, text):
         ({"name": "dist_sync", "staleness": 1}, ConfigError, "staleness=1 is for 'dist_async'"),
         ({"placement": "root"}, Unsupported, "placement: not with updates on arrival"),
         ({"deterministic": True}, Unsupported, "deterministic"),
-        ({"check": False}, Unsupported, "check"),
+        ({"verify_calls": False}, Unsupported, "verify_calls"),
         ({"compression": "fp16"}, Unsupported, "compression"),
     ],
 )
@@ -563,7 +563,7 @@ def test_collective_calls_that_differ(comm):
                 kv.init("w", np.zeros(shape if odd else shape + 1))
             kv.push("clocks", unit(kv))
             with pytest.raises(RankMismatch, match=r"calls barrier|calls vote"):
-                kv.vote(True) if odd else kv.barrier()
+                kv.any_rank(True) if odd else kv.barrier()
         with pytest.raises(KeyError if odd else PeerFailed, match="never initialized"):
             kv.set("v" if odd else "clocks", np.zeros(kv.size))
         kv.push("clocks", unit(kv))

@@ -43,7 +43,7 @@ OTHERS = {
 }
 
 
-@pytest.fixture(params=["shm", "mpi", "hosts"])
+@pytest.fixture(params=["shm", "mpi", "hierarchical"])
 def transport(request, ranks):
     if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")

@@ -550,7 +550,7 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
 def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, check):
     """All ranks learn of it, also where calls are not compared, and the store is as it was."""
     path, culprit = folder / "checkpoint", ranks - 1
-    with mpikv.create(comm=comm, check=check) as kv, mpikv.create(comm=comm, check=check) as other:
+    with mpikv.create(comm=comm, verify_calls=check) as kv, mpikv.create(comm=comm, verify_calls=check) as other:
         kv.init("w", np.arange(5.0))
         kv.set_optimizer("adam")
         kv.push("w", np.ones(5))
@@ -790,7 +790,7 @@ def test_a_file_that_is_replaced_meanwhile(comm, folder, ranks, monkeypatch):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("placement", ["root", "sharded"])
-@pytest.mark.parametrize("transport", ["hosts"])
+@pytest.mark.parametrize("transport", ["hierarchical"])
 def test_ranks_of_several_hosts(comm, folder, transport, placement):
     """Saved there and loaded by messages alone, and the other way round; and what follows is the same."""
     values = {"w": numbers((70_000,), FLOATS[0], 1), "b": numbers((3,), FLOATS[0], 2)}

@@ -899,7 +899,7 @@ def test_capability(comm):
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 @pytest.mark.parametrize("name", ["2bit", "1bit", "fp16", "bf16", "topk", "lowrank"])
-@pytest.mark.parametrize("transport", ["hosts"])
+@pytest.mark.parametrize("transport", ["hierarchical"])
 def test_ranks_of_several_hosts(comm, transport, name, placement):
     """The same as by messages alone, whose order of addition is that of the ranks."""
     options = {"comm": comm, "placement": placement, "bucket_bytes": 4096, "compression": name}

@@ -38,10 +38,10 @@ STORES = [
     ("mpi", "root", True),
     ("mpi", "sharded", True),
     ("mpi", "replicated", False),
-    ("hosts", "auto", False),
-    ("hosts", "root", True),
-    ("hosts", "sharded", True),
-    ("hosts", "replicated", True),
+    ("hierarchical", "auto", False),
+    ("hierarchical", "root", True),
+    ("hierarchical", "sharded", True),
+    ("hierarchical", "replicated", True),
 ]
 
 # More ranks than cores take turns.
@@ -544,7 +544,7 @@ def together(comm, function):
 @pytest.fixture(
     params=[
         *(("shm", "auto"), ("shm", "root"), ("mpi", "auto"), ("mpi", "sharded"), ("mpi", "root")),
-        *(("hosts", "auto"), ("hosts", "sharded"), ("hosts", "root")),
+        *(("hierarchical", "auto"), ("hierarchical", "sharded"), ("hierarchical", "root")),
     ],
     ids=str,
 )

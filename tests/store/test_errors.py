@@ -87,7 +87,7 @@ class Watched:
         np.testing.assert_array_equal(self.kv.pull("weight"), expected)
 
 
-@pytest.fixture(params=["shm", "mpi", "hosts"])
+@pytest.fixture(params=["shm", "mpi", "hierarchical"])
 def transport(request, ranks):
     if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")
@@ -699,7 +699,7 @@ def test_a_late_rank(transport, comm, verb):
     else:
         started = time.monotonic()
         # Of its host, another rank tells where it is.
-        there = transport != "hosts" or last in kv._group.host_ranks or len(kv._group.ranks_of_hosts[-1]) > 1
+        there = transport != "hierarchical" or last in kv._group.host_ranks or len(kv._group.ranks_of_hosts[-1]) > 1
         told = rf"rank {last} began call #1 init\('weight'\) last" if there else f"nobody .* answers: its rank {last}"
         with pytest.raises(Stalled, match=rf"^{verb}.*{told}") as caught:
             calls[verb]()
@@ -746,7 +746,7 @@ def test_a_rank_that_is_slow_in_its_updater(transport, comm):
         ({"bucket_bytes": 8192.0}, ConfigError, "bucket_bytes=8192.0"),
         ({"timeout": 0}, ConfigError, "timeout=0 is not a number"),
         ({"timeout": "5"}, ConfigError, "timeout='5' is not a number"),
-        ({"check": "no"}, ConfigError, "check='no' is neither True nor False"),
+        ({"verify_calls": "no"}, ConfigError, "verify_calls='no' is neither True nor False"),
         ({"root": 99}, ConfigError, "root=99 is not a rank"),
         ({"root": -1}, ConfigError, "root=-1 is not a rank"),
         *[({"name": name}, TransportUnavailable, NO_GPU) for name in GPU_NAMES],

@@ -18,7 +18,7 @@ from mpikv.testing.faulty import Dying, Failing, Slow, store_over
 TIMEOUT = 0.3
 
 
-@pytest.fixture(params=["shm", "mpi", "hosts"])
+@pytest.fixture(params=["shm", "mpi", "hierarchical"])
 def transport(request, ranks):
     return "auto" if ranks == 1 else request.param
 
@@ -100,7 +100,7 @@ class Announced(Dying):
         Path(sys.argv[1]).touch()
         super().strike(call)
 
-over = {"transport": sys.argv[3], "ranks_per_host": 2 if sys.argv[3] == "hosts" else 0}
+over = {"transport": sys.argv[3], "simulate_ranks_per_host": 2 if sys.argv[3] == "hierarchical" else 0}
 kv = store_over(lambda inner: Announced(inner, int(sys.argv[2]), most=60), **over)
 kv.init("w", np.zeros(5000))
 kv.set_optimizer("sgd")
@@ -111,7 +111,7 @@ for step in range(1_000_000):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2), ("hosts", 3), ("hosts", 4)])
+@pytest.mark.parametrize(("name", "seed"), [("shm", 1), ("mpi", 2), ("hierarchical", 3), ("hierarchical", 4)])
 @pytest.mark.feature("dead-rank-ends-job")
 def test_a_rank_that_dies_ends_the_job(tmp_path: Path, name: str, seed: int) -> None:
     if reason := why_no_mpi():

@@ -19,7 +19,7 @@ def dtype(request):
     return np.dtype(np.float16) if request.param == "float16" else np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
 
 
-@pytest.fixture(params=["auto", "mpi", "hosts"])
+@pytest.fixture(params=["auto", "mpi", "hierarchical"])
 def transport(request, comm):
     if comm is None and request.param != "auto":
         pytest.skip("one rank needs no transport")
@@ -58,7 +58,7 @@ def test_sums_are_rounded_once(comm, ranks, transport, dtype, placement, kernels
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_is_no_number_stays_none(comm, ranks, transport, dtype, deterministic):
-    if deterministic and transport == "hosts":
+    if deterministic and transport == "hierarchical":
         pytest.skip("sums in a fixed order are mpi's there")
     with mpikv.create(transport=transport, deterministic=deterministic) as kv:
         mine = np.ones(100_000, dtype)

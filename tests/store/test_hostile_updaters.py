@@ -25,12 +25,12 @@ COUNT = int(os.environ.get("HOSTILE_UPDATERS", "200"))
 STORES = [
     ("dist", "shm", None, False),
     ("dist", "mpi", None, True),
-    ("dist", "hosts", None, False),
+    ("dist", "hierarchical", None, False),
     ("p3", "shm", None, True),
     ("p3", "mpi", "bf16", False),
-    ("dist", "mpi", {"type": "bf16", "both_directions": True}, True),
+    ("dist", "mpi", {"type": "bf16", "compress_pull": True}, True),
     ("dist_async", "shm", None, False),
-    ("dist", "hosts", None, True),
+    ("dist", "hierarchical", None, True),
 ]
 SHAPES = {"a": (4, 3), "b": (6,), "c": (5, 2, 2), "d": (40, 31)}
 FORMS = ("one", "list", "dict", "lists", "buffers", "rows", "later", "pushpull", "join")
@@ -210,7 +210,7 @@ CALLS = {
     "with": leaves_store,
     "close": lambda kv, key, new: kv.close(),
     "save": lambda kv, key, new: kv.save(os.devnull),
-    "refuse": lambda kv, key, new: kv.refuse(ValueError("no")),
+    "raise_on_all_ranks": lambda kv, key, new: kv.raise_on_all_ranks(ValueError("no")),
 }
 
 RETURNED = {

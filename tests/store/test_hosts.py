@@ -28,7 +28,7 @@ from mpikv.transports import choose
 from mpikv.transports.hierarchical import HierarchicalTransport
 
 SEVERAL = pytest.mark.ranks(2, 3, 4)
-VARIABLE = "MPIKV_RANKS_PER_HOST"
+VARIABLE = "MPIKV_SIMULATE_RANKS_PER_HOST"
 
 
 # --- Hosts that are pretended
@@ -72,7 +72,7 @@ def test_a_rank_with_bad_arguments_has_other_settings(comm, monkeypatch, bad):
 @pytest.mark.parametrize("said", ["several", "-1"])
 def test_a_rank_with_a_bad_variable(comm, monkeypatch, said):
     monkeypatch.setenv(VARIABLE, said if comm.rank == 1 else "1")
-    with pytest.raises(ConfigError if comm.rank == 1 else PeerFailed, match=r"(?i)ranks_per_host"):
+    with pytest.raises(ConfigError if comm.rank == 1 else PeerFailed, match=r"(?i)simulate_ranks_per_host"):
         mpikv.create()
     monkeypatch.setenv(VARIABLE, "1")
     mpikv.create().close()
@@ -81,7 +81,7 @@ def test_a_rank_with_a_bad_variable(comm, monkeypatch, said):
 @SEVERAL
 def test_ranks_of_different_opinions(comm, monkeypatch):
     monkeypatch.setenv(VARIABLE, "1" if comm.rank == comm.size - 1 else "2")
-    with pytest.raises(RankMismatch, match="ranks_per_host 2 on rank 0, 1 on rank"):
+    with pytest.raises(RankMismatch, match="simulate_ranks_per_host 2 on rank 0, 1 on rank"):
         mpikv.create()
 
 
@@ -89,31 +89,33 @@ def test_ranks_of_different_opinions(comm, monkeypatch):
 
 
 @SEVERAL
-def test_the_choice_on_several_hosts(comm, ranks, ranks_per_host):
-    group = ProcessGroup(comm, ranks_per_host)
-    many = {2: ("mpi", "ranks on 2 hosts")}.get(ranks, ("hosts", "ranks on 2 hosts"))
+def test_the_choice_on_several_hosts(comm, ranks, simulate_ranks_per_host):
+    group = ProcessGroup(comm, simulate_ranks_per_host)
+    many = {2: ("mpi", "ranks on 2 hosts")}.get(ranks, ("hierarchical", "ranks on 2 hosts"))
     assert choose(group, Config()) == many
     assert choose(group, Config(transport="mpi")) == ("mpi", "asked for")
-    assert choose(group, Config(transport="hosts")) == ("hosts", "asked for")
+    assert choose(group, Config(transport="hierarchical")) == ("hierarchical", "asked for")
     assert choose(group, Config(deterministic=True))[0] == "mpi"
-    with pytest.raises(Unsupported, match="needs all ranks on one host and they are on 2; use 'auto' or 'hosts'"):
+    with pytest.raises(
+        Unsupported, match="needs all ranks on one host and they are on 2; use 'auto' or 'hierarchical'"
+    ):
         choose(group, Config(transport="shm"))
-    with pytest.raises(Unsupported, match="'hosts' adds inside of each host first and deterministic=True"):
-        choose(group, Config(transport="hosts", deterministic=True))
+    with pytest.raises(Unsupported, match="'hierarchical' adds inside of each host first and deterministic=True"):
+        choose(group, Config(transport="hierarchical", deterministic=True))
     group.close()
 
 
 @SEVERAL
 def test_several_hosts_are_asked_for_on_one(comm):
-    with pytest.raises(Unsupported, match="'hosts' is for several hosts and all ranks are on one"):
-        mpikv.create(transport="hosts")
+    with pytest.raises(Unsupported, match="'hierarchical' is for several hosts and all ranks are on one"):
+        mpikv.create(transport="hierarchical")
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, ranks_per_host):
-    monkeypatch.setenv(VARIABLE, str(ranks_per_host))
+def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, simulate_ranks_per_host):
+    monkeypatch.setenv(VARIABLE, str(simulate_ranks_per_host))
     with mpikv.create() as kv:
-        assert kv.transport == "hosts"
+        assert kv.transport == "hierarchical"
         assert kv.placement == "sharded", "a copy of the values for each rank would be one copy twice"
     with mpikv.create(deterministic=True) as kv:
         assert (kv.transport, kv.placement) == ("mpi", "replicated")
@@ -124,7 +126,7 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, ranks_per_host):
 def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
     process_group._warn_once.cache_clear()
     with mpikv.create(comm=Dealt(comm)) as kv:
-        assert (kv.transport, kv.local_rank) == ("mpi" if comm.size == 2 else "hosts", comm.rank // 2)
+        assert (kv.transport, kv.local_rank) == ("mpi" if comm.size == 2 else "hierarchical", comm.rank // 2)
     with mpikv.create(comm=Dealt(comm)):
         pass
     said = [record.getMessage() for record in caplog.records]
@@ -168,8 +170,8 @@ def refuse(path, nbytes, *, new):
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, ranks_per_host):
-    monkeypatch.setenv(VARIABLE, str(ranks_per_host))
+def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, simulate_ranks_per_host):
+    monkeypatch.setenv(VARIABLE, str(simulate_ranks_per_host))
     with mpikv.create(timeout=10) as kv:
         kv.init("w", np.zeros(8))
         entry = kv._exchange.values.table["w"]
@@ -185,17 +187,17 @@ def test_a_host_has_one_copy_of_the_values(comm, monkeypatch, ranks_per_host):
 @pytest.mark.parametrize("placement", ["auto", "root", "sharded", "replicated"])
 @pytest.mark.parametrize("updater", ["none", "sgd", "lamb", "callable"])
 @pytest.mark.parametrize("layout", ["in order", pytest.param("in turn", marks=pytest.mark.processes)])
-def test_values(comm, monkeypatch, ranks_per_host, placement, updater, layout):
+def test_values(comm, monkeypatch, simulate_ranks_per_host, placement, updater, layout):
     """Equal to those of a store on one host, which add in another order: the numbers leave no rest."""
     if updater == "callable" and placement in ("sharded", "replicated"):
         pytest.skip("a function runs at the root")
     shapes = {"large": (70, 101), "row": (9,), "point": ()}
     results = []
     for hosts in (True, False):
-        monkeypatch.setenv(VARIABLE, str(ranks_per_host if hosts and layout == "in order" else 0))
+        monkeypatch.setenv(VARIABLE, str(simulate_ranks_per_host if hosts and layout == "in order" else 0))
         where = Dealt(comm) if hosts and layout == "in turn" else comm
         with mpikv.create(comm=where, placement=placement, bucket_bytes=4096, root=kv_root(comm), timeout=10) as kv:
-            assert kv.transport == ("hosts" if hosts else "shm")
+            assert kv.transport == ("hierarchical" if hosts else "shm")
             kv.init({key: np.full(shape, 2.0, np.float32) for key, shape in shapes.items()})
             adopt(kv, updater)
             for turn in range(4):
@@ -230,9 +232,9 @@ def adopt(kv, updater):
 
 @pytest.mark.processes
 @SEVERAL
-def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
-    monkeypatch.setenv(VARIABLE, str(ranks_per_host))
-    kv = mpikv.create(transport="hosts", bucket_bytes=4096, timeout=10)
+def test_one_host_has_too_little_memory(comm, monkeypatch, simulate_ranks_per_host):
+    monkeypatch.setenv(VARIABLE, str(simulate_ranks_per_host))
+    kv = mpikv.create(transport="hierarchical", bucket_bytes=4096, timeout=10)
     short, windows = kv._group.ranks_of_hosts[-1], len(kv._group.windows._windows)
     with monkeypatch.context() as poor:
         if kv.rank in short:
@@ -255,9 +257,9 @@ def test_one_host_has_too_little_memory(comm, monkeypatch, ranks_per_host):
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_rank_comes_late_to_its_neighbours(comm, ranks_per_host):
+def test_a_rank_comes_late_to_its_neighbours(comm, simulate_ranks_per_host):
     """It has met the other hosts in time, and must not believe that those of its own go on with it."""
-    group = ProcessGroup(comm, ranks_per_host)
+    group = ProcessGroup(comm, simulate_ranks_per_host)
     transport = HierarchicalTransport(group, 1 << 20, Waiting(0.5))
     if group.rank == 1:
         met = transport._flat.agree
@@ -274,7 +276,7 @@ def test_a_rank_comes_late_to_its_neighbours(comm, ranks_per_host):
 
 @pytest.mark.ranks(4)
 @pytest.mark.deadline(60)
-@pytest.mark.parametrize("transport", ["hosts", "mpi"])
+@pytest.mark.parametrize("transport", ["hierarchical", "mpi"])
 def test_a_late_rank_of_another_host_is_named(comm, monkeypatch, folder, transport):
     """By the rank that waits beside it, in a warning and, twice asked, in the next; no call is disturbed."""
     monkeypatch.setenv(VARIABLE, "2")
@@ -321,9 +323,9 @@ def wait_for(paths: Iterable[Path], seconds: float = 20) -> None:
 @pytest.mark.processes
 @SEVERAL
 @pytest.mark.parametrize("elements", [64, 1 << 18])
-def test_a_rank_comes_late_to_a_sum(comm, ranks_per_host, elements):
+def test_a_rank_comes_late_to_a_sum(comm, simulate_ranks_per_host, elements):
     """The others have begun messages, which are never finished; all can go on without the transport, and end."""
-    group = ProcessGroup(comm, ranks_per_host)
+    group = ProcessGroup(comm, simulate_ranks_per_host)
     transport, late = HierarchicalTransport(group, 1 << 20, Waiting(0.3)), comm.size - 1
     send = np.ones(elements, np.float32)
     counts = [elements // comm.size + (elements % comm.size) * (rank == 0) for rank in range(comm.size)]

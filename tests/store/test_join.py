@@ -22,7 +22,7 @@ SHAPES = {"large": (40, 60), "half": (7,), "one": ()}
 DTYPES = {"large": np.dtype(np.float64), "half": np.dtype(np.float16), "one": np.dtype(np.float32)}
 
 
-@pytest.fixture(params=["shm", "mpi", "hosts"])
+@pytest.fixture(params=["shm", "mpi", "hierarchical"])
 def transport(request, ranks):
     if ranks == 1 and request.param != "shm":
         pytest.skip("one rank has one transport")
@@ -473,7 +473,7 @@ def test_an_error_of_the_script_while_others_have_left(comm, transport):
         with pytest.raises(Stalled, match="given up"):
             kv.pull("w")
     else:
-        there = transport != "hosts" or last in kv._group.host_ranks or len(kv._group.ranks_of_hosts[-1]) > 1
+        there = transport != "hierarchical" or last in kv._group.host_ranks or len(kv._group.ranks_of_hosts[-1]) > 1
         told = rf"rank {last} began call #1 init\('w'\) last" if there else f"nobody .* answers: its rank {last}"
         with pytest.raises(Stalled, match=rf"^join: waited .*{told}") as caught:
             in_block(kv)
@@ -535,9 +535,12 @@ def test_a_schedule_that_raises_on_a_rank_that_has_left(kv):
 
 @ALL
 def test_without_the_comparison_of_calls(comm, transport):
-    with mpikv.create(comm=comm, transport=transport, check=False) as kv:
+    with mpikv.create(comm=comm, transport=transport, verify_calls=False) as kv:
         kv.init("w", np.zeros(2))
-        with pytest.raises(Unsupported, match=re.escape("join: the store was created with check=False")), kv.join():
+        with (
+            pytest.raises(Unsupported, match=re.escape("join: the store was created with verify_calls=False")),
+            kv.join(),
+        ):
             pytest.fail("the block is not entered")
         kv.push("w", np.ones(2))
         np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))

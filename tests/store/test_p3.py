@@ -17,7 +17,7 @@ from mpikv.testing import Recording
 # They hold messages of real threads back.
 pytestmark = [pytest.mark.ranks(1, 2, 3, 4), pytest.mark.processes]
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 # Elements of float64 in a message of 4096 bytes.
 MESSAGE = 512
 LARGE = 4 * MESSAGE

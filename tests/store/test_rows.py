@@ -28,8 +28,8 @@ STORES = [
     ("mpi", "auto", True),
     ("mpi", "sharded", False),
     ("mpi", "replicated", False),
-    ("hosts", "auto", False),
-    ("hosts", "sharded", False),
+    ("hierarchical", "auto", False),
+    ("hierarchical", "sharded", False),
 ]
 # With messages of 4 KiB owners' ranges end inside of rows, and some rows have more than two owners.
 SHAPES = ((700, 3), (40, 31), (5, 2100), (3000,), (129, 2, 3), (0, 3), (4, 0), (1, 1), (900, 64))
@@ -45,7 +45,7 @@ def store(request, comm):
         comm=comm, transport=transport, placement=placement, deterministic=deterministic, bucket_bytes=4096
     ) as kv:
         # Two hosts, of which each has the values of what it owns alone; see conftest.py.
-        assert transport != "hosts" or kv._exchange.transport.shared is (kv.size == 1)
+        assert transport != "hierarchical" or kv._exchange.transport.shared is (kv.size == 1)
         yield kv
 
 
@@ -300,7 +300,7 @@ def test_a_few_rows_of_a_large_value_take_little_memory():
 
 @pytest.mark.processes
 @pytest.mark.feature("sparse-ignore")
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
 def test_pull_leaves_rows_as_they_are_or_fills_them(comm, transport, caplog):
     caplog.set_level("INFO", "mpikv")
     value = np.zeros((40, 31))
@@ -394,7 +394,7 @@ def few():
     return RowSparse([4], np.ones((1, 2)), (6, 2))
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
 @pytest.mark.parametrize("write", WRITES)
 def test_what_others_have_written_is_cleared(comm, write, transport):
     rows = RowSparse([1], np.ones((1, 2)), (6, 2))
@@ -623,7 +623,7 @@ def test_ranks_that_bring_much_and_nothing(comm, bucket_bytes):
             np.testing.assert_array_equal(rows.values, expected[:: kv.rank + 1])
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
 @pytest.mark.parametrize("shape", [(40, 31), (5, 2100), (3, 200, 5), (2, 100000)])
 def test_rows_of_several_owners(comm, shape, transport):
     rng = np.random.default_rng(5)
@@ -739,7 +739,7 @@ def parts_of(rng, shape, count):
     return [np.unique(rng.integers(0, shape[0], count)) for _ in "ab"]
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
 @pytest.mark.parametrize("placement", ["sharded", "root"])
 def test_rows_of_two_keys_that_only_their_owners_have(comm, transport, placement):
     shape, rng = (3000, 9), np.random.default_rng(8)

@@ -197,29 +197,29 @@ def test_ranks_that_want_other_groups(kv):
     kv.barrier()
 
 
-# --- agree, vote, refuse
+# --- check_equal, any_rank, raise_on_all_ranks
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_agree(kv):
-    kv.agree("a text")
-    with pytest.raises(RankMismatch, match=r"agree\(of rank 0\).*agree\(of another\)"):
-        kv.agree("of rank 0" if kv.is_root else "of another")
-    kv.agree("")
+def test_check_equal(kv):
+    kv.check_equal("a text")
+    with pytest.raises(RankMismatch, match=r"check_equal\(of rank 0\).*check_equal\(of another\)"):
+        kv.check_equal("of rank 0" if kv.is_root else "of another")
+    kv.check_equal("")
 
 
 @pytest.mark.parametrize("transport", ["shm", "mpi"])
-def test_vote(comm, transport):
+def test_any_rank(comm, transport):
     with mpikv.create(comm=comm, transport=transport, timeout=5) as kv:
         for culprit in range(kv.size):
-            assert kv.vote(kv.rank == culprit) is True
-        assert kv.vote(False) is False
-        assert kv.vote(True) is True
+            assert kv.any_rank(kv.rank == culprit) is True
+        assert kv.any_rank(False) is False
+        assert kv.any_rank(True) is True
 
 
-def test_refuse(kv):
+def test_raise_on_all_ranks(kv):
     kv.init("w", np.zeros(2))
     with pytest.raises(OSError if kv.is_root else PeerFailed, match="no such batch"):
-        kv.refuse(OSError("no such batch"), "load") if kv.is_root else kv.push("w", np.ones(2))
+        kv.raise_on_all_ranks(OSError("no such batch"), "load") if kv.is_root else kv.push("w", np.ones(2))
     kv.push("w", np.ones(2))
     np.testing.assert_array_equal(kv.pull("w"), np.full(2, float(kv.size)))

@@ -74,7 +74,7 @@ class TestUnchecked(StoreContract):
     """Without comparison of calls, right programs do the same."""
 
     def create(self, **options: Any) -> mpikv.KVStore:
-        return mpikv.create(check=False, **options)
+        return mpikv.create(verify_calls=False, **options)
 
     def test_an_optimizer_refuses_integers(self, kv: mpikv.KVStore) -> None:
         pytest.skip("errors need the comparison")
@@ -115,7 +115,7 @@ def test_ranks_may_pull_into_other_layouts(placement, monkeypatch):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_integers_of_both_signs_in_one_list(transport):
     with mpikv.create(transport=transport, timeout=5) as kv:
         kv.init("w", np.zeros(3, np.int64))
@@ -124,7 +124,7 @@ def test_integers_of_both_signs_in_one_list(transport):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_training_that_diverges_raises_nothing_halfway(transport):
     """A warning that is an error must not stop one rank in the middle of an exchange, where others wait for it."""
     with mpikv.create(transport=transport, timeout=5) as kv, np.errstate(all="raise"):

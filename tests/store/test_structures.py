@@ -595,9 +595,9 @@ def test_a_compiled_call_needs_arrays_that_can_be_written(kv):
     kv.init("w", np.zeros(3))
     for given in (read_only(np.ones(3)), Standin(np.ones(3))):
         with pytest.raises(TypeError, match="each call fills the same arrays, of which one cannot be written"):
-            kv.compile("w", given)
+            kv.capture("w", given)
     out = np.zeros(3)
-    kv.compile("w", Standin(np.ones(3)), out=out)()
+    kv.capture("w", Standin(np.ones(3)), out=out)()
     np.testing.assert_array_equal(out, np.full(3, kv.size))
 
 

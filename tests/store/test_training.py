@@ -135,7 +135,7 @@ def test_more_ranks_than_images_in_a_batch(comm: Any) -> None:
     assert furthest(params, train_digits.train_alone(few, settings)) <= 1e-12
 
 
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 def test_tumours_are_told_apart_as_by_one_process(comm: Any, transport: str) -> None:
     tumours = train_cancer.load(0)
     with mpikv.create(comm=comm, transport=transport) as kv:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks(1, 2, 4)
 SHAPE = (2, 3)
 
 # On one rank, each is the transport of one rank.
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 PLACEMENTS = pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
 PLACEMENTS_OF_FUNCTIONS = pytest.mark.parametrize("placement", ["root", "auto"])
 KEYS = pytest.mark.parametrize("name", [int, str], ids=["int", "str"])

@@ -1,4 +1,4 @@
-"""Compiled rules give the bits of the rules in numpy, for all numbers there are."""
+"""CapturedStep rules give the bits of the rules in numpy, for all numbers there are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from support.rules import RULES, bits, in_numpy, plain, run, training
 
 import mpikv
 from mpikv import optimizers
-from mpikv.cli.launchers import clean
 from mpikv.compute.kernels import NumpyKernels
 from mpikv.optimizers.forms import call_of
 from mpikv.testing import KernelsContract, UpdaterContract
@@ -49,7 +48,7 @@ def test_every_loop_is_tested():
     assert {name for name, _ in RULES.values()} == set(compiled.rules)
 
 
-class Compiled:
+class CapturedStep:
     """An optimizer that updates as a store with compiled kernels has it do."""
 
     def __init__(self, optimizer):
@@ -75,10 +74,10 @@ class TestContract(UpdaterContract):
         self.name, self.options = plain(request.param)
 
     def updater(self):
-        return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.75, **self.options))
+        return CapturedStep(optimizers.create(self.name, wd=0.01, clip_gradient=0.75, **self.options))
 
     def other(self):
-        return Compiled(optimizers.create(self.name, wd=0.01, clip_gradient=0.5, **self.options))
+        return CapturedStep(optimizers.create(self.name, wd=0.01, clip_gradient=0.5, **self.options))
 
 
 class TestKernels(KernelsContract):
@@ -219,19 +218,3 @@ def test_a_full_disk(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.processes
-@pytest.mark.deadline(60)
-def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING)
-    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(script)]
-    kept = []
-    for _ in range(2):
-        environ = {**clean(os.environ), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
-        assert done.returncode == 0, done.stderr
-        kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
-    assert [name.partition("-")[0] for name in sorted(kept[0])] == ["compiled._momentum"] * 2
-    assert kept[0] == kept[1]

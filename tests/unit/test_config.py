@@ -25,10 +25,10 @@ ENVIRON = {
     "MPIKV_PLACEMENT": "root",
     "MPIKV_BUCKET_BYTES": "8192",
     "MPIKV_TIMEOUT": "2.5",
-    "MPIKV_CHECK": "off",
+    "MPIKV_VERIFY_CALLS": "off",
     "MPIKV_KERNELS": "numba",
     "MPIKV_ABORT": "No",
-    "MPIKV_RANKS_PER_HOST": "2",
+    "MPIKV_SIMULATE_RANKS_PER_HOST": "2",
     "MPIKV_TRACE": "traces",
     "MPIKV_SINGLE_COPY": "no",
     "MPIKV_GPU_SHARING": "1",
@@ -40,8 +40,8 @@ ENVIRON = {
 def test_defaults():
     assert Config.read({}) == Config()
     assert (Config().transport, Config().placement, Config().bucket_bytes) == ("auto", "auto", 1 << 20)
-    assert (Config().timeout, Config().check, Config().abort) == (60.0, True, True)
-    assert (Config().kernels, Config().ranks_per_host, Config().single_copy) == ("numpy", 0, True)
+    assert (Config().timeout, Config().verify_calls, Config().abort) == (60.0, True, True)
+    assert (Config().kernels, Config().simulate_ranks_per_host, Config().single_copy) == ("numpy", 0, True)
     assert not Config().gpu_sharing
 
 
@@ -49,20 +49,20 @@ def test_defaults():
 def test_variables():
     config = Config.read(ENVIRON)
     assert (config.transport, config.placement, config.bucket_bytes) == ("mpi", "root", 8192)
-    assert (config.timeout, config.check, config.abort, config.kernels) == (2.5, False, False, "numba")
-    assert (config.ranks_per_host, config.single_copy, config.trace) == (2, False, "traces")
+    assert (config.timeout, config.verify_calls, config.abort, config.kernels) == (2.5, False, False, "numba")
+    assert (config.simulate_ranks_per_host, config.single_copy, config.trace) == (2, False, "traces")
     assert config.gpu_sharing
     assert config.full_traceback
 
 
 def test_arguments_come_first():
-    config = Config.read(ENVIRON, transport="shm", timeout=7, check=True, placement=None)
-    assert (config.transport, config.timeout, config.check, config.placement) == ("shm", 7, True, "root")
+    config = Config.read(ENVIRON, transport="shm", timeout=7, verify_calls=True, placement=None)
+    assert (config.transport, config.timeout, config.verify_calls, config.placement) == ("shm", 7, True, "root")
 
 
 @pytest.mark.parametrize("text", ["1", "true", "ON", "Yes", "0", "False", "off", "no"])
 def test_switches(text):
-    assert Config.read({"MPIKV_CHECK": text}).check is (text.lower() in ("1", "true", "on", "yes"))
+    assert Config.read({"MPIKV_VERIFY_CALLS": text}).verify_calls is (text.lower() in ("1", "true", "on", "yes"))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,11 @@ def test_switches(text):
     [
         ("MPIKV_TIMEOUT", "soon", "MPIKV_TIMEOUT='soon' is not a float"),
         ("MPIKV_BUCKET_BYTES", "1e6", "MPIKV_BUCKET_BYTES='1e6' is not an int"),
-        ("MPIKV_CHECK", "maybe", "MPIKV_CHECK='maybe' is not a switch \\(1, true, on, yes, 0, false, off, no\\)"),
+        (
+            "MPIKV_VERIFY_CALLS",
+            "maybe",
+            "MPIKV_VERIFY_CALLS='maybe' is not a switch \\(1, true, on, yes, 0, false, off, no\\)",
+        ),
         ("MPIKV_TIMEOUT", "-1", r"timeout=-1.0 is not a number in \[0.001, 1e9\] \(from the environment\)"),
         (
             "MPIKV_PLACEMENT",
@@ -97,17 +101,17 @@ def test_bad_variables(variable, text, pattern):
         {"bucket_bytes": "4096"},
         {"bucket_bytes": 8192.0},
         {"bucket_bytes": True},
-        {"ranks_per_host": -1},
+        {"simulate_ranks_per_host": -1},
         {"single_copy": 1},
         {"gpu_sharing": 1},
         {"full_traceback": 1},
-        {"ranks_per_host": True},
+        {"simulate_ranks_per_host": True},
         {"timeout": 0},
         {"timeout": float("nan")},
         {"timeout": float("inf")},
         {"timeout": "5"},
-        {"check": "no"},
-        {"check": 2},
+        {"verify_calls": "no"},
+        {"verify_calls": 2},
     ],
     ids=str,
 )

@@ -24,9 +24,9 @@ def test_a_registered_class_is_made_by_its_name() -> None:
         def __init__(self, **options: Any) -> None:
             self.options = options
 
-    store: Any = mpikv.create("MYSTORE", timeout=3, check=False)
+    store: Any = mpikv.create("MYSTORE", timeout=3, verify_calls=False)
     assert isinstance(store, MyStore)
-    assert (store.type, store.options) == ("mystore", {"timeout": 3, "check": False})
+    assert (store.type, store.options) == ("mystore", {"timeout": 3, "verify_calls": False})
     assert KVStoreBase.register(MyStore) is MyStore  # not a second one
 
 
@@ -72,9 +72,9 @@ def test_what_a_subclass_leaves_out_says_so() -> None:
         with pytest.raises(Unsupported, match=call):
             getattr(store, call)("sgd")
     with pytest.raises(ValueError, match="mine"):
-        store.refuse(ValueError("mine"))
-    store.agree("anything")
-    assert (store.vote(True), store.keys(), store._assigns, store.optimizer) == (True, (), True, None)
+        store.raise_on_all_ranks(ValueError("mine"))
+    store.check_equal("anything")
+    assert (store.any_rank(True), store.keys(), store._assigns, store.optimizer) == (True, (), True, None)
     assert (store.rank, store.num_workers, store.is_capable("optimizer")) == (0, 1, False)
     store.close()
 
@@ -83,8 +83,8 @@ def test_a_plug_in_of_several_ranks_has_to_vote_itself() -> None:
     class Several(KVStoreBase):
         num_workers = 2  # type: ignore[assignment]
 
-    with pytest.raises(Unsupported, match="vote"):
-        Several().vote(False)
+    with pytest.raises(Unsupported, match="any_rank"):
+        Several().any_rank(False)
 
 
 @pytest.mark.feature("names-teststore")

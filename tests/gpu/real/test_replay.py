@@ -46,7 +46,7 @@ def test_replays_have_the_bits_of_plain_calls(
         if optimizer:
             kv.set_optimizer(OPTIMIZERS[optimizer]())
         sent, outs, expected = (zeros(cupy, dtype) for _ in range(3))
-        step = kv.compile([f"compiled/{key}" for key in keys], sent, outs)
+        step = kv.capture([f"compiled/{key}" for key in keys], sent, outs)
         # Ranks that share a GPU take turns, of some milliseconds.
         for number in range(102 if ranks == 1 else 8):
             for array in sent:
@@ -70,7 +70,7 @@ def test_a_replay_is_in_the_order_of_the_caller(cupy: Any) -> None:
     with mpikv.create("nccl") as kv, cupy.cuda.Stream(non_blocking=True):
         gradient, out = cupy.zeros(size, np.float32), cupy.zeros(size, np.float32)
         kv.init("w", gradient)
-        step = kv.compile("w", gradient, out)
+        step = kv.capture("w", gradient, out)
         for number in range(1, 30):
             for _ in range(20):
                 gradient.fill(np.nan)
@@ -90,7 +90,7 @@ def test_calls_return_when_they_are_queued_and_stores_end_with_graphs(cupy: Any)
         with mpikv.create("nccl") as kv:
             kv.init("w", gradient)
             kv.set_optimizer("adam")
-            kept.append(kv.compile("w", gradient, out))
+            kept.append(kv.capture("w", gradient, out))
             for _ in range(10):
                 kept[-1]()
             assert kept[-1].captured

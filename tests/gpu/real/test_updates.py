@@ -55,7 +55,7 @@ def test_an_optimizer_of_ones_own_on_a_store(cupy):
         for each, place in ((kv, cupy.asarray), (host, np.copy)):
             each.init(["a", "b"], [place(np.ones(shape, np.float32)) for shape in (3, 1000)])
             each.set_optimizer(Lion(learning_rate=0.5, wd=0.25, lr_mult={"b": 0.5}))
-        step = kv.compile(["a", "b"], [cupy.full(size, 0.25, "f4") for size in (3, 1000)])
+        step = kv.capture(["a", "b"], [cupy.full(size, 0.25, "f4") for size in (3, 1000)])
         for _ in range(3):
             found = step()
             expected = host.pushpull(["a", "b"], [np.full(size, 0.25, np.float32) for size in (3, 1000)])

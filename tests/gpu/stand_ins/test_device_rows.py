@@ -480,7 +480,7 @@ def test_the_launches_of_a_push(comm: Any, gpu: FakeGpu, monkeypatch: pytest.Mon
 def test_a_compiled_pushpull_of_rows_is_made_call_by_call(filled: KVStore, gpu: FakeGpu) -> None:
     rows, out = RowSparse([1, 4], gpu.upload(np.ones((2, 2))), (6, 2)), gpu.empty((6, 2), np.dtype(np.float64))
     filled.set_optimizer("sgd", learning_rate=1.0)
-    step = filled.compile("s", rows, out=out)
+    step = filled.capture("s", rows, out=out)
     expected = VALUE.copy()
     for _ in range(4):
         step()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store import test_work
+from store import test_pending_calls
 
 import mpikv
 from mpikv import (
@@ -415,7 +415,7 @@ def compare(issued: Any, expected: Any, stream: Any) -> None:
         ({"deterministic": True}, None),
         ({"placement": "root"}, "2bit"),
         ({}, "fp16"),
-        ({}, {"type": "bf16", "both_directions": True}),
+        ({}, {"type": "bf16", "compress_pull": True}),
         ({}, {"type": "topk", "ratio": 0.5}),
     ],
 )
@@ -458,7 +458,7 @@ def without_waiting(kv: KVStore, place: Callable[[Any], Any], number: int, rows:
 def test_compiled_calls_come_after_what_is_pending(gpu, kv):
     gradient, out = full(gpu, 1), full(gpu, 0)
     kv.set_optimizer("sgd", learning_rate=1.0)
-    step = kv.compile("w", gradient, out=out)
+    step = kv.capture("w", gradient, out=out)
     for number in range(1, 5):
         kv.push("w", full(gpu, 1), wait=False)
         work = kv.pull("w", wait=False)
@@ -493,19 +493,19 @@ def run(test: Callable[..., None], comm: Any) -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        test_work.test_the_most_urgent_of_what_is_pending_comes_first,
-        test_work.test_what_is_wrong_with_a_call_is_raised_by_wait,
-        test_work.test_a_failure_that_nobody_has_seen_comes_in_place_of_the_next_call,
-        test_work.test_one_failure_stands_for_those_that_follow,
-        test_work.test_looking_is_not_seeing_and_local_calls_take_no_error_away,
-        test_work.test_settings_are_set_after_what_is_pending,
-        test_work.test_an_updater_in_the_thread_cannot_use_the_store_nor_wait,
-        test_work.test_an_updater_cannot_issue_calls_either,
-        test_work.test_what_an_updater_raises_in_the_thread_reaches_every_rank,
-        test_work.test_a_short_wait_ends_and_the_call_goes_on,
-        test_work.test_waiting_again_gives_the_same_and_keeps_nothing,
-        test_work.test_closing_waits_closes_and_then_raises,
-        test_work.test_bad_priorities_are_refused_by_the_call,
+        test_pending_calls.test_the_most_urgent_of_what_is_pending_comes_first,
+        test_pending_calls.test_what_is_wrong_with_a_call_is_raised_by_wait,
+        test_pending_calls.test_a_failure_that_nobody_has_seen_comes_in_place_of_the_next_call,
+        test_pending_calls.test_one_failure_stands_for_those_that_follow,
+        test_pending_calls.test_looking_is_not_seeing_and_local_calls_take_no_error_away,
+        test_pending_calls.test_settings_are_set_after_what_is_pending,
+        test_pending_calls.test_an_updater_in_the_thread_cannot_use_the_store_nor_wait,
+        test_pending_calls.test_an_updater_cannot_issue_calls_either,
+        test_pending_calls.test_what_an_updater_raises_in_the_thread_reaches_every_rank,
+        test_pending_calls.test_a_short_wait_ends_and_the_call_goes_on,
+        test_pending_calls.test_waiting_again_gives_the_same_and_keeps_nothing,
+        test_pending_calls.test_closing_waits_closes_and_then_raises,
+        test_pending_calls.test_bad_priorities_are_refused_by_the_call,
     ],
     ids=lambda test: test.__name__,
 )
@@ -517,10 +517,10 @@ def test_as_on_hosts(test, comm, on_gpu):
 @pytest.mark.parametrize(
     "test",
     [
-        test_work.test_urgency_counts_among_what_all_ranks_have_issued,
-        test_work.test_one_rank_waits_and_another_does_not,
-        test_work.test_ranks_issue_different_calls,
-        test_work.test_calls_aside_are_refused_in_join,
+        test_pending_calls.test_urgency_counts_among_what_all_ranks_have_issued,
+        test_pending_calls.test_one_rank_waits_and_another_does_not,
+        test_pending_calls.test_ranks_issue_different_calls,
+        test_pending_calls.test_calls_aside_are_refused_in_join,
     ],
     ids=lambda test: test.__name__,
 )
@@ -533,8 +533,8 @@ def test_as_on_several_hosts(test, comm, on_gpu):
 @pytest.mark.parametrize(
     "test",
     [
-        test_work.test_ranks_that_wait_in_their_thread_are_not_named_as_late,
-        test_work.test_a_late_rank_is_named_after_calls_aside,
+        test_pending_calls.test_ranks_that_wait_in_their_thread_are_not_named_as_late,
+        test_pending_calls.test_a_late_rank_is_named_after_calls_aside,
     ],
     ids=lambda test: test.__name__,
 )

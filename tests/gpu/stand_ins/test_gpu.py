@@ -186,7 +186,7 @@ def test_every_name_of_cupy_that_is_used_is_one(name):
     found: Any = cupy
     for part in name.split("."):
         found = getattr(found, part)
-    # Compiled functions have their signatures in the first line of their documentation only.
+    # CapturedStep functions have their signatures in the first line of their documentation only.
     lines = [getattr(one, "__doc__", None) or "" for one in (found, getattr(found, "__init__", None))]
     signatures = " ".join(line.partition("\n")[0] for line in lines)
     for parameter in NAMES[name].split():

@@ -291,7 +291,7 @@ def test_numbers_that_are_not_finite_raise(gpu, comm, name, bad, dtype):
     close(*stores)
 
 
-def test_a_cast_of_ones_own_is_refused_in_both_directions(gpu, comm):
+def test_a_cast_of_ones_own_is_refused_in_compress_pull(gpu, comm):
     """By name, before anything is sent; the present compression stays."""
 
     class Cast(codecs.Float16):
@@ -304,7 +304,7 @@ def test_a_cast_of_ones_own_is_refused_in_both_directions(gpu, comm):
             with pytest.raises(
                 Unsupported, match=r"^set_gradient_compression: compression fp16.* has no CUDA kernel.*: bf16, fp16"
             ):
-                kv.set_gradient_compression(codecs.BothDirections(codec))
+                kv.set_gradient_compression(codecs.CompressedPull(codec))
         assert kv.compression.settings() == "2bit(threshold=0.5) with error feedback"
         kv.push("w", np.full(8, 0.7, F32))
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(8, 0.5 * kv.size))
@@ -354,7 +354,7 @@ def test_an_updater_that_raises_leaves_residuals_as_they_were(gpu, comm, name):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("name", ["2bit", "topk", {"type": "bf16", "both_directions": True}], ids=str)
+@pytest.mark.parametrize("name", ["2bit", "topk", {"type": "bf16", "compress_pull": True}], ids=str)
 def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
     """Also where a gradient is looked at, which waits for what was queued before it."""
     gpu, config = FakeGpu(comm.rank), Config(timeout=0.8, placement="sharded")
@@ -772,7 +772,7 @@ def test_too_little_memory_on_one_rank(gpu, comm, both_ways, monkeypatch):
 
 
 def both(name: str) -> dict[str, Any]:
-    return {"type": name, "both_directions": True}
+    return {"type": name, "compress_pull": True}
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -122,7 +122,7 @@ def new_values(verb: str) -> Callable[[KVStore, FakeGpu], Run]:
             "broadcast": lambda: kv.broadcast(["y", "w"], [views[2], views[0]]),
             "set_optimizer": lambda: kv.set_optimizer("adamw"),
             "compress": lambda: kv.set_gradient_compression("2bit"),
-            "both": lambda: kv.set_gradient_compression({"type": "bf16", "both_directions": True}),
+            "both": lambda: kv.set_gradient_compression({"type": "bf16", "compress_pull": True}),
             "auto": lambda: kv.set_gradient_compression("auto"),
             "topk": lambda: kv.set_gradient_compression({"type": "auto", "codec": "topk"}),
         }
@@ -201,7 +201,7 @@ def pending(kv: KVStore, gpu: FakeGpu) -> Run:
 def compiled(kv: KVStore, gpu: FakeGpu) -> Run:
     filled(kv).set_optimizer("sgd", learning_rate=0.25, momentum=0.5)
     values, outs = drawn(gpu), drawn(gpu)
-    return kv.compile(list(SHAPES), values, out=outs)
+    return kv.capture(list(SHAPES), values, out=outs)
 
 
 def checkpoint(tmp: str) -> Callable[[KVStore, FakeGpu], Run]:
@@ -243,8 +243,8 @@ SCENARIOS: dict[str, tuple[Callable[[KVStore, FakeGpu], Run], dict[str, Any]]] =
     "fp16": (pushes("sgd", "fp16", here=False), {}),
     "topk": (pushes("sgd", "topk", lists=2), {}),
     "lowrank": (pushes("sgd", {"type": "lowrank", "rank": 2}, lists=2), {}),
-    "both directions": (pushes("adam", {"type": "bf16", "both_directions": True}), {}),
-    "both directions of sums": (pushes(None, {"type": "fp16", "both_directions": True}), {}),
+    "both directions": (pushes("adam", {"type": "bf16", "compress_pull": True}), {}),
+    "both directions of sums": (pushes(None, {"type": "fp16", "compress_pull": True}), {}),
     "a function": (callable_updater, {}),
     "buffers": (buffers, {}),
     "gaps": (strided, {}),
@@ -255,7 +255,7 @@ SCENARIOS: dict[str, tuple[Callable[[KVStore, FakeGpu], Run], dict[str, Any]]] =
     "broadcast": (new_values("broadcast"), {}),
     "set_optimizer": (new_values("set_optimizer"), {}),
     "set_gradient_compression": (new_values("compress"), {}),
-    "both_directions": (new_values("both"), {}),
+    "compress_pull": (new_values("both"), {}),
     "auto": (new_values("auto"), {}),
     "auto of topk": (new_values("topk"), {}),
     "rows": (rows(None, "row_sparse_pull"), {}),

@@ -175,7 +175,7 @@ def test_a_compiled_call_that_is_not_made_yet_fills_nothing(comm: Any, gpu: Any)
     with mpikv.create("dist_sync", comm=comm) as kv:
         kv.init("w", np.zeros(3))
         given, out = gpu.upload(np.ones(3)), gpu.upload(np.full(3, 7.0))
-        into, alone = kv.compile("w", given, out=out), kv.compile("w", given)
+        into, alone = kv.capture("w", given, out=out), kv.capture("w", given)
         np.testing.assert_array_equal(given.get(), np.ones(3))
         np.testing.assert_array_equal(out.get(), np.full(3, 7.0))
         into()

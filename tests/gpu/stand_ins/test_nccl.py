@@ -591,10 +591,10 @@ def test_a_call_in_nccl_does_not_hold_up_who_looks_on(group, nccl):
 @pytest.mark.ranks(1, 2, 3)
 def test_a_closed_transport_keeps_no_memory(group, nccl):
     transport = joined(group, nccl)
-    outbox = weakref.ref(transport.send_buffers[0]._block)
+    send_buffer = weakref.ref(transport.send_buffers[0]._block)
     transport.close()
     gc.collect()
-    assert outbox() is None
+    assert send_buffer() is None
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -82,12 +82,18 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 @pytest.mark.parametrize("waits", ["for the GPU", "for a call", "for nothing"])
-def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(comm, ranks_per_host, transport, waits, monkeypatch):
+def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(
+    comm, simulate_ranks_per_host, transport, waits, monkeypatch
+):
     """Whether their hosts wait for work in flight, or for the others, or come back later."""
     gpu = FakeGpu(comm.rank)
-    config = Config(timeout=60.0, transport=transport, ranks_per_host=ranks_per_host if transport == "hosts" else 0)
+    config = Config(
+        timeout=60.0,
+        transport=transport,
+        simulate_ranks_per_host=simulate_ranks_per_host if transport == "hierarchical" else 0,
+    )
     group = connect(comm, config)
     nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)

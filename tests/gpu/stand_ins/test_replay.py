@@ -166,7 +166,7 @@ def test_every_form_of_arguments(comm: Any, form: str, place: str) -> None:
     if isinstance(key, dict):
         pushed = list(key.values())
     filled = list(leaves(out if out is not None else value if value is not None else key if pushed else kv.view("a")))
-    step = kv.compile(key, value, out)
+    step = kv.capture(key, value, out)
     plain = out if out is not None else value if value is not None else key if pushed else None
     for arrays in (value, out):
         if isinstance(arrays, list):
@@ -254,7 +254,7 @@ def test_what_cannot_be_recorded_is_pushed_plainly(comm: Any, lack: str) -> None
         assert both.here.version("w") == version + 1
         assert not step.captured
         assert says_one_of(reason, step.reason), step.reason
-    assert repr(step).startswith("<mpikv.Compiled #0 not captured: ")
+    assert repr(step).startswith("<mpikv.CapturedStep #0 not captured: ")
     both.close()
 
 
@@ -269,14 +269,14 @@ def test_bad_arguments_are_refused_when_it_is_compiled(comm: Any) -> None:
         kv.init("w", np.zeros(3))
         others = lambda error: error if kv.rank == 0 else PeerFailed  # noqa: B023, E731
         with pytest.raises(others(KeyNotInitialized), match="compile"):
-            kv.compile("w" if kv.rank else "v", np.zeros(3))
+            kv.capture("w" if kv.rank else "v", np.zeros(3))
         with pytest.raises(others(ValueMismatch), match="has shape"):
-            kv.compile("w", np.zeros(3 if kv.rank else 4))
+            kv.capture("w", np.zeros(3 if kv.rank else 4))
         if kv.size > 1:
             kv.init("v", np.zeros(3))
             with pytest.raises(RankMismatch, match=r"compile\('[wv]'\)"):
-                kv.compile("v" if kv.rank else "w", np.zeros(3))
-        step = kv.compile("w", np.ones(3))
+                kv.capture("v" if kv.rank else "w", np.zeros(3))
+        step = kv.capture("w", np.ones(3))
         np.testing.assert_array_equal(on_host(step()), np.full(3, kv.size))
         kv.close()
         with pytest.raises(Closed):
@@ -290,16 +290,16 @@ def test_what_a_host_pushes(comm: Any) -> None:
         kv.init("s", RowSparse([], np.zeros((0, 2)), (5, 2)))
         kv.set_optimizer("sgd", learning_rate=1.0)
         rows, out = RowSparse([1, 3], np.ones((2, 2)), (5, 2)), np.empty((5, 2))
-        step = kv.compile("s", rows, out)
+        step = kv.capture("s", rows, out)
         for number in range(1, 4):
             assert step() is out
             assert out.sum() == -4 * number * kv.size
     with mpikv.create("dist_sync", comm=comm, compression="fp16") as kv:
         kv.init("w", np.zeros(3, np.float32))
-        step = kv.compile("w", np.ones(3, np.float32))
+        step = kv.capture("w", np.ones(3, np.float32))
         assert (step() == kv.size).all()
     with mpikv.create("dist_async") as kv, pytest.raises(Unsupported, match="compile: the store 'dist_async'"):
-        kv.compile("w", np.ones(3))
+        kv.capture("w", np.ones(3))
 
 
 # --- Ranks that do not agree
@@ -315,13 +315,13 @@ def test_ranks_that_call_something_else(comm: Any, place: str, before: int) -> N
     kv, sent, outs = both.here, both.sent, both.outs
     if place == "host":
         kv, sent, outs = both.there, both.gradients, [array.copy() for array in both.gradients]
-    step, other = (kv.compile(both.keys, sent, outs) for _ in range(2))
+    step, other = (kv.capture(both.keys, sent, outs) for _ in range(2))
     for _ in range(before):
         step()
     wrong = [lambda: kv.pushpull(both.keys, sent, outs), other, lambda: kv.pull("w"), kv.barrier]
     for number, call in enumerate(wrong):
         versions = [kv.version(key) for key in both.keys]
-        with pytest.raises(RankMismatch, match="compiled step #0" if number < 2 else "pushpull"):
+        with pytest.raises(RankMismatch, match="captured step #0" if number < 2 else "pushpull"):
             (step if kv.rank == 0 else call)()
         with pytest.raises(RankMismatch):
             (step if kv.rank == kv.size - 1 else call)()
@@ -367,7 +367,7 @@ def test_ranks_that_know_something_else(comm: Any) -> None:
         both.step(step)
     if both.here.rank == 0:
         step._known = None
-    with pytest.raises(RankMismatch, match=r"compiled step #0, (called for the first time|launched)"):
+    with pytest.raises(RankMismatch, match=r"captured step #0, (called for the first time|launched)"):
         step()
     step._known = None
     for _ in range(3):
@@ -378,7 +378,7 @@ def test_ranks_that_know_something_else(comm: Any) -> None:
 
 @pytest.mark.ranks(1, 2, 3)
 def test_without_comparing_calls(comm: Any) -> None:
-    both = Both(comm, 18, SHAPES, check=False)
+    both = Both(comm, 18, SHAPES, verify_calls=False)
     both.set_optimizer(UPDATERS["adam of keys"])
     step = both.here.compile(both.keys, both.sent, both.outs)
     for _ in range(5):
@@ -660,7 +660,7 @@ def test_a_replay_that_never_ends_is_given_up(comm: Any) -> None:
     nccl = kv._transport._nccl
     sent, out = gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
     kv.init("w", np.zeros(5))
-    step = kv.compile("w", sent, out)
+    step = kv.capture("w", sent, out)
     step()
     if kv.rank == 0:
         nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
@@ -681,7 +681,7 @@ def test_nccl_fails_while_it_is_recorded(comm: Any, status: int) -> None:
     nccl = kv._transport._nccl
     sent, out = gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
     kv.init("w", np.zeros(5))
-    step = kv.compile("w", sent, out)
+    step = kv.capture("w", sent, out)
     step()
     if kv.rank == 0:
         nccl.fail_at[len(nccl.calls) + 1] = status
@@ -710,7 +710,7 @@ def test_memory_of_a_call_lives_until_the_gpu_is_done(comm: Any) -> None:
         with made:
             sent = gpu.upload(np.ones(5))
         gpu.current().wait(made.record())
-        step = kv.compile("w", sent, gpu.upload(np.ones(5)))
+        step = kv.capture("w", sent, gpu.upload(np.ones(5)))
         for _ in range(4):
             step()
         assert step.captured

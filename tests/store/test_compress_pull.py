@@ -25,13 +25,13 @@ F32 = np.float32
 CASTS = ("bf16", "fp16")
 
 
-@pytest.fixture(params=["mpi", "hosts"])
+@pytest.fixture(params=["mpi", "hierarchical"])
 def transport(request):
     return request.param
 
 
 def both(name):
-    return {"type": name, "both_directions": True}
+    return {"type": name, "compress_pull": True}
 
 
 class Simulation:
@@ -70,11 +70,11 @@ def give(kv, how, key, value):
     sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=5),
     name=st.sampled_from(CASTS),
     placement=st.sampled_from(["root", "sharded"]),
-    over=st.sampled_from(["mpi", "hosts"]),
+    over=st.sampled_from(["mpi", "hierarchical"]),
     bucket_bytes=st.sampled_from([4096, 1 << 20]),
     data=st.data(),
 )
-@pytest.mark.parametrize("transport", ["hosts"])
+@pytest.mark.parametrize("transport", ["hierarchical"])
 @pytest.mark.deadline(60)
 def test_any_pushes_and_pulls(comm, transport, sizes, name, placement, over, bucket_bytes, data):
     """A key that is not pulled is left as it is, though it lies in the same message."""
@@ -406,11 +406,11 @@ class Weighed(Wrapper):
 
 
 @pytest.mark.parametrize("placement", ["root", "sharded"])
-def test_half_as_many_bytes_travel(comm, transport, ranks_per_host, placement):
+def test_half_as_many_bytes_travel(comm, transport, simulate_ranks_per_host, placement):
     sent = []
     for compression in ("bf16", both("bf16")):
         config = Config.read(transport=transport, placement=placement)
-        group = ProcessGroup(comm, ranks_per_host if transport == "hosts" else 0)
+        group = ProcessGroup(comm, simulate_ranks_per_host if transport == "hierarchical" else 0)
         weighed = Weighed(open_transport(group, config))
         with mpikv.KVStore(group, StatusBoard(group), weighed, config) as kv:
             kv.set_gradient_compression(compression)
@@ -428,10 +428,10 @@ def test_half_as_many_bytes_travel(comm, transport, ranks_per_host, placement):
 @pytest.mark.parametrize("name", ["2bit", "1bit", "topk", "lowrank"])
 def test_codecs_that_do_not_fit(comm, name):
     with mpikv.create(comm=comm) as kv:
-        with pytest.raises(mpikv.Unsupported, match=r"both_directions is for fp16 and bf16, and not for"):
+        with pytest.raises(mpikv.Unsupported, match=r"compress_pull is for fp16 and bf16, and not for"):
             kv.set_gradient_compression(both(name))
         assert kv.compression is None
-    with pytest.raises(mpikv.Unsupported, match="both_directions"):
+    with pytest.raises(mpikv.Unsupported, match="compress_pull"):
         mpikv.create(comm=comm, compression=both(name))
 
 
@@ -439,13 +439,13 @@ def test_codecs_that_do_not_fit(comm, name):
 def test_what_is_said_of_it(comm):
     with mpikv.create(comm=comm, compression=both("bf16")) as kv:
         assert kv.statistics()["compression"]["chosen"] == "bf16() with error feedback in both directions"
-        assert kv.compression == mpikv.codecs.BothDirections(kv.compression.codec)
+        assert kv.compression == mpikv.codecs.CompressedPull(kv.compression.codec)
         part = kv.group([0])
         if part is not None:
             assert part.compression == kv.compression
             part.close()
-        for bad in ({"type": "bf16", "both_directions": 1}, {"type": "bf16", "both_direction": True}):
-            with pytest.raises((TypeError, mpikv.ConfigError), match="both_directions"):
+        for bad in ({"type": "bf16", "compress_pull": 1}, {"type": "bf16", "both_direction": True}):
+            with pytest.raises((TypeError, mpikv.ConfigError), match="compress_pull"):
                 kv.set_gradient_compression(bad)
         with pytest.raises(mpikv.ConfigError, match="is no codec"):
             kv.set_gradient_compression({"type": "auto", "codec": both("bf16")})

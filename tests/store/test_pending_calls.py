@@ -42,7 +42,7 @@ def threads():
 
 
 @ALL
-@pytest.mark.parametrize("transport", ["shm", "mpi", "hosts"])
+@pytest.mark.parametrize("transport", ["shm", "mpi", "hierarchical"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_as_waiting_for_each_call(transport, seed):
     """Beside numpy in one process; ranks issue and wait at moments of their own."""

@@ -1,0 +1,37 @@
+"""Compiled kernels on disk: several ranks compile at once, and the next job loads what they have kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mpikv.cli.launchers import clean
+
+pytest.importorskip("numba")
+
+TRAINING = """
+import numpy as np, mpikv
+with mpikv.create(kernels="numba") as kv:
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+    kv.push("w", np.ones(3))
+    assert (kv.pull("w") == -0.5 * kv.size).all()
+"""
+
+
+@pytest.mark.deadline(60)
+def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "4", str(script)]
+    kept = []
+    for _ in range(2):
+        environ = {**clean(os.environ), "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50, check=False)
+        assert done.returncode == 0, done.stderr
+        kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
+    assert [name.partition("-")[0] for name in sorted(kept[0])] == ["rules._momentum"] * 2
+    assert kept[0] == kept[1]
