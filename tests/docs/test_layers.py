@@ -237,7 +237,7 @@ def test_every_package_has_a_charter() -> None:
 
 def test_the_picture_is_that_of_the_layers() -> None:
     drawn = runpy.run_path(str(ROOT / "scripts" / "draw_layers"))["draw"]()
-    assert (ROOT / "docs" / "layers.svg").read_text() == drawn, "run scripts/draw_layers"
+    assert (ROOT / "docs" / "explanation" / "layers.svg").read_text() == drawn, "run scripts/draw_layers"
 
 
 def offences(folder: Path, module: str, source: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 import mpikv
 
-PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "migrate.md"
 
 
 @pytest.mark.ranks(1, 2, 3)

@@ -1,4 +1,4 @@
-"""Writes docs/features.md: each row of ``features.py`` with the tests that show it, found by their syntax trees."""
+"""Writes docs/reference/features.md: each row of ``features.py`` with the tests that show it, found by their syntax trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from support.features import FEATURES, Feature
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "features.md"
+PAGE = ROOT / "docs" / "reference" / "features.md"
 CONTRACT = ROOT / "mpikv" / "testing" / "store.py"
 
 HEAD = """\
