@@ -225,7 +225,7 @@ def test_a_slow_cable(hosts: Hosts) -> None:
 
 @pytest.mark.deadline(120)
 def test_a_cut(hosts: Hosts) -> None:
-    """Every rank raises Stalled or is ended; the job is no success. See docs/explanation/several-hosts.md for what each MPI does."""
+    """Every rank raises Stalled or is ended; the job is no success. docs/explanation/several-hosts.md says more."""
     job = start(hosts, CUT, str(hosts.folder), str(TIMEOUT))
     assert wait(lambda: len(list(hosts.folder.glob("ready*"))) == 4, START)
     ranks = {int(path.name[7:]): int(path.read_text()) for path in hosts.folder.glob("process*")}

@@ -1,4 +1,4 @@
-"""Writes docs/reference/features.md: each row of ``features.py`` with the tests that show it, found by their syntax trees."""
+"""Writes docs/reference/features.md: each row of ``features.py`` with the tests that show it, found by syntax trees."""
 
 from __future__ import annotations
 
