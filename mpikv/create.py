@@ -139,8 +139,8 @@ def create(
         deterministic: True adds in a fixed order: a sum then has the same bits on every transport and placement, with
             any ``bucket_bytes``, alone or in a list of keys. A sum of a fixed number of arrays has them for any number
             of ranks that are a power of two and push lists of equally many, as in
-            docs/explanation/performance.md; half precision excepted, whose lists are rounded before they are sent, and compression, which packs each rank's
-            arrays by themselves. Default False, where ``mpi`` sums in an order of
+            docs/explanation/performance.md; half precision excepted, whose lists are rounded before they are sent, and
+            compression, which packs each rank's arrays by themselves. Default False, where ``mpi`` sums in an order of
             the MPI library's, and ``hierarchical`` each host first.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same. On GPUs they are always compiled, and ``nccl`` refuses ``numba``.
