@@ -104,14 +104,20 @@ class Agreement:
             PeerFailed: another rank raised before it could take part.
             Stalled: a rank did not come; the message says nothing yet of where it is.
         """
-        self.calls += 1
-        self._board.write(self.calls, call.note)
+        self._enter(call)
         if not self.verifies:
             self._transport.fence(send_ready)
         elif not self._transport.agree(call.token, send_ready):
             _, some_have_left = self._settle(call)
             if some_have_left:
                 self.confirm(call, None)  # that they can do their part
+
+    def _enter(self, call: Call) -> None:
+        self.calls += 1
+        if call.note is self._board.text:
+            self._board.number[0] = self.calls
+        else:
+            self._board.write(self.calls, call.note)
 
     def least(self, number: int) -> int:
         """Return the smallest of the ranks' numbers. All have agreed that this comes next."""
@@ -121,8 +127,7 @@ class Agreement:
 
     def refuse(self, call: Call, error: BaseException) -> NoReturn:
         """Tell the other ranks that this one cannot make its call, and raise why."""
-        self.calls += 1
-        self._board.write(self.calls, call.note)
+        self._enter(call)
         if self.verifies:
             self._tell_failure(call, error)
         if isinstance(error, MemoryError):
@@ -145,8 +150,7 @@ class Agreement:
         Returns:
             What the working ranks call, or None once no rank has work.
         """
-        self.calls += 1
-        self._board.write(self.calls, call.note)
+        self._enter(call)
         return None if self._transport.agree(JOINED) else self._settle(call)[0]
 
     def _tell_failure(self, call: Call, error: BaseException) -> None:

@@ -77,17 +77,18 @@ class StatusBoard:
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
         self._bytes = mine.view(np.uint8).data
         self._head = self._bytes[:16].cast("q")
-        self._written = b""
+        self.number = self._head[:1]
+        """The number of the call that this rank has begun: all that changes when it makes the same call again."""
+        self.text = b""
+        """What this rank's slot says."""
         self._text = self._bytes[slot.fields["text"][1] :]  # type: ignore[index]
 
     def write(self, number: int, text: bytes) -> None:
         """Say that this rank has begun call ``number``."""
-        if text is not self._written:
-            self._written = text
-            length = min(len(text), self._TEXT)
-            self._text[:length] = text[:length]
-            self._head[1] = length
-        self._head[0] = number
+        self.text, length = text, min(len(text), self._TEXT)
+        self._text[:length] = text[:length]
+        self._head[1] = length
+        self.number[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited for ``waited`` seconds."""

@@ -268,7 +268,9 @@ class Pipeline:
                     first = update.total
                 update.add_and_run(first, last, steps.each[update.item])
                 continue
-            if not summed:
+            if not summed and len(addends) == 2 and addends[0].dtype == update.total.dtype:
+                np.add(addends[0][low:high], addends[1][low:high], out=update.total)
+            elif not summed:
                 self._add(addends, low, high, update.total)
             if update.run is not None:
                 items = update.items

@@ -219,13 +219,13 @@ class Plans:
 
     def __init__(self) -> None:
         self.single: dict[Key, Plan] = {}
-        self._young: dict[tuple[Key, ...], Plan] = {}
+        self.young: dict[tuple[Key, ...], Plan] = {}
         self._old: dict[tuple[Key, ...], Plan] = {}
         self._held, self._most = 0, _MOST_KEYS
 
     def find(self, keys: tuple[Key, ...]) -> Plan | None:
         """Return the plan of several keys, if it is kept."""
-        plan = self._young.get(keys)
+        plan = self.young.get(keys)
         if plan is None and (plan := self._old.pop(keys, None)) is not None:
             self._keep(plan)
         return plan
@@ -241,13 +241,13 @@ class Plans:
     def _keep(self, plan: Plan) -> None:
         if self._held + len(plan.keys) > self._most:
             _drop(self._old)
-            self._young, self._old, self._held = {}, self._young, 0
-        self._young[plan.keys] = plan
+            self.young, self._old, self._held = {}, self.young, 0
+        self.young[plan.keys] = plan
         self._held += len(plan.keys)
 
     def clear(self) -> None:
         """Forget all."""
-        for plans in (self.single, self._young, self._old):
+        for plans in (self.single, self.young, self._old):
             _drop(plans)
         self._held = 0
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from .plan import Plan, Planner, Plans
 
 __all__ = ["PlanListener", "Values"]
 
-_KEY_TYPES = {int, str}
 _NOTHING: Mapping[Any, int] = MappingProxyType({})
 
 
@@ -45,31 +43,18 @@ class Values:
         """Whether values are packed that ranks pull, so that owners keep exact ones."""
         self.listeners: WeakSet[PlanListener] = WeakSet()
         """Who keeps plans, or what was made of them."""
-        self._arena, self._plans = Arena(transport, pooling), Plans()
-        # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
-        self._known_apart: dict[int, ref[Array]] = {}
+        self.plans = Plans()
+        self._arena = Arena(transport, pooling)
 
     # --- Plans
 
-    def find_plan(self, key: Any) -> Plan | None:
-        """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
-        more closely. Local.
-        """
-        kind = type(key)
-        if kind is str or kind is int:
-            return self._plans.single.get(key)
-        # True and 1.0 equal 1, but are no keys.
-        if (kind is list or kind is tuple) and len(kinds := set(map(type, key))) == 1 and kinds <= _KEY_TYPES:
-            return self._plans.single.get(key[0]) if len(key) == 1 else self._plans.find(tuple(key))
-        return None
-
     def plan(self, keys: tuple[Key, ...]) -> Plan:
         """Return the plan for known keys. Local."""
-        plan = self._plans.single.get(keys[0]) if len(keys) == 1 else self._plans.find(keys)
+        plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.find(keys)
         if plan is None:
             self.table.check_kind(keys)
             plan = self.planner.plan([self.table[key] for key in keys])
-            self._plans.add(plan, len(self.table))
+            self.plans.add(plan, len(self.table))
         return plan
 
     def plan_of_all(self) -> Plan:
@@ -84,7 +69,7 @@ class Values:
     def invalidate(self) -> None:
         """Drop all plans: values are about to lie, or to be updated, in another way. Local."""
         self.invalidate_listeners()
-        self._plans.clear()
+        self.plans.clear()
 
     # --- Keys
 
@@ -254,20 +239,6 @@ class Values:
         kept: Sequence[Array] = self._memory.order.run(lambda given: list(map(self.apart, given)), arrays)
         return kept
 
-    def lie_apart(self, arrays: Sequence[Array]) -> bool:
-        """Return whether none of the host's arrays lies in the memory of values. Local.
-
-        No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
-        that each is asked once; what has memory of its own has no base.
-        """
-        known = self._known_apart
-        for array in arrays:
-            if array.base is not None and id(array) not in known:
-                if self.is_view(array):
-                    return False
-                known[id(array)] = ref(array, partial(_forget, known, id(array)))
-        return True
-
     def fillable(self, out: Array, entry: Entry) -> Array:
         """Return an array that is to be filled with a value: its view for one over the memory of that value, where
         there is nothing to fill. Local.
@@ -284,10 +255,6 @@ class Values:
                 "what is to be filled lies in the memory of the store's values, one of which would be lost; pass "
                 "an out= that has memory of its own"
             )
-
-
-def _forget(known: dict[int, Any], name: int, gone: object) -> None:
-    known.pop(name, None)
 
 
 def _is_same(array: Array, value: Array) -> bool:

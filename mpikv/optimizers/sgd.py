@@ -57,7 +57,8 @@ class SGD(Optimizer):
 
     def rule(self, step: Step, block: Block) -> None:
         if not self.momentum:
-            descend(block.weight, block.gradient, step.rate)
+            np.multiply(block.gradient, step.rate, out=block.gradient)
+            np.subtract(block.weight, block.gradient, out=block.weight)
             return
         (velocity,) = block.state
         if not self.nesterov:

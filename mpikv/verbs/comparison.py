@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..cluster.agreement import Agreement, Call
 from ..engine.exchange import Exchange
@@ -17,7 +17,7 @@ from ..optimizers import Optimizer
 from ..protocols import Array
 from .arguments import priorities
 
-__all__ = ["Comparison", "Contribution", "add_text", "compare_text"]
+__all__ = ["Comparison", "Contribution", "UpdateCall", "add_text", "compare_text"]
 
 
 class Contribution(str, Enum):
@@ -29,9 +29,20 @@ class Contribution(str, Enum):
     ROWS_FOR_WHOLE = "rows, with whole arrays as out"
 
 
+class UpdateCall(NamedTuple):
+    """What a plan keeps for its next update by the same verb."""
+
+    call: Call
+    steps: Steps | None
+    """The updater's steps; None where they change with each update."""
+    confirm: Confirm | None
+    """How ranks learn how the update went, where it may fail on one of them."""
+    revision: int
+    """That of the updater, whose settings all of this follows from."""
+
+
 # Those that move no whole values.
 _NO_BUCKETS = ("row_sparse_pull", "delete")
-_NO_MEMO = (None, None, None, None)
 _OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)
 
 
@@ -70,9 +81,10 @@ class Comparison:
         it may fail on one of them.
         """
         updater = self._exchange.updater
-        revision, call, steps, confirm = plan.memo.get((verb, contribution), _NO_MEMO)
-        if revision != updater.revision:
-            call, steps, confirm = self._describe_update(verb, plan, contribution)
+        known: UpdateCall | None = plan.memo.get((verb, contribution))
+        if known is None or known.revision != updater.revision:
+            known = plan.memo[verb, contribution] = self._describe_update(verb, plan, contribution)
+        call, steps, confirm = known.call, known.steps, known.confirm
         if steps is None:
             steps = self._exchange.steps(plan)
             # Two schedules of a user's may differ and have the same name.
@@ -87,19 +99,15 @@ class Comparison:
         texts = [*describe(form.keys, [a.shape for a in arrays], [a.dtype for a in arrays]), option]
         return Call(verb, digest("\n".join([verb, *texts])), label(form.keys), describe=lambda: texts)
 
-    def _describe_update(
-        self, verb: str, plan: Plan, contribution: Contribution
-    ) -> tuple[Call, Steps | None, Confirm | None]:
-        """Return what a plan keeps for its next update; without steps where they change with each."""
+    def _describe_update(self, verb: str, plan: Plan, contribution: Contribution) -> UpdateCall:
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
         token = plan.digest ^ digest(verb + contribution.value) ^ digest("\n".join(self._settings()))
         call = Call(verb, token, plan.label, plan.keys, lambda: self._texts(plan, contribution))
         confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.may_raise else None
-        memo = call, None if updater.depends_on_count else self._exchange.steps(plan), confirm
-        plan.memo[verb, contribution] = updater.revision, *memo
-        return memo
+        steps = None if updater.depends_on_count else self._exchange.steps(plan)
+        return UpdateCall(call, steps, confirm, updater.revision)
 
     def _texts(self, plan: Plan, contribution: Contribution) -> list[str]:
         return [*self._settings(), *describe(plan.keys, plan.shapes, plan.dtypes), contribution.value]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -23,7 +25,7 @@ __all__ = ["Operands", "given_to_fill"]
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 _can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
-_LISTS, _NUMPYS = (list, tuple), {np.ndarray}
+_LISTS, _NUMPYS, _KEY_TYPES = (list, tuple), {np.ndarray}, {int, str}
 
 
 class Operands:
@@ -31,24 +33,39 @@ class Operands:
 
     def __init__(self, exchange: Exchange, rows: Rows) -> None:
         self._exchange, self._rows, self._memory = exchange, rows, exchange.transport.memory
+        self._plans = exchange.values.plans
+        # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
+        self._known_apart: dict[int, ref[Array]] = {}
 
     def plan(self, key: Any) -> Plan:
         """Return the plan for keys, which bring no arrays."""
         if isinstance(key, Mapping):
             raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
-        return self._exchange.values.find_plan(key) or self._exchange.values.plan(parse(key, None).keys)
+        return self._find_plan(key) or self._exchange.values.plan(parse(key, None).keys)
+
+    def _find_plan(self, key: Any) -> Plan | None:
+        """Return the plan of a key, or of a list of keys, that was planned before; None where it is to be looked at
+        more closely.
+        """
+        kind, plans = type(key), self._plans
+        if kind is str or kind is int:
+            return plans.single.get(key)
+        # True and 1.0 equal 1, but are no keys.
+        if kind not in _LISTS or len(kinds := set(map(type, key))) != 1 or not kinds <= _KEY_TYPES:
+            return None
+        return plans.single.get(key[0]) if len(key) == 1 else plans.young.get(keys := tuple(key)) or plans.find(keys)
 
     # --- What is pushed
 
     def sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
         """Return the plan and what is pushed, and perhaps ``filled``: arrays, rows, or None for the buffers."""
         names, given = (tuple(key), list(key.values())) if type(key) is dict and value is None else (key, value)
-        plan = self._exchange.values.find_plan(names)
+        plan = self._find_plan(names)
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
         if (
             plan is not None
             and (arrays := _plain(plan, names, given, filled)) is not None
-            and (not (filled or len(plan.buckets) > 1) or self._exchange.values.lie_apart(arrays))
+            and (not (filled or len(plan.buckets) > 1) or self._lie_apart(arrays))
         ):
             return plan, arrays
         if names is not key or (plan is None and isinstance(key, Mapping)):
@@ -88,11 +105,11 @@ class Operands:
         """Return the plan of what is pulled, the arrays to fill, and what the call returns."""
         if (
             (type(key) is dict and out is None)
-            and (plan := self._exchange.values.find_plan(tuple(key))) is not None
+            and (plan := self._find_plan(tuple(key))) is not None
             and (arrays := self._writable(plan, plan.keys, list(key.values()))) is not None
         ):
             return plan, arrays, key
-        plan = self._exchange.values.find_plan(key)
+        plan = self._find_plan(key)
         if plan is None and isinstance(key, Mapping):
             plan, out = self.plan(flatten(key, out, "out")[0]), key
         plan = plan or self.plan(key)
@@ -129,7 +146,21 @@ class Operands:
     def _writable(self, plan: Plan, names: Any, outs: Any) -> Arrays | None:
         """Return the arrays to fill if there is one for each key, which a value can be copied to as it is."""
         arrays = _plain(plan, names, outs, writable=True)
-        return arrays if arrays is not None and self._exchange.values.lie_apart(arrays) else None
+        return arrays if arrays is not None and self._lie_apart(arrays) else None
+
+    def _lie_apart(self, arrays: Sequence[Array]) -> bool:
+        """Return whether none of the host's arrays lies in the memory of values.
+
+        No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
+        that each is asked once; what has memory of its own has no base.
+        """
+        known = self._known_apart
+        for array in arrays:
+            if array.base is not None and id(array) not in known:
+                if self._exchange.values.is_view(array):
+                    return False
+                known[id(array)] = ref(array, partial(_forget, known, id(array)))
+        return True
 
     def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
         """Return the arrays to fill of each key."""
@@ -152,6 +183,10 @@ class Operands:
 def given_to_fill(key: Any, value: Any, out: Any) -> Any:
     """Return what a call that brings values fills: ``out``, or else what it was given."""
     return out if out is not None else key if isinstance(key, Mapping) else value
+
+
+def _forget(known: dict[int, Any], name: int, gone: object) -> None:
+    known.pop(name, None)
 
 
 def _plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from ..cluster.agreement import PreparedCall
+from ..cluster.agreement import Call, PreparedCall
 from ..engine.exchange import Exchange
-from ..engine.pipeline import Arrays, are_plain
+from ..engine.pipeline import Arrays, Confirm, Steps, are_plain
 from ..engine.plan import Plan
 from .arguments import in_form
-from .comparison import Comparison, Contribution
+from .comparison import Comparison, Contribution, UpdateCall
 from .operands import Operands, given_to_fill
 from .renewed import Renewed
 from .row_arguments import Brought, asks_rows
@@ -83,11 +83,21 @@ class PushPull:
 
     # --- Call and run
 
+    def _update_call(
+        self, verb: str, plan: Plan, priority: Any, contribution: Contribution
+    ) -> tuple[Call, Steps, Confirm | None]:
+        known: UpdateCall | None = plan.memo.get((verb, contribution))
+        latest = known is not None and known.revision == self._exchange.updater.revision
+        # As training calls the store again and again.
+        if known and known.steps and not known.confirm and latest and priority == 0:
+            return known.call, known.steps, None
+        return self._comparison.update_call(verb, plan, priority, contribution)
+
     def push_arrays(
         self, plan: Plan, sources: Arrays | None, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> PreparedCall:
         """Prepare a push of arrays that are as they should be; None for the buffers."""
-        call, steps, confirm = self._comparison.update_call(
+        call, steps, confirm = self._update_call(
             "push", plan, priority, contribution if sources is not None else Contribution.BUFFERS
         )
         if sources is None:
@@ -110,7 +120,7 @@ class PushPull:
         priority: Any = 0,
         contribution: Contribution = Contribution.WHOLE,
     ) -> PreparedCall:
-        call, steps, confirm = self._comparison.update_call(
+        call, steps, confirm = self._update_call(
             "pushpull", plan, priority, contribution if sources is not None else Contribution.BUFFERS
         )
 
