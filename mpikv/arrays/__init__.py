@@ -1,6 +1,7 @@
-"""Arrays of any library seen as numpy's, sums of them, and half precision.
+"""Arrays of any library seen as numpy's, sums of them, and half precision as the dtype of a value.
 
 Here: what numpy, PyTorch, JAX and DLPack arrays have in common, conversion without copies where that is possible,
-dtypes that can be stored, sums on one rank, float16 and bfloat16. It imports ``protocols``. It knows nothing of keys,
-and never imports the library of an array.
+dtypes that can be stored, sums on one rank, values of float16 and bfloat16. It imports ``protocols``. It knows nothing
+of keys, and never imports the library of an array. The formats ``fp16`` and ``bf16`` of compressed gradients, with their
+rounding and their NaN, are in ``codecs``.
 """
