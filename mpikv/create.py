@@ -20,6 +20,7 @@ from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, 
 from .errors import ConfigError, PeerFailed, RankMismatch, TransportUnavailable, Unsupported, known_names, mark_repeated
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
+from .optimizers.updaters import check_outside
 from .options import check_whole
 from .protocols import GpuKernels, Transport
 from .store.allreduce_store import AllReduce
@@ -166,6 +167,7 @@ def create(
         given = {"comm": comm, "root": root or None, **options}
         # It may be any KVStoreBase: who asks for one by its name knows which calls it has.
         return cast(KVStore, other(**{option: value for option, value in given.items() if value is not None}))
+    check_outside("create")
     request = _Request(name, root)
     try:
         _parse(request, options)

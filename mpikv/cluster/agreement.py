@@ -204,6 +204,8 @@ class Agreement:
             return error
         if isinstance(error, (MPIKVError, TypeError, ValueError, IndexError)):
             error.args = (self._placed(verb, verb, error),)
+        elif isinstance(error, OSError):  # its arguments are a number, a text and a path
+            noted(error, f"in {verb} on rank {self._group.rank} of {self._group.size}")
         return settled(error)
 
     def name(self, call: Call, error: MemoryError) -> None:

@@ -49,6 +49,11 @@ class Step:
     correction: tuple[float, ...] = ()
     """What :meth:`Optimizer.correction` returned."""
 
+    def __str__(self) -> str:
+        # Ranks compare it, bit by bit.
+        correction = f", correction {self.correction}" if self.correction else ""
+        return f"learning rate {self.rate!r}, weight decay {self.wd!r}{correction}"
+
 
 @dataclass(slots=True)
 class Block:
@@ -284,7 +289,11 @@ class Optimizer:
         if self.lr_scheduler is None:
             return self.learning_rate or 0.0
         number = self.begin_num_update + count
-        value = float(self.lr_scheduler(number))
+        given = self.lr_scheduler(number)
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            raise ConfigError(f"{self!r}: lr_scheduler({number}) returned {given!r}, which is not a number") from None
         if not 0 <= value < math.inf:
             raise ConfigError(f"{self!r}: lr_scheduler({number}) returned {value!r}, which is not a rate in [0, inf)")
         return value

@@ -108,6 +108,8 @@ def _multipliers(where: str, value: Any) -> Multipliers:
 def _callable(where: str, value: Any) -> Any:
     if value is not None and not callable(value):
         raise ConfigError(f"{where}={value!r} cannot be called with the number of updates; see mpikv.schedules")
+    if isinstance(value, type):
+        raise ConfigError(f"{where} is the class {value.__name__}; pass an object, {value.__name__}(...)")
     return value
 
 

@@ -5,18 +5,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from threading import get_ident
 from typing import Any
 
 import numpy as np
 
 from ..arrays.float16 import narrow
-from ..errors import ConfigError, ValueMismatch
+from ..errors import ConfigError, Unsupported, ValueMismatch
 from ..memory.row_sparse import RowSparse
 from ..protocols import Array, Key, Slots, Updater
 
-__all__ = ["Assign", "CallableUpdater", "check_state"]
+__all__ = ["UPDATING", "Assign", "CallableUpdater", "check_outside", "check_state"]
 
 _outline = attrgetter("dtype", "shape", "strides")
+
+UPDATING: set[int] = set()
+"""The threads that now run an updater's function."""
+
+
+def check_outside(what: str) -> None:
+    """Raise Unsupported where an updater's function runs: it does on one rank, and the others would not come.
+
+    >>> check_outside("push")
+    """
+    if get_ident() in UPDATING:
+        raise Unsupported(
+            f"{what}: an updater runs on the owner of a value alone, so that other ranks would not come to this call; "
+            "call other stores before the push, or after it"
+        )
 
 
 def check_state(updater: Updater, dtype: np.dtype[Any], state: Mapping[str, Array]) -> None:
@@ -96,8 +112,13 @@ class CallableUpdater:
         outline, on_host = _outline(value), type(value) is np.ndarray
         before = value.copy() if self._unproven and on_host else None
         given, stored = received if isinstance(received, RowSparse) else received.view(), value.view()
-        with np.errstate(**self._rules):
-            result = self._function(step, given, stored)
+        thread = get_ident()
+        UPDATING.add(thread)
+        try:
+            with np.errstate(**self._rules):
+                result = self._function(step, given, stored)
+        finally:
+            UPDATING.discard(thread)
         if not outline == _outline(stored) == _outline(value):
             raise ValueMismatch(
                 f"the updater changed dtype, shape or strides of stored for key {step!r}, from {outline[0]}, "

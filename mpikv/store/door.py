@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from ..arrays.arrays import run_quietly
 from ..cluster.agreement import JOINED, Agreement, Call
 from ..cluster.background import Pending
+from ..cluster.process_group import ProcessGroup
 from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
 from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, mark_stalled, text_of
+from ..optimizers.updaters import check_outside
 from ..protocols import Memory
 from ..verbs.join import Join
 
@@ -46,12 +48,13 @@ class Door:
         agreement: Agreement,
         memory: Memory,
         board: StatusBoard,
-        rank: int,
+        group: ProcessGroup,
         pending: Pending,
         abandon: Callable[[str, bool], None],
     ) -> None:
         """``abandon`` makes the store unusable: it is told why, and whether to tell the others."""
-        self._agreement, self._memory, self._board, self._rank = agreement, memory, board, rank
+        self._agreement, self._memory, self._board, self._rank = agreement, memory, board, group.rank
+        self._is_alone = group.size == 1
         self._pending, self._abandon = pending, abandon
         self.state = State.OPEN
         self.why = ""
@@ -82,6 +85,8 @@ class Door:
         """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
         if self.state is not State.ENDED:
             self.check_free(verb)
+        if not self._is_alone:
+            check_outside(verb)
         if self._pending.waiting and not self._pending.runs_here():
             self._pending.pass_to(partial(self._claim, verb))
             try:

@@ -23,6 +23,7 @@ from ..config import VARIABLES_ONLY, Config
 from ..engine.exchange import Exchange
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, a_kind, is_settled, known_names, text_of
+from ..optimizers.updaters import UPDATING
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
 from ..verbs import Verbs
@@ -113,7 +114,7 @@ class KVStore(KVStoreBase):
         # Whether calls are made in the order of streams.
         self._has_stream = self._order.needed
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
-        self._door = Door(self._agreement, self._memory, board, group.rank, self._pending, self.abandon)
+        self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
         self._captured = 0
         open_stores().append(self)
 
@@ -1103,6 +1104,7 @@ class KVStore(KVStoreBase):
         return self._group.announce_shutdown()
 
     def __enter__(self) -> KVStore:
+        self._door.check_open("with")
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -1117,7 +1119,7 @@ class KVStore(KVStoreBase):
     def _collective(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
         """Prepare, which finds all that is wrong with this rank's arguments; agree with the others; run."""
         door, unseen = self._door, None
-        if door.running or self._pending.waiting or door.state is _ENDED:
+        if door.running or self._pending.waiting or door.state is _ENDED or UPDATING:
             unseen = door.enter(verb)
         door.running = verb
         try:

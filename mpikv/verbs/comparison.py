@@ -89,7 +89,7 @@ class Comparison:
             steps = self._exchange.steps(plan)
             # Two schedules of a user's may differ and have the same name.
             if isinstance(updater, Optimizer) and updater.opaque:
-                call = add_text(call, f"steps {list(dict.fromkeys(steps.each))}")
+                call = add_text(call, f"lr_scheduler gives {'; '.join(map(str, dict.fromkeys(steps.each)))}")
         if confirm is not None and contribution not in _OF_ROWS:
             confirm = self._exchange.pipeline.restoring(plan, confirm)
         return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm

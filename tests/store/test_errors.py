@@ -330,7 +330,7 @@ def test_a_schedule_that_differs_between_ranks():
     with mpikv.create() as kv:
         kv.init("w", np.ones(200_000))
         kv.set_optimizer("sgd", lr_scheduler=schedule_of(1.0 + kv.rank % 2))
-        with pytest.raises(RankMismatch, match=r"rate=1\.0.*rate=2\.0.*nothing was changed"):
+        with pytest.raises(RankMismatch, match=r"learning rate 1\.0.*learning rate 2\.0.*nothing was changed"):
             kv.push("w", np.ones(200_000))
         np.testing.assert_array_equal(kv.pull("w"), np.ones(200_000))
         kv.optimizer.lr_scheduler = schedule_of(1.0)
@@ -1117,3 +1117,60 @@ def test_what_is_no_communicator_of_one_group(comm):
 def test_what_is_no_communicator_without_mpi():
     with pytest.raises(TypeError, match=r"create: comm=.world. is not an mpi4py\.MPI\.Intracomm"):
         mpikv.create(comm="world")
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_updater_calls_another_store(comm):
+    """It runs on the owner alone: the other ranks would never come."""
+    with mpikv.create(comm=comm, timeout=10) as other, mpikv.create(comm=comm, timeout=10) as kv:
+        other.init("x", np.zeros(2))
+        kv.init("w", np.zeros(2))
+        kv.set_updater(lambda key, given, stored: other.pull("x"))
+        if kv.size == 1:
+            kv.push("w", np.ones(2))
+            return
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater runs on the owner of a value"):
+            kv.push("w", np.ones(2))
+        assert (kv.pull("w") == 0).all()
+        assert (other.pull("x") == 0).all()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_updater_creates_a_store(comm):
+    with mpikv.create(comm=comm, timeout=10) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(lambda key, given, stored: mpikv.create(comm=comm).close())
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="create: an updater runs on the owner"):
+            kv.push("w", np.ones(2))
+        kv.set_updater(lambda key, given, stored: stored.__iadd__(given))
+        kv.push("w", np.ones(2))
+        assert (kv.pull("w") == kv.size).all()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("given", ["fast", None, [0.1]])
+def test_a_schedule_returns_no_number(comm, given):
+    with mpikv.create(comm=comm, timeout=10) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_optimizer("sgd", lr_scheduler=lambda count: given)
+        with pytest.raises(ConfigError, match=r"push: SGD\(.*lr_scheduler\(1\) returned .*, which is not a number"):
+            kv.push("w", np.ones(2))
+        with pytest.raises(ConfigError, match="lr_scheduler is the class Factor; pass an object"):
+            kv.set_optimizer("sgd", lr_scheduler=mpikv.schedules.Factor)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_closed_store_is_entered(comm):
+    kv = mpikv.create(comm=comm)
+    kv.close()
+    with pytest.raises(mpikv.Closed, match="with: "), kv:
+        pass
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_file_is_not_there(comm):
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.zeros(2))
+        with pytest.raises(FileNotFoundError) as caught:
+            kv.load("/nowhere/checkpoint")
+        assert caught.value.__notes__ == [f"in load on rank {kv.rank} of {kv.size}"]
