@@ -234,7 +234,7 @@ class AsyncKVStore(KVStore):
 
     def capture(self, key: Any, value: Any = None, out: Any = None) -> NoReturn:
         """Not in this store, whose calls are not those of all ranks. Raises Unsupported."""
-        self._lacks("compile")
+        self._lacks("capture")
 
     def join(self) -> Any:
         """Not in this store, whose ranks have unequal work anyway. Raises Unsupported."""

@@ -75,7 +75,7 @@ class _Known:
 
 
 class CapturedStep:
-    """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.compile`, and
+    """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.capture`, and
     called without arguments.
 
     Collective: every rank calls it, in the order of its other calls. It pushes what its arrays hold then, fills what it
@@ -93,7 +93,7 @@ class CapturedStep:
         exchange: Exchange,
         agreement: Agreement,
     ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.compile`. ``number`` is the same on all ranks; ``make`` makes a call."""
+        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks; ``make`` makes a call."""
         self._given, self._number, self._make, self._door = given, number, make, door
         self._verbs, self._exchange, self._agreement = verbs, exchange, agreement
         self._rank, self._size = exchange.transport.rank, exchange.transport.size
@@ -253,7 +253,7 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
     if type(result) is Renewed:
         raise TypeError("each call fills the same arrays, of which one cannot be written; use pushpull, or numpy's")
     verbs.give_up()  # nothing is to be filled
-    return PreparedCall(verbs.comparison.plan_call("compile", plan), lambda: given)
+    return PreparedCall(verbs.comparison.plan_call("capture", plan), lambda: given)
 
 
 def _copy(given: Any) -> Any:

@@ -452,7 +452,7 @@ class KVStore(KVStoreBase):
             >>> step.captured, step.reason
             (False, 'the store is on the host')
         """
-        given = self._collective("compile", partial(prepare_capture, self._verbs), key, value, out)
+        given = self._collective("capture", partial(prepare_capture, self._verbs), key, value, out)
         number, self._captured = self._captured, self._captured + 1
 
         def make(verb: str, prepare: Callable[[], PreparedCall]) -> Any:

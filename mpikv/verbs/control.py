@@ -1,4 +1,4 @@
-"""``barrier``, ``agree``, ``vote``, ``command`` and ``group``: what ranks tell each other beside values."""
+"""``barrier``, ``check_equal``, ``any_rank``, ``command`` and ``group``: what ranks tell each other beside values."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_the_same_bits_as_on_the_host(comm: Any, updater: str | None, placement:
     both = Both(comm, 1, SHAPES, placement=placement)
     if updater:
         both.set_optimizer(UPDATERS[updater])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for number in range(12):
         both.step(step)
         assert step.captured is (number > 0), step.reason
@@ -124,7 +124,7 @@ def test_values_of_many_messages(comm: Any) -> None:
     """They are delivered as they come."""
     both = Both(comm, 2, {"w": (1500, 1500), "v": (10,)}, bucket_bytes=1 << 20)
     both.set_optimizer(UPDATERS["adam"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(4):
         both.step(step)
     assert step.captured
@@ -210,26 +210,26 @@ LACKS: dict[str, tuple[str, dict[str, Any], Callable[[Both], Any]]] = {
         lambda both: [kv.set_gradient_compression("fp16") for kv in (both.here, both.there)],
     ),
     "order": ("fixed order", {"deterministic": True}, lambda both: None),
-    "several": ("several arrays", {}, lambda both: both.here.compile("w", [both.sent[0]] * 2, both.outs[0])),
+    "several": ("several arrays", {}, lambda both: both.here.capture("w", [both.sent[0]] * 2, both.outs[0])),
     "host in": (
         "pushed is the host's, of key 'w'",
         {},
-        lambda both: both.here.compile("w", np.ones((3, 4), np.float32), both.outs[0]),
+        lambda both: both.here.capture("w", np.ones((3, 4), np.float32), both.outs[0]),
     ),
     "host out": (
         "filled with key 'w' is the host's",
         {},
-        lambda both: both.here.compile("w", both.sent[0], np.empty((3, 4), np.float32)),
+        lambda both: both.here.capture("w", both.sent[0], np.empty((3, 4), np.float32)),
     ),
     "view": (
         "copied each time",
         {},
-        lambda both: both.here.compile(both.keys, [*both.sent[:2], both.here.view("big"), both.sent[3]], both.outs),
+        lambda both: both.here.capture(both.keys, [*both.sent[:2], both.here.view("big"), both.sent[3]], both.outs),
     ),
     "one rank": (
         "the host's|rank 0 cannot",
         {},
-        lambda both: both.here.compile(
+        lambda both: both.here.capture(
             "w", both.sent[0], np.empty((3, 4), np.float32) if both.here.rank == 0 else both.outs[0]
         ),
     ),
@@ -244,7 +244,7 @@ def test_what_cannot_be_recorded_is_pushed_plainly(comm: Any, lack: str) -> None
     both = Both(comm, 3, SHAPES, **options)
     step = prepare(both)
     if not callable(step):
-        step = both.here.compile(both.keys, both.sent, both.outs)
+        step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(4):
         version = both.here.version("w")
         if lack in ("own optimizer", "updater", "order", "compression"):
@@ -268,13 +268,13 @@ def test_bad_arguments_are_refused_when_it_is_compiled(comm: Any) -> None:
     for kv in (store_on(gpu, comm), mpikv.create("dist_sync", comm=comm)):
         kv.init("w", np.zeros(3))
         others = lambda error: error if kv.rank == 0 else PeerFailed  # noqa: B023, E731
-        with pytest.raises(others(KeyNotInitialized), match="compile"):
+        with pytest.raises(others(KeyNotInitialized), match="capture"):
             kv.capture("w" if kv.rank else "v", np.zeros(3))
         with pytest.raises(others(ValueMismatch), match="has shape"):
             kv.capture("w", np.zeros(3 if kv.rank else 4))
         if kv.size > 1:
             kv.init("v", np.zeros(3))
-            with pytest.raises(RankMismatch, match=r"compile\('[wv]'\)"):
+            with pytest.raises(RankMismatch, match=r"capture\('[wv]'\)"):
                 kv.capture("v" if kv.rank else "w", np.zeros(3))
         step = kv.capture("w", np.ones(3))
         np.testing.assert_array_equal(on_host(step()), np.full(3, kv.size))
@@ -298,7 +298,7 @@ def test_what_a_host_pushes(comm: Any) -> None:
         kv.init("w", np.zeros(3, np.float32))
         step = kv.capture("w", np.ones(3, np.float32))
         assert (step() == kv.size).all()
-    with mpikv.create("dist_async") as kv, pytest.raises(Unsupported, match="compile: the store 'dist_async'"):
+    with mpikv.create("dist_async") as kv, pytest.raises(Unsupported, match="capture: the store 'dist_async'"):
         kv.capture("w", np.ones(3))
 
 
@@ -341,7 +341,7 @@ def test_settings_that_differ_for_a_while(comm: Any) -> None:
     """What a refused call has found out on one rank alone is forgotten."""
     both = Both(comm, 5, SHAPES)
     both.set_optimizer(UPDATERS["momentum"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     optimizer = both.here.optimizer
@@ -362,7 +362,7 @@ def test_settings_that_differ_for_a_while(comm: Any) -> None:
 def test_ranks_that_know_something_else(comm: Any) -> None:
     """As by a fault of ours: NCCL would wait for ever where one rank launches what another has not recorded."""
     both = Both(comm, 17, SHAPES)
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     if both.here.rank == 0:
@@ -380,7 +380,7 @@ def test_ranks_that_know_something_else(comm: Any) -> None:
 def test_without_comparing_calls(comm: Any) -> None:
     both = Both(comm, 18, SHAPES, verify_calls=False)
     both.set_optimizer(UPDATERS["adam of keys"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(5):
         both.step(step)
     assert step.captured
@@ -398,7 +398,7 @@ def test_a_rank_whose_schedule_fails(comm: Any) -> None:
         return 0.5
 
     both.set_optimizer(lambda: optimizers.SGD(lr_scheduler=rate))
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     fails[0] = both.here.rank == 0
@@ -431,7 +431,7 @@ def test_steps_that_are_equal_for_once_take_no_new_capture(comm: Any) -> None:
     both.set_optimizer(
         lambda: optimizers.Adam(lr_scheduler=schedules.Polynomial(5, base_lr=0.5, pwr=1), lr_mult={"b": 2.0})
     )
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     count_captures(both)
     for _ in range(8):
         both.step(step)
@@ -450,7 +450,7 @@ def test_steps_that_are_equal_for_once_take_no_new_capture(comm: Any) -> None:
 def test_rates_that_are_set_take_no_new_capture(comm: Any) -> None:
     both = Both(comm, 7, SHAPES)
     both.set_optimizer(UPDATERS["momentum"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     count_captures(both)
     for number in range(1, 9):
         for kv in (both.here, both.there):
@@ -494,7 +494,7 @@ CHANGES: dict[str, Callable[[Both], None]] = {
 def test_changes_are_heeded(comm: Any, change: str, placement: str) -> None:
     both = Both(comm, 8, SHAPES, placement=placement if change != "a function for a while" else "auto")
     both.set_optimizer(UPDATERS["momentum"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     CHANGES[change](both)
@@ -514,7 +514,7 @@ def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
     """At once, not at the next call."""
     both = Both(comm, 19, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     state: Any = both.here._exchange.values.table["w"].state["mean"]
@@ -533,7 +533,7 @@ def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
 def test_a_checkpoint_that_is_loaded(comm: Any, folder: Any) -> None:
     both = Both(comm, 9, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     both.there.save(folder / "file")
@@ -549,7 +549,7 @@ def test_a_checkpoint_that_is_loaded(comm: Any, folder: Any) -> None:
 
 def test_a_key_that_is_gone(comm: Any) -> None:
     both = Both(comm, 10, SHAPES)
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     for kv in (both.here, both.there):
@@ -566,7 +566,7 @@ def test_a_key_that_is_gone(comm: Any) -> None:
 def test_ranks_that_have_no_work_left(comm: Any) -> None:
     both = Both(comm, 11, SHAPES)
     both.set_optimizer(lambda: optimizers.SGD(learning_rate=1.0))
-    kv, step = both.here, both.here.compile(both.keys, both.sent, both.outs)
+    kv, step = both.here, both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     before = on_host(kv.pull("w"))
@@ -593,7 +593,7 @@ def test_a_rank_that_cannot_record(comm: Any) -> None:
     """Its GPU says so at the end of the capture. All ranks go on without."""
     both = Both(comm, 12, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     both.gpu.capture_fails = "it is too old" if both.here.rank == 1 else ""
     for _ in range(5):
         both.step(step)
@@ -612,7 +612,7 @@ def test_a_rank_that_cannot_record(comm: Any) -> None:
 def test_graphs_end_before_what_they_use(comm: Any, end: str) -> None:
     both = Both(comm, 13, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     assert step.captured
@@ -638,7 +638,7 @@ def test_graphs_end_before_what_they_use(comm: Any, end: str) -> None:
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monkeypatch: Any, end: str) -> None:
     both = Both(comm, 14, SHAPES)
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(2):
         both.step(step)
     kept = step._known.graph
@@ -724,7 +724,7 @@ def test_memory_of_a_call_lives_until_the_gpu_is_done(comm: Any) -> None:
 def test_the_checks_find_what_is_left_out(comm: Any, monkeypatch: Any, left_out: str) -> None:
     both = Both(comm, 15, SHAPES)
     both.set_optimizer(UPDATERS["adam"])
-    step = both.here.compile(both.keys, both.sent, both.outs)
+    step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
     if left_out == "write":
@@ -759,8 +759,8 @@ def test_programs_of_compiled_and_plain_calls(comm: Any) -> None:
     def run(program: list[str], seed: int) -> None:
         both = Both(comm, seed, SHAPES)
         both.set_optimizer(UPDATERS["adam of keys"])
-        step = both.here.compile(both.keys, both.sent, both.outs)
-        other = both.here.compile(["big", "b"], [both.sent[2], both.sent[1]], [both.outs[2], both.outs[1]])
+        step = both.here.capture(both.keys, both.sent, both.outs)
+        other = both.here.capture(["big", "b"], [both.sent[2], both.sent[1]], [both.outs[2], both.outs[1]])
         streams, stream = [both.gpu.current(), both.gpu.stream()], 0
         for number, action in enumerate(program):
             with streams[stream]:
@@ -825,7 +825,7 @@ def test_keys_with_rates_of_their_own_are_updated_by_no_more_launches(
     updates = []
     for rates in ({}, {f"{number}": 1 / (1 + number % 3) for number in range(0, 40, 2)}):
         both.set_optimizer(lambda rates=rates: optimizers.Adam(learning_rate=0.5, wd=0.25, lr_mult=rates))
-        step = both.here.compile(both.keys, both.sent, both.outs) if compiled else None
+        step = both.here.capture(both.keys, both.sent, both.outs) if compiled else None
         launched.clear()
         both.step(step or (lambda: both.here.pushpull(both.keys, both.sent, out=both.outs)))
         updates.append(launched.count("update"))
