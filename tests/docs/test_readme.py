@@ -1,4 +1,4 @@
-"""What the README shows is true: its tutorial runs, its script prints what it says, its files are there."""
+"""What the README and the tutorials show is true: scripts and commands print what is shown, links lead to files."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import doctest
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.launching import why_no_mpi
 
+import mpikv
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TUTORIALS = ROOT / "docs" / "tutorials"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
 
@@ -31,13 +35,40 @@ def doctest_failures(text: str, name: str) -> int:
     return runner.summarize().failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_examples_are_true(page: Path) -> None:
     assert doctest_failures(page.read_text(encoding="utf-8"), page.name) == 0
 
 
+def read_tutorial(name: str) -> str:
+    return (TUTORIALS / f"{name}.md").read_text(encoding="utf-8")
+
+
 def test_the_tutorial_is_there() -> None:
-    assert sum(block.count(">>>") for block in blocks(README, "python")) > 20
+    assert sum(block.count(">>>") for block in blocks(read_tutorial("first-store"), "python")) > 20
+
+
+# The rows of the README's table of speed: the record of each, and how the lines of its ratios begin.
+RATIOS = {
+    "ResNet-50: 161 arrays, 102 MB": ("mpich-sets", "ResNet-50"),
+    "ResNet-50, with Open MPI": ("openmpi-sets", "ResNet-50"),
+    "BERT-base: 199 arrays, 438 MB": ("mpich-sets", "BERT-base"),
+    "10,000 arrays of 1 to 100 floats": ("mpich-small", "10,000 keys"),
+    "100 arrays of 64 B": ("mpich-small", "100 keys"),
+    "one array of 64 MB, the sum alone": ("mpich-small", "sum of 64 MB"),
+    "one array of 64 B": ("mpich-small", "1 key of 64 B"),
+}
+
+
+def test_the_figures_of_speed_are_those_of_the_record() -> None:
+    rows = dict(re.findall(r"^\| ([^|]+) (\|(?: (?:[\d.]+ [mµ]s )?\|){4})$", README, re.MULTILINE))
+    assert rows.keys() == RATIOS.keys()
+    for row, (file, name) in RATIOS.items():
+        record = (ROOT / "docs" / "bench" / f"{file}.txt").read_text(encoding="utf-8").splitlines()
+        recorded = {figure for line in record if line.startswith(name) for figure in re.findall(r"[\d.]+ [mµ]s", line)}
+        shown = re.findall(r"[\d.]+ [mµ]s", rows[row])
+        assert len(shown) in (2, 4)
+        assert set(shown) <= recorded, row
 
 
 def script_and_output() -> tuple[str, str]:
@@ -65,7 +96,71 @@ def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:
     assert ran.stdout == "1 ranks: [1. 1. 1.], then w - 0.1 * [1. 1. 1.] = [0.9 0.9 0.9]\n"
 
 
-# What leads to the messages under "All ranks call". Line 7 and the name of the function are in them.
+def run_commands(folder: Path, page: str) -> list[tuple[str, str, str]]:
+    """Run a page's commands with output, in order; return each with what it printed and what the page shows."""
+    programs = {"python": [sys.executable], "mpikv": [sys.executable, "-m", "mpikv"]}
+    ran = list[tuple[str, str, str]]()
+    for block in blocks(page, "console"):
+        for command, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n)+)", block, re.MULTILINE):
+            program, *arguments = command.split()
+            done = subprocess.run(
+                [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 0, done.stderr
+            ran.append((command, done.stdout, shown))
+    return ran
+
+
+def write_scripts(folder: Path, page: str, *names: str) -> None:
+    scripts = [block for block in blocks(page, "python") if ">>>" not in block]
+    for name, script in zip(names, scripts, strict=True):
+        assert f"`{name}`" in page
+        (folder / name).write_text(script)
+
+
+@pytest.mark.deadline(120)
+def test_training_and_resuming_print_what_is_shown(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    page = read_tutorial("train-on-four-ranks")
+    write_scripts(tmp_path, page, "digits.py")
+    ran = run_commands(tmp_path, page)
+    assert [command.rpartition("digits")[0] for command, _, _ in ran] == [
+        "python ",
+        "mpikv run -n 4 ",
+        "mpikv run -n 4 ",
+        "mpikv run -n 2 ",
+        "mpikv info ",
+    ]
+    for command, printed, shown in ran:
+        assert printed == shown, command
+
+
+def test_one_process_and_many_print_what_is_shown(tmp_path: Path) -> None:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    page = read_tutorial("from-one-process")
+    write_scripts(tmp_path, page, "alone.py", "ranks.py")
+    ran = run_commands(tmp_path, page)
+    assert [command for command, _, _ in ran] == ["python alone.py", "mpikv run -n 4 ranks.py"]
+    assert ran[0][1] == ran[0][2] == ran[1][1] == ran[1][2]
+    for line in re.findall(r"^\| `([^`…]+)` \| (?:new|was)", page, re.MULTILINE):
+        assert line in (tmp_path / "ranks.py").read_text()
+        assert line not in (tmp_path / "alone.py").read_text()
+
+
+@pytest.mark.skipif(bool(find_spec("cupy")), reason="the page shows a machine without CuPy")
+def test_the_page_on_gpus_shows_what_is_missing() -> None:
+    information, error = blocks(read_tutorial("gpus"), "text")
+    ran = subprocess.run([sys.executable, "-m", "mpikv", "info"], capture_output=True, text=True, timeout=60)
+    assert information.splitlines()[1] in ran.stdout.splitlines()
+    with pytest.raises(mpikv.TransportUnavailable) as caught:
+        mpikv.create("nccl")
+    assert f"{caught.type.__name__}: {caught.value}\n" == error
+
+
+# What leads to the messages under "Meet an error". Line 7 and the name of the function are in them.
 DISAGREEING = """\
 import time
 import numpy as np
@@ -99,13 +194,25 @@ def test_the_messages_are_those_shown(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     printed = ran.stdout.replace(f"{tmp_path}/", "")
     printed = re.sub(r"waited \d\.\d s", "waited 60.0 s", printed)
-    assert printed.splitlines() == [line for block in blocks(README, "text") for line in block.splitlines()], ran.stderr
+    assert printed.splitlines() == [
+        line for block in blocks(read_tutorial("first-store"), "text") for line in block.splitlines()
+    ], ran.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        if target.startswith("https://"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not heading or heading[1:] in anchors(file.read_text(encoding="utf-8")), f"{target}{heading}"
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names by which a page's headings are linked to, as GitHub and MyST make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_named_scripts_are_there() -> None:
