@@ -1,0 +1,64 @@
+"""The scripts of the pages on torch and JAX print what the pages show, where these libraries are installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.launching import why_no_mpi
+
+ROOT = Path(__file__).parents[2]
+LIBRARIES = ("torch", "jax")
+
+
+def find_recipes(library: str) -> dict[str, tuple[str, str]]:
+    """Return the scripts of a page by name, each with what the page shows of its runs."""
+    text = (ROOT / f"docs/how-to/{library}.md").read_text(encoding="utf-8")
+    pairs = re.findall(r"^```python\n(.*?)^```\n\n```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return {re.findall(r"\b\w+\.py\b", shown)[0]: (script, shown) for script, shown in pairs}
+
+
+RECIPES = [(library, name) for library in LIBRARIES for name in find_recipes(library)]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_script_is_found_and_compiles(library: str) -> None:
+    text = (ROOT / f"docs/how-to/{library}.md").read_text(encoding="utf-8")
+    recipes = find_recipes(library)
+    assert len(recipes) == text.count("```python\n") > 1
+    for name, (script, _) in recipes.items():
+        assert f"import {library}" in script
+        compile(script, name, "exec")
+
+
+@pytest.mark.parametrize(("library", "name"), RECIPES)
+def test_a_script_prints_what_the_page_shows(library: str, name: str, tmp_path: Path) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    script, shown = find_recipes(library)[name]
+    (tmp_path / name).write_text(script)
+    printed = []
+    for line in shown.splitlines():
+        if not line.startswith("$ "):
+            continue
+        command = shlex.split(line.removeprefix("$ mpikv "))
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}  # an environment with the library may not have this package
+        ran = subprocess.run(
+            [sys.executable, "-m", "mpikv", *command],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ran.returncode == 0, ran.stderr
+        printed += [line, *ran.stdout.splitlines()]
+    assert printed == shown.splitlines()
