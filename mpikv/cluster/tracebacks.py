@@ -146,7 +146,9 @@ def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
     """Yield the entries of callers, and of functions of theirs that this package calls."""
     inside = False
     for entry in _entries(trace):
-        inside = _is_ours(entry.tb_frame) or (inside and _is_library(entry.tb_frame))
+        # Such as contextlib's, by which the end of a ``with`` block comes here.
+        leads_in = entry.tb_next is not None and _is_ours(entry.tb_next.tb_frame)
+        inside = _is_ours(entry.tb_frame) or ((inside or leads_in) and _is_library(entry.tb_frame))
         if not inside:
             yield entry
 

@@ -24,6 +24,7 @@ array([0.9, 0.9, 0.9, 0.9], dtype=float32)
     @dataclass(kw_only=True, eq=False, repr=False)
     class Lion(Optimizer):
         coupled = False
+        spares = 2
         learning_rate: float | None = rate(1e-4)
         beta1: float = number(0.9, "[0, 1)")
         beta2: float = number(0.99, "[0, 1)")
@@ -33,18 +34,21 @@ array([0.9, 0.9, 0.9, 0.9], dtype=float32)
             return ("mean",)
 
         def rule(self, step, block):
-            (mean,), (direction,) = block.state, block.spare
+            (mean,), (direction, term) = block.state, block.spare
             np.multiply(mean, self.beta1, out=direction)
-            direction += (1 - self.beta1) * block.gradient
+            np.multiply(block.gradient, 1 - self.beta1, out=term)
+            direction += term
             np.sign(direction, out=direction)
-            direction += step.wd * block.weight
-            block.weight -= step.rate * direction
+            np.multiply(block.weight, step.wd, out=term)
+            direction += term
+            direction *= step.rate
+            block.weight -= direction
             mean *= self.beta2
-            mean += (1 - self.beta2) * block.gradient
+            block.gradient *= 1 - self.beta2
+            mean += block.gradient
 
-It is fast once every operation writes to memory that is already there (``out=``), as the rules here do; it is right
-from the start. :class:`mpikv.testing.UpdaterContract` tests it. An updater that shares nothing with these needs the
-methods of :class:`~mpikv.protocols.Updater` alone.
+Every operation writes to memory that is there already. :class:`mpikv.testing.UpdaterContract` tests it. An updater that
+shares nothing with these needs the methods of :class:`~mpikv.protocols.Updater` alone.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 import mpikv
 from mpikv import Closed, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported, optimizers
 from mpikv.cluster.mpi_library import library_of
+from mpikv.cluster.tracebacks import place_of
 from mpikv.testing.faulty import store_over
 from mpikv.testing.wrappers import Wrapper
 
@@ -579,3 +580,12 @@ def test_ranks_without_work_count_the_calls_of_the_others(kv, comm):
         for _ in range(kv.rank):
             kv.push("w", np.ones(3))
     assert len(set(comm.allgather(kv._agreement.calls))) == 1
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_end_of_a_block_points_at_the_block(kv):
+    """And not at Python's own code, which has called the store there."""
+    kv.init("w", np.zeros(2))
+    with pytest.raises(RankMismatch) as caught:
+        in_block(kv, (lambda: kv.set("w", np.ones(2))) if kv.rank == 1 else lambda: None)
+    assert f" at {__file__}:" in place_of(caught.value)
