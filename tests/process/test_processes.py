@@ -143,3 +143,21 @@ def test_a_signal_that_the_program_has_taken_is_left_to_it(tmp_path: Path, taken
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "taken.py"), where)
     assert (done.returncode, done.stdout) == (0, "called\n" * (taken_by == "Python")), done.stderr
     assert done.stderr.count("rank 0 has waited") == done.stderr.count("does not answer") == 1
+
+
+# The end of the program closes the store that was made first, for which rank 1 waits.
+ENDED = """\
+import numpy as np, mpikv
+first, second = mpikv.create(timeout=30), mpikv.create(timeout=1)
+second.init("w", np.zeros(2))
+if second.is_root:
+    second.push("w", np.ones(2))
+"""
+
+
+@pytest.mark.deadline(60)
+def test_a_rank_at_the_end_of_its_program_is_said_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "ended.py").write_text(ENDED)
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "ended.py"))
+    assert done.returncode != 0
+    assert "rank 1 began call #1 init('w') last and has come to the end of its program" in done.stderr

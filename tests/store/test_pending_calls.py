@@ -396,7 +396,7 @@ def test_a_late_rank_is_named_after_calls_aside(comm, transport):
         with pytest.raises(TransportError):
             kv.push("w", np.ones(2))
     else:
-        with pytest.raises(Stalled, match=r"rank 0 .* is now at .*test_work.py:\d+ in <lambda>") as raised:
+        with pytest.raises(Stalled, match=r"rank 0 .* is now at .*test_pending_calls.py:\d+ in <lambda>") as raised:
             kv.push("w", np.ones(2))
         assert raised.value.missing == (0,)
     comm.Barrier()
