@@ -51,7 +51,7 @@ def beginning_with(scheduler: Any, base_lr: float) -> Any:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A constant rate after a warm-up; the base of the others, which define :meth:`decayed`.
+    """A constant rate after a warm-up; the base of the others, which define :meth:`~Schedule.decayed`.
 
     >>> schedule = Schedule(base_lr=0.5, warmup_steps=5, warmup_begin_lr=0.0)
     >>> [schedule(number) for number in (1, 2, 4, 5, 100)]

@@ -90,7 +90,7 @@ class GpuKernels(WholeKernels, Protocol):
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
         """Return a function of a step for each of some ranges, which follow one another and end at ``ends``, that makes
-        one update of each: what functions that :meth:`bind` returns for each would do.
+        one update of each: what functions that :meth:`~Kernels.bind` returns for each would do.
         """
         ...
 
@@ -102,7 +102,7 @@ class GpuKernels(WholeKernels, Protocol):
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
         """Return memory for ``count`` steps of an optimizer with its present options, which has a rule, and compile its
-        updates of values of these dtypes, which :meth:`prepare` was called for. Local.
+        updates of values of these dtypes, which :meth:`~Kernels.prepare` was called for. Local.
 
         Raises:
             MemoryError: there is too little.

@@ -33,9 +33,9 @@ class AllReduce(Wrapped):
     every rank alike; keeping them saves work. The memory of a name is kept for its next call, until :meth:`delete`. A
     :class:`mpikv.Trainer` on it updates the weights on each rank.
 
-    It has ``pushpull``, ``broadcast``, ``delete``, ``barrier``, ``agree``, ``vote``, ``refuse``, ``is_capable`` and
-    ``close``, and the facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank`` and ``is_root``; nothing else
-    of :class:`mpikv.KVStore`, although :func:`mpikv.create` is typed to return one.
+    It has ``pushpull``, ``broadcast``, ``delete``, ``barrier``, ``check_equal``, ``any_rank``, ``raise_on_all_ranks``,
+    ``is_capable`` and ``close``, and the facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank`` and
+    ``is_root``; nothing else of :class:`mpikv.KVStore`, although :func:`mpikv.create` is typed to return one.
 
     Example (one rank; on n ranks that each bring ones, the sum is n):
         >>> import mpikv, numpy as np

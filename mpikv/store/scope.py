@@ -24,10 +24,10 @@ class Scope(Wrapped):
     """The keys of a store that begin with a name, which are left out here: made by :meth:`mpikv.KVStore.scope`.
 
     It has the store's ``init``, ``push``, ``pull``, ``pushpull``, ``row_sparse_pull``, ``broadcast``, ``set``,
-    ``delete``, ``buffer``, ``view``, ``version``, ``keys``, ``barrier``, ``agree``, ``vote``, ``refuse`` and ``scope``,
-    and its facts ``type``,
-    ``rank``, ``size``, ``num_workers``, ``local_rank`` and ``is_root``, with the same rules; the rest, as ``save``,
-    ``join`` and ``close``, is the store's. Keys are strings. ``"w"`` in the scope ``generator`` is the
+    ``delete``, ``buffer``, ``view``, ``version``, ``keys``, ``barrier``, ``check_equal``, ``any_rank``,
+    ``raise_on_all_ranks`` and ``scope``, and its facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank``
+    and ``is_root``, with the same rules; the rest, as ``save``, ``join`` and ``close``, is the store's. Keys are
+    strings. ``"w"`` in the scope ``generator`` is the
     store's key ``generator/w``, by which errors and updaters call it. The updater is the store's, of which there is
     one: set it there. So a :class:`mpikv.Trainer` on a scope updates the weights itself. Closing the store ends it.
 

@@ -78,15 +78,15 @@ class Wrapped(KVStoreBase):
     _barrier = barrier
 
     def check_equal(self, text: str, verb: str = "check_equal") -> None:
-        """As :meth:`mpikv.KVStore.agree`. Collective."""
+        """As :meth:`mpikv.KVStore.check_equal`. Collective."""
         self._store.check_equal(text, verb)
 
     def any_rank(self, flag: bool) -> bool:
-        """As :meth:`mpikv.KVStore.vote`. Collective."""
+        """As :meth:`mpikv.KVStore.any_rank`. Collective."""
         return bool(self._store.any_rank(flag))
 
     @hiding_frames
     def raise_on_all_ranks(self, error: Exception, verb: str = "raise_on_all_ranks") -> NoReturn:
-        """As :meth:`mpikv.KVStore.refuse`. Collective."""
+        """As :meth:`mpikv.KVStore.raise_on_all_ranks`. Collective."""
         self._store.raise_on_all_ranks(error, verb)
         raise error  # never reached: the call has raised it
