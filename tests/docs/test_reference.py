@@ -1,0 +1,94 @@
+"""The reference names all that is public: names, options, variables, commands and calls."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import mpikv
+from mpikv.__main__ import COMMANDS
+from mpikv.config import VARIABLES_ONLY, Config
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+MODULES = ["optimizers", "schedules", "codecs", "testing"]
+
+
+def listed(page: str) -> list[str]:
+    """Return the names in the lists of a page, of which Sphinx makes a page each."""
+    text = (REFERENCE / "api" / f"{page}.md").read_text(encoding="utf-8")
+    lists = re.findall(r"^\.\. autosummary::\n   :toctree: \.\n(?:   :.*\n)*\n((?:   \w+\n)+)", text, re.MULTILINE)
+    return [name for each in lists for name in each.split()]
+
+
+def rows(page: str) -> list[list[str]]:
+    """Return the cells of all tables of a page."""
+    lines = (REFERENCE / page).read_text(encoding="utf-8").splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+
+
+def test_every_public_name_has_a_page() -> None:
+    inner = [name for name in mpikv.__all__ if inspect.ismodule(getattr(mpikv, name))]
+    assert sorted([*listed("index"), *inner]) == sorted(mpikv.__all__)
+    assert set(inner) <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_of_a_module_has_a_page(module: str) -> None:
+    assert sorted(listed(module)) == sorted(import_module(f"mpikv.{module}").__all__)
+
+
+def test_every_argument_of_create_is_there_with_its_default() -> None:
+    table = {argument.strip("`"): default for argument, _, default, _ in (r for r in rows("options.md") if len(r) == 4)}
+    known = {name: parameter.default for name, parameter in inspect.signature(mpikv.create).parameters.items()}
+    known |= {option.name: option.default for option in fields(Config) if option.name in known}
+    del table["argument"]
+    assert table == {
+        name: f"`{default:g}`" if type(default) is float else f"`{default}`" for name, default in known.items()
+    }
+
+
+def test_every_variable_is_there() -> None:
+    cells = {cell for row in rows("options.md") for cell in row[:2]}
+    assert {f"`MPIKV_{option.name.upper()}`" for option in fields(Config)} <= cells
+    variables = {row[0]: row[1] for row in rows("options.md") if len(row) == 3}
+    shown = {option.name: str(option.default) for option in fields(Config) if option.name in VARIABLES_ONLY}
+    assert {name: variables[f"`MPIKV_{name.upper()}`"].strip("`") for name in shown} == {**shown, "trace": "empty"}
+
+
+def test_every_name_of_a_store_is_there() -> None:
+    named = {name for row in rows("options.md") if len(row) == 2 for name in re.findall(r"`([a-z_0-9]+)`", row[0])}
+    assert named == set(import_module("mpikv.create")._NAMES)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_a_command_is_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        import_module(f"mpikv.cli.{command}").main(["--help"])
+    text = capsys.readouterr().out
+    known = {option for line in re.findall(r"^  (-.*)", text, re.MULTILINE) for option in options_of(line)}
+    page = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
+    section = page.partition(f"\n## mpikv {command}\n")[2].partition("\n## ")[0]
+    table = {option for row in re.findall(r"^\| (.*?) \|", section, re.MULTILINE) for option in options_of(row)}
+    # The module of a rank is in the usage of mpikv run alone.
+    assert table | {"-h", "--help"} == known | ({"-m"} if command == "run" else set())
+
+
+def options_of(text: str) -> list[str]:
+    return re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text.partition("  ")[0])
+
+
+# For the end of the program, and MXNet's class attributes.
+INNER = {"OPTIMIZER", "abandon", "announce_shutdown", "drain", "kv_registry", "register", "unseen"}
+
+
+@pytest.mark.parametrize("kind", [mpikv.KVStore, mpikv.Trainer])
+def test_every_call_is_there(kind: type) -> None:
+    text = (REFERENCE / "calls.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {'Store' if kind is mpikv.KVStore else 'Trainer'}\n")[2].partition("\n## ")[0]
+    named = {name for code in re.findall(r"`([^`]+)`", section) for name in re.findall(r"\w+", code)}
+    assert {name for name in dir(kind) if not name.startswith("_")} - INNER <= named
