@@ -13,11 +13,13 @@ REASONS = Path(__file__).with_name("reasons.json")
 
 HEAD = """# Mutants
 
-A mutant is mpikv with one fault planted: a comparison turned round, a call left out, a bound moved by one.
-`scripts/mutants` draws them by a seed, the same number in each area, and runs the tests that execute the changed lines:
-of the fast tier first (`scripts/test`) and then, where none of them fails, on real ranks and on stand-ins for GPUs
-(`scripts/test --all`). Files that run on GPUs only are not mutated, nor are the texts of messages and types. *All* are
-those that either tier notices, since the second has every test of the first.
+This page shows how many planted faults the tests notice, and why they miss the others. A mutant is mpikv with one such
+fault: a comparison turned round, a call left out, a bound moved by one.
+
+`scripts/mutants` draws mutants by a seed, the same number in each area, and runs the tests that execute the changed
+lines. The fast tier runs first (`scripts/test`). If none of its tests fails, the tests on real ranks and on stand-ins
+for GPUs follow (`scripts/test --all`). Files that run on GPUs only are not mutated, and neither are messages and types.
+The column *all* counts the mutants that either tier notices.
 
 """
 
@@ -31,7 +33,7 @@ def write(mutants: Sequence[Mutant], records: Iterable[Mapping[str, Any]], page:
     left = [mutant for mutant in run if not by_tier(mutant, "fast", found)]
     tried = sum((mutant.key, "all") in found for mutant in left)
     text += f"\nThe rest of all tests was run on {tried} of the {len(left)} that the fast tier does not notice.\n"
-    text += "\n## What the fast tier does not notice\n\nOf the tests that execute the lines, so many were run.\n\n"
+    text += "\n## Mutants that the fast tier misses\n\nOf the tests that execute the lines, so many were run.\n\n"
     text += "| number | place | before | after | tests | all | reason |\n|---:|---|---|---|---:|---|---|\n"
     for mutant in left:
         fast, noticed = found[mutant.key, "fast"], found.get((mutant.key, "all"))

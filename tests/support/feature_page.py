@@ -17,14 +17,12 @@ CONTRACT = ROOT / "mpikv" / "testing" / "store.py"
 HEAD = """\
 # Features
 
-What MXNet's KVStore and Gluon's Trainer do, row by row, and what becomes of it here. Written by `scripts/features` from
-`tests/support/features.py` and from the marker `feature` of tests; a test fails where this page is not what it would
-write.
+This page compares mpikv with MXNet's KVStore and Gluon's Trainer, row by row. `scripts/features` writes it from
+`tests/support/features.py` and from the marker `feature` of tests, and a test fails while the page is out of date.
 
-**done**: tests show it. **refused**: it raises, as the row says, and tests show that. A test that needs a package which
-is not installed (ml_dtypes for bfloat16, numba, scikit-learn, torch) is skipped there, and counts here. `StoreContract`
-stands for `mpikv/testing/store.py`, which is run for the combinations of transport and placement that
-`tests/store/test_store.py` has.
+**done**: tests show it. **refused**: mpikv raises, as the row says, and tests show that. A test may need a package
+(ml_dtypes for bfloat16, numba, scikit-learn, torch) and is skipped without it; it counts here. `StoreContract` stands
+for `mpikv/testing/store.py`; `tests/store/test_store.py` runs it for combinations of transport and placement.
 """
 _MOST_SHOWN = 3
 

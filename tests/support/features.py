@@ -50,7 +50,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "`KVStoreBase.register` makes a class known by its name in lower case; a second one warns",
         ),
         _row("plug-in-entry-point", "a store of an installed package is found by its entry point"),
-        _row("plug-in-surface", "what a class leaves out raises and says so"),
+        _row("plug-in-surface", "a method that a class leaves out raises and says so"),
         _row("several-stores", "any number of stores at once, also of some ranks, each with messages of its own"),
         _row("rank-and-size", "`rank` and `num_workers` are the communicator's, for every name", "test_facts"),
     ),
@@ -62,7 +62,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused(
             "keys-mixed", "int and str keys in one store raise `TypeError`; `3` is not `'3'`", "test_keys_of_one_type"
         ),
-        _row("keys-failed-call", "a call that failed does not decide which of the two a store has"),
+        _row("keys-failed-call", "a failed call does not decide between int and str keys"),
         _row(
             "values-list-per-key",
             "a list of arrays for one key is summed; a pull fills each",
@@ -83,7 +83,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "an updater runs in the order of the keys of the call",
             "test_an_updater_runs_once_per_key_and_push",
         ),
-        _refused("values-other-array", "what shares no host memory, and what cannot be written, raises `TypeError`"),
+        _refused("values-other-array", "arrays without host memory, and read-only ones, raise `TypeError`"),
     ),
     "init, push, pull, pushpull, broadcast": (
         _row(
@@ -146,7 +146,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("broadcast-again", "`broadcast` gives the root's value to all; again overwrites", "test_broadcast"),
         _row(
             "priority",
-            "`priority` is an int, or a list with one per key, and orders what is pending",
+            "`priority` is an int, or a list with one per key, and orders pending calls",
             "test_priority_changes_nothing",
         ),
         _refused("priority-differs", "ranks with other priorities raise `RankMismatch`"),
@@ -163,12 +163,10 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
             "test_an_updater_may_return_the_value",
         ),
         _row("updater-no-change-before-push", "setting one changes nothing until the next push; a pull never calls it"),
-        _row(
-            "updater-returns", "what it returns, if anything, becomes the value", "test_an_updater_may_return_the_value"
-        ),
+        _row("updater-returns", "its return value, if any, becomes the value", "test_an_updater_may_return_the_value"),
         _row("updater-key", "it is given exactly the key of `init`, never bytes or another number"),
         _row("updater-none", "None returns to replacing", "test_no_updater_again"),
-        _refused("updater-raises", "what it raises is raised on every rank, and nothing has changed"),
+        _refused("updater-raises", "its error is raised on every rank, and nothing has changed"),
         _row(
             "optimizer-set",
             "`set_optimizer` takes an object or a name; state starts anew",
@@ -188,7 +186,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row(
             "optimizer-factors-per-key", "`lr_mult` and `wd_mult` by key", "test_each_key_has_its_own_count_and_factor"
         ),
-        _row("optimizer-counts", "one count per key and push, whatever lists hold"),
+        _row("optimizer-counts", "one count per key and push, also for lists"),
         _refused("optimizer-rate-and-schedule", "a rate that is set later, beside a schedule, raises"),
         _row("optimizer-rate-beside-schedule", "a rate and a schedule: the schedule begins with the rate, in a copy"),
         _row("optimizer-names", "options under MXNet's names, with its defaults"),
@@ -197,8 +195,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("optimizer-sgd-order", "SGD has MXNet's order of operations"),
         _row("optimizer-test", "`test` has MXNet 2's rule"),
         _refused("optimizer-unknown", "unknown names and options raise and list the known"),
-        _row("optimizer-custom", "an optimizer of one's own, which is registered, and no pickle anywhere"),
-        _row("optimizer-schedules", "schedules of the learning rate, which count updates"),
+        _row("optimizer-custom", "a registered optimizer of your own; no pickle anywhere"),
+        _row("optimizer-schedules", "schedules of the learning rate, by the number of updates"),
         _row("optimizer-states-saved", "`save_optimizer_states` and `load_optimizer_states` on any number of ranks"),
         _row("optimizer-states-other-size", "a checkpoint loads on other numbers of ranks"),
         _row(
@@ -214,7 +212,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("half-sums", "float16 and bfloat16 are summed in float32, and rounded once"),
     ),
     "Sparse values": (
-        _row("sparse-push", "a push of rows, which are merged by their indices"),
+        _row("sparse-push", "a push of rows, merged by their indices"),
         _row("sparse-assign", "without updater, rows that nobody pushed become zero"),
         _row("sparse-pull", "`row_sparse_pull` of chosen rows, unique and sorted"),
         _row("sparse-pull-lists", "one list of rows for several outs"),
@@ -225,14 +223,14 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
     "Gradient compression": (
         _row("compression-2bit-bits", "`2bit`: MXNet's codes, bit for bit, and its residual"),
         _row("compression-1bit-bits", "`1bit`: the same"),
-        _row("compression-set", "`set_gradient_compression` takes MXNet's dict, or None, which ends it"),
+        _row("compression-set", "`set_gradient_compression` takes MXNet's dict; None ends compression"),
         _refused("compression-bad-options", "unknown types and options, and thresholds that are none, raise"),
         _row("compression-residual-per-array", "each array of a list has a residual of its own"),
         _row("compression-everywhere", "every transport and placement, buffers and `pushpull` included"),
         _row("compression-init-pull-exact", "`init`, `set`, `broadcast` never are, `pull` only with `compress_pull`"),
         _row("compression-half", "float16 and bfloat16 are compressed in float32"),
         _refused("compression-other-dtypes", "other dtypes raise `Unsupported`"),
-        _refused("compression-not-finite", "what is not finite raises, instead of staying in the residual for good"),
+        _refused("compression-not-finite", "inf and nan raise, instead of staying in the residual for good"),
         _row("compression-threshold-exact", "the threshold is compared between ranks, not rounded"),
         _row("compression-residuals-in-checkpoints", "checkpoints keep residuals, and not with `residuals=False`"),
     ),
@@ -244,13 +242,13 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         ),
         _row("barrier", "`barrier` and `_barrier`, with a deadline", "test_barrier"),
         _row("dead-nodes", "`num_dead_node` counts the ranks of the host that have ended"),
-        _row("commands", "`_send_command_to_servers` reaches a controller at the root; what JSON holds, no pickle"),
+        _row("commands", "`_send_command_to_servers` reaches a controller at the root, as JSON, no pickle"),
         _row("commands-unknown", "a command without controller does nothing"),
         _row(
             "close", "`close`, `with` and the end of the program end a store, and wait for no dead peer", "test_close"
         ),
         _row("late-rank-named", "a rank that does not come is named, with its last call"),
-        _row("recovery", "a job that was killed goes on from a checkpoint, which it left whole"),
+        _row("recovery", "a killed job goes on from a checkpoint, and leaves it whole"),
         _row("dead-rank-ends-job", "a rank that dies ends the job"),
         _row("unequal-batches", "`join` lets ranks have unequal numbers of batches"),
         _row("no-roles", "no servers and no roles: nothing runs at import, one rank needs no launcher"),
@@ -272,7 +270,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("trainer-shared-parameters", "a parameter of several names is updated once, by the sum"),
         _refused("trainer-bad-arguments", "bad arguments raise when it is made, options beside an object too"),
         _row("trainer-store-lazily", "the store is made at the first use"),
-        _row("trainer-where", "`update_on_kvstore` None becomes what the variable says, if the store can"),
+        _row("trainer-where", "`update_on_kvstore` None follows the variable, if the store can"),
         _refused("trainer-not-capable", "True with a store that has no optimizer raises"),
         _row(
             "trainer-setup-order", "compression, then optimizer, then one broadcast: all start from the root's weights"
@@ -283,7 +281,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _row("trainer-frozen-integers", "frozen integers are given to all ranks, and left alone"),
         _row("trainer-accumulation", "`grad_req='add'` adds up gradients until `zero_grad`"),
         _row("trainer-halves", "`allreduce_grads`, `clip_global_norm`, `update`"),
-        _refused("trainer-halves-on-store", "the halves raise where the store updates, and say what to pass"),
+        _refused("trainer-halves-on-store", "the halves raise while the store updates, and name the right argument"),
         _refused("trainer-stale", "a parameter without a new gradient raises `StaleGradient`, a `UserWarning`"),
         _row("trainer-stale-ignored", "`ignore_stale_grad` leaves it out; reset in both modes"),
         _row(
