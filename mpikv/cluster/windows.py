@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays.arrays import zeros
-from ..errors import TransportError, settled
+from ..errors import Closed, TransportError, settled
 from ..protocols import Array
 from .mpi_library import TranslatedErrors, library_of
 from .runtime import owned
@@ -62,7 +62,10 @@ class SharedWindows:
 
         Raises:
             MemoryError: on every rank of the host, if its shared memory is too small.
+            Closed: after :meth:`close`.
         """
+        if self._comm is None and self._members:
+            raise Closed("the windows of these ranks are closed; memory of this rank alone would not be shared")
         if self._comm is None:
             return zeros(nbytes, _ALIGNMENT)
         # Writing to a window that does not fit would kill the process without a word.

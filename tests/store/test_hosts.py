@@ -23,7 +23,7 @@ from mpikv.cluster import process_group, windows
 from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
-from mpikv.errors import ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
+from mpikv.errors import Closed, ConfigError, PeerFailed, RankMismatch, Stalled, TransportError, Unsupported
 from mpikv.transports import choose
 from mpikv.transports.hierarchical import HierarchicalTransport
 
@@ -52,6 +52,14 @@ def test_a_group_on_hosts_of_so_many_ranks(comm, ranks, most):
     assert list(memory[: len(group.host_ranks)]) == [1 + rank for rank in group.host_ranks]
     del memory
     group.close()
+
+
+@SEVERAL
+def test_a_closed_group_shares_nothing_more(comm):
+    group = ProcessGroup(comm)
+    group.close()
+    with pytest.raises(Closed, match="the windows of these ranks are closed"):
+        group.windows.allocate(8)
 
 
 @SEVERAL
