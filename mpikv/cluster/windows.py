@@ -90,7 +90,7 @@ class SharedWindows:
         promised = 0 if zeroed else nbytes
         self._windows.append(_Window(self._members, window, weakref.ref(memory), promised))
         _live_windows().append(self._windows[-1])
-        start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+        start = -memory.ctypes.data % _ALIGNMENT
         memory = memory[start : start + nbytes]
         if zeroed and self._comm.rank == 0:
             memory[:] = 0

@@ -12,6 +12,7 @@ import ctypes
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ..cluster.process_group import ProcessGroup
 from ..errors import TransportError
 from ..protocols import Array
 
-__all__ = ["Attached", "CopyChoice", "address_of", "attach"]
+__all__ = ["Attached", "CopyChoice", "attach"]
 
 
 # Every so often the other way is taken, to see what it takes by now.
@@ -58,7 +59,7 @@ class Attached:
 
     def can_lend(self, array: Array) -> bool:
         """Return whether others can read an array: not memory of a device, or what the system keeps secret."""
-        first = address_of(array)
+        first = array.ctypes.data
         ends = (_Range * 2)(_Range(first, 1), _Range(first + array.nbytes - 1, 1))
         into = _Range(ctypes.addressof(self._ends), 2)
         return bool(self._call(os.getpid(), ctypes.addressof(into), 1, ctypes.addressof(ends), 2, 0) == 2)
@@ -69,7 +70,7 @@ class Attached:
         Raises:
             TransportError: the process is gone, or has no such memory.
         """
-        self._into.base, self._from.base = address_of(into), address
+        self._into.base, self._from.base = into.ctypes.data, address
         self._into.length = self._from.length = into.nbytes
         count = self._call(self._pids[place], *self._arguments)
         if count != into.nbytes:
@@ -87,26 +88,14 @@ def attach(group: ProcessGroup) -> Attached | None:
     """
     # A process of this number may be another one in this process's namespace, so that reading alone proves nothing.
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8)
-    told = group.host_comm.allgather((os.getpid(), address_of(secret), secret.tobytes()))
-    found = None
-    try:
-        attached = Attached([pid for pid, _, _ in told], group.host_ranks)
-        copy = np.empty_like(secret)
-        for place, (_, address, expected) in enumerate(told):
-            attached.read(place, address, copy)
-            if copy.tobytes() != expected:
-                break
-        else:
-            found = attached
-    except (OSError, TransportError):
-        pass  # forbidden, or not Linux: the other way is there
-    return found if all(group.host_comm.allgather(found is not None)) else None
-
-
-def address_of(array: Array) -> int:
-    """Return where the first element of an array lies."""
-    address: int = array.__array_interface__["data"][0]
-    return address
+    told = group.host_comm.allgather((os.getpid(), secret.ctypes.data, secret.tobytes()))
+    pids, addresses, secrets_told = zip(*told, strict=True)
+    attached, copies = None, np.zeros((len(told), secret.size), np.uint8)
+    with suppress(OSError, TransportError):  # forbidden, or not Linux: the other way is there
+        attached = Attached(pids, group.host_ranks)
+        for place, address in enumerate(addresses):
+            attached.read(place, address, copies[place])
+    return attached if all(group.host_comm.allgather(copies.tobytes() == b"".join(secrets_told))) else None
 
 
 class CopyChoice:

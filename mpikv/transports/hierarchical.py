@@ -10,6 +10,7 @@ however many ranks a host has; :mod:`mpikv.transports.routes` says who sends wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ from ..protocols import Array, Memory
 from .allocation import allocate_collectively
 from .mpi import MpiTransport
 from .requests import Requests
-from .routes import Routes, routes_of
+from .routes import routes_of
 from .shm import ShmTransport
 
 __all__ = ["HierarchicalTransport"]
@@ -74,7 +75,7 @@ class HierarchicalTransport:
         self._outgoing = zeros(2 * limit)
         self._incoming = [zeros(2 * limit) for _ in group.ranks_of_hosts[1:]]
         self._allocated: WeakValueDictionary[int, Array] = WeakValueDictionary()
-        self._routes: dict[tuple[int, ...], Routes] = {}
+        self._routes_of = lru_cache(_MOST_PREPARED)(partial(routes_of, self.rank, group.ranks_of_hosts))
         self._sums: dict[tuple[int, tuple[int, ...], np.dtype[Any]], _Sum] = {}
 
     @property
@@ -153,8 +154,8 @@ class HierarchicalTransport:
         return self._inner.agree(int(equal), send_ready and equal) and equal
 
     def close(self) -> None:
-        for prepared in (self._sums, self._routes, self._allocated):
-            prepared.clear()
+        self._sums.clear()
+        self._allocated.clear()
         self._inner.close()
         self._flat.close()
         self._comm, self._outgoing, self._incoming = None, zeros(0), []
@@ -164,13 +165,6 @@ class HierarchicalTransport:
 
     def _all_at(self, owner: int, count: int) -> tuple[int, ...]:
         return (0,) * owner + (count,) + (0,) * (self.size - owner - 1)
-
-    def _routes_of(self, counts: tuple[int, ...]) -> Routes:
-        if counts not in self._routes:
-            if len(self._routes) >= _MOST_PREPARED:
-                self._routes.clear()
-            self._routes[counts] = routes_of(self.rank, self._group.ranks_of_hosts, counts)
-        return self._routes[counts]
 
     def _prepare(self, key: tuple[int, tuple[int, ...], np.dtype[Any]], rows: Sequence[Array]) -> _Sum:
         """Divide a sum; remember how. ``rows`` are the contributions of this host's ranks, whole."""

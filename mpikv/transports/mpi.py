@@ -75,29 +75,20 @@ class MpiTransport:
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):
             return self._gather(send, [send.size if rank == root else 0 for rank in range(self.size)])
-
-        def start(send: Array, recv: Array | None) -> Any:
-            return self._comm.Ireduce(send, recv, self._operation(send), root)
-
-        return self._sum("reduce", start, send, recv if self.rank == root else None)
+        received = recv if self.rank == root else None
+        return self._sum("reduce", send, received, lambda *arrays, op: self._comm.Ireduce(*arrays, op, root))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):
             return self._gather(send, None)
-
-        def start(send: Array, recv: Array | None) -> Any:
-            return self._comm.Iallreduce(send, recv, self._operation(send))
-
-        return self._sum("allreduce", start, send, recv)
+        return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         if self._gathers or _is_half(send):
             return self._gather(send, counts)
-
-        def start(send: Array, recv: Array | None) -> Any:
-            return self._comm.Ireduce_scatter(send, recv, counts, self._operation(send))
-
-        return self._sum("reduce_scatter", start, send, recv)
+        return self._sum(
+            "reduce_scatter", send, recv, lambda *arrays, op: self._comm.Ireduce_scatter(*arrays, counts, op)
+        )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         return self._gather(send, counts)
@@ -130,9 +121,7 @@ class MpiTransport:
         self._comm = None
         self.send_buffers, self._gathered, self._wide = (zeros(0),), zeros(0), (zeros(0), zeros(0))
 
-    def _sum(
-        self, name: str, start: Callable[[Array, Array | None], Any], send: Array, recv: Array | None
-    ) -> Sequence[Array]:
+    def _sum(self, name: str, send: Array, recv: Array | None, start: Callable[..., Any]) -> Sequence[Array]:
         """Run a summing collective in a type that MPI sums exactly, which may be wider than the arrays'."""
         dtype = _summed_as(send.dtype)
         wide_send, wide_recv = send, recv
@@ -141,8 +130,9 @@ class MpiTransport:
             widen(send, wide_send) if _is_half(send) else np.copyto(wide_send, send)
         if recv is not None and recv.dtype != dtype:
             wide_recv = self._wide[1].view(dtype)[: recv.size]
+        operation = self._mpi.LOR if dtype == np.bool_ else self._mpi.SUM
         with self._group.translated(name):
-            self._requests.complete(start(wide_send, wide_recv))
+            self._requests.complete(start(wide_send, wide_recv, op=operation))
         if recv is not None and wide_recv is not None and wide_recv is not recv:
             np.copyto(recv, wide_recv, casting="unsafe")
         return () if recv is None else (recv,)
@@ -152,23 +142,19 @@ class MpiTransport:
         nbytes = [count * send.itemsize for count in counts or [send.size] * self.size]
         starts = [0 if counts is None else sum(nbytes[:rank]) for rank in range(self.size)]
         mine = nbytes[self.rank]
-        places = [rank * mine for rank in range(self.size)]
         received = self._gathered[: self.size * mine]
         with self._group.translated("alltoall"):
             self._requests.complete(
                 self._comm.Ialltoallv(
                     [send.view(np.uint8), (nbytes, starts), self._mpi.BYTE],
-                    [received, ([mine] * self.size, places), self._mpi.BYTE],
+                    [received, ([mine] * self.size, [rank * mine for rank in range(self.size)]), self._mpi.BYTE],
                 )
             )
-        return [received[place : place + mine].view(send.dtype) for place in places]
+        return [part.view(send.dtype) for part in received.reshape(self.size, mine)]
 
     def _few_halves(self, send: Array) -> bool:
         """Return whether a rank that receives all of every rank's is sent less than in float32, summed on the way."""
         return self.size <= _FEW_RANKS and _is_half(send)
-
-    def _operation(self, send: Array) -> Any:
-        return self._mpi.LOR if send.dtype == np.bool_ else self._mpi.SUM
 
 
 def _is_half(array: Array) -> bool:

@@ -28,7 +28,7 @@ from ..cluster.waiting import Waits
 from ..errors import Stalled
 from ..memory.host import HOST
 from ..protocols import Array, Memory
-from .cma import CopyChoice, address_of, attach
+from .cma import CopyChoice, attach
 
 __all__ = ["ShmTransport"]
 
@@ -185,7 +185,7 @@ class ShmTransport:
         way, attached = self._choice.next(), self._attached
         lending = apart and way == _LENDING and attached is not None and attached.can_lend(send)
         if lending:
-            self._flags[self._mine + _ADDRESS + self.slot] = address_of(send)
+            self._flags[self._mine + _ADDRESS + self.slot] = send.ctypes.data
         elif apart:
             self._copy(send, *((low, high) if counts else (0, 0)))
         half = self._show()
