@@ -6,15 +6,17 @@ its clock can jump to the next deadline when all wait.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import platform
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
-__all__ = ["Peer", "Runtime", "enter", "owned", "present"]
+__all__ = ["Peer", "Runtime", "enter", "owned", "present", "system_function"]
 
 
 class Peer(Protocol):
@@ -129,6 +131,19 @@ def present() -> Runtime:
 def owned(kind: str) -> list[Any]:
     """Return the list of what belongs to this rank's process, of one kind."""
     return _here.runtime.owned.setdefault(kind, [])
+
+
+@cache
+def system_function(name: str) -> Any:
+    """Return a function of the system's library, which sets ``errno``.
+
+    Raises:
+        OSError: it has none of that name.
+    """
+    try:
+        return getattr(ctypes.CDLL(None, use_errno=True), name)
+    except AttributeError:
+        raise OSError(f"{name} is not in the system's library") from None
 
 
 def enter(runtime: Runtime) -> None:

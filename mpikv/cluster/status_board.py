@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from .process_group import ProcessGroup
-from .runtime import present
+from .runtime import present, system_function
 
 __all__ = ["Inquiry", "StatusBoard"]
 
@@ -55,7 +55,12 @@ _HOST_PATIENCE, _FRESH = 1.0, 1.0
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = ("<frozen", *{sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 
-Report = Callable[[], "tuple[Sequence[int], str]"]
+
+class Answer(NamedTuple):
+    """What a host says."""
+
+    late: tuple[int, ...]
+    text: str
 
 
 class StatusBoard:
@@ -101,7 +106,7 @@ class StatusBoard:
         """The call that this rank is in."""
         return _call_of(self._slots[self._ranks.index(self._rank)])
 
-    def report(self, missing: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    def report(self, missing: Sequence[int]) -> Answer:
         """Find out about the ranks that keep this one waiting: those of ``missing``, and those that began fewer calls.
 
         Returns:
@@ -110,11 +115,11 @@ class StatusBoard:
         if self._inquiry is None:
             return self._look(missing)
         self._inquiry.ask()
-        answers = [Answer(*self._look(missing)), *self._inquiry.collect()]
+        answers = [self._look(missing), *self._inquiry.collect()]
         late = tuple(sorted({rank for answer in answers for rank in answer.late}))
-        return late, "; ".join(answer.text for answer in answers if answer.text)
+        return Answer(late, "; ".join(answer.text for answer in answers if answer.text))
 
-    def _look(self, missing: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    def _look(self, missing: Sequence[int]) -> Answer:
         """Find out about the late ranks of this host."""
         begun = self._head[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
@@ -122,7 +127,7 @@ class StatusBoard:
         texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
         if len(late) > _MOST_ASKED:
             texts.append(f"{len(late) - _MOST_ASKED} more ranks are late")
-        return late, "; ".join(texts)
+        return Answer(late, "; ".join(texts))
 
     def give_up(self) -> None:
         """Say that this rank is in no call any more."""
@@ -140,11 +145,10 @@ class StatusBoard:
 
     def _away(self) -> tuple[int, ...]:
         """Return the ranks that began this rank's call too but do not wait in it: stopped, or in an updater."""
-        others = [(rank, slot) for rank, slot in zip(self._ranks, self._slots, strict=True) if rank != self._rank]
-        asked = [(rank, slot) for rank, slot in others if not slot["over"]][:_MOST_ASKED]
-        away = [(rank, slot) for rank, slot in asked if not _waits(slot)]
+        slots = zip(self._ranks, self._slots, strict=True)
+        asked = [(rank, slot) for rank, slot in slots if rank != self._rank and not slot["over"]][:_MOST_ASKED]
         # One that has given up before it was asked has left this package's code, too.
-        return tuple(rank for rank, slot in away if not slot["over"])
+        return tuple(rank for rank, slot in asked if not _waits(slot) and not slot["over"])
 
     def _describe(self, rank: int) -> str:
         slot = self._slots[self._ranks.index(rank)]
@@ -286,17 +290,8 @@ def _signal(pid: int, thread: int) -> None:
     if thread == pid:
         os.kill(pid, _QUESTION)
         return
-    send = _tgkill()
-    if send(pid, thread, _QUESTION):
+    if system_function("tgkill")(pid, thread, _QUESTION):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-@cache
-def _tgkill() -> Any:
-    try:
-        return ctypes.CDLL(None, use_errno=True).tgkill
-    except AttributeError:
-        raise OSError("tgkill is not in the system's library") from None
 
 
 def _frames(answer: str) -> list[tuple[str, str, str]]:
@@ -311,17 +306,10 @@ def _frames(answer: str) -> list[tuple[str, str, str]]:
     return []
 
 
-class Answer(NamedTuple):
-    """What a host says."""
-
-    late: tuple[int, ...]
-    text: str
-
-
 class Inquiry:
     """Asks the other hosts of a group, and answers for this one."""
 
-    def __init__(self, group: ProcessGroup, report: Report, call: Callable[[], int]) -> None:
+    def __init__(self, group: ProcessGroup, report: Callable[[], Answer], call: Callable[[], int]) -> None:
         """``report`` returns which ranks of this host are late, and what they do; ``call`` the number of this rank's
         call.
         """
@@ -351,8 +339,7 @@ class Inquiry:
         now, call, (before, when) = present().now, self._call(), self._known
         # Of an earlier call, in which a question was found that came too late, it would be that nobody is late.
         if call != before or now() - when > _FRESH:
-            late, text = self._report()
-            self._found, self._known = Answer(tuple(map(int, late)), text), (call, now())
+            self._found, self._known = self._report(), (call, now())
         return self._found
 
     def collect(self) -> list[Answer]:

@@ -17,6 +17,7 @@ from contextlib import suppress
 import numpy as np
 
 from ..cluster.process_group import ProcessGroup
+from ..cluster.runtime import system_function
 from ..errors import TransportError
 from ..protocols import Array
 
@@ -47,10 +48,7 @@ class Attached:
         Raises:
             OSError: this system has no such call.
         """
-        try:
-            self._call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-        except AttributeError:
-            raise OSError("process_vm_readv is not in the system's library") from None
+        self._call = system_function("process_vm_readv")
         self._call.restype = ctypes.c_ssize_t
         self._call.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
         self._pids, self._ranks = tuple(pids), tuple(ranks)
