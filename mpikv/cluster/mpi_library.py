@@ -50,13 +50,17 @@ def library_of(comm: Any) -> Any:
     return getattr(comm, "library", None) or load_mpi()
 
 
-def load_mpi() -> Any:
-    """Return ``mpi4py.MPI``, or say why it cannot be imported.
+def load_mpi(start: bool = True) -> Any:
+    """Return ``mpi4py.MPI``, or say why it cannot be imported. Without ``start``, loading does not start it.
 
     Raises:
         TransportUnavailable: there is no library, or no mpi4py.
     """
     try:
+        from mpi4py import rc
+
+        if not start and "mpi4py.MPI" not in sys.modules:
+            rc.initialize, rc.finalize = False, rc.initialize if rc.finalize is None else rc.finalize
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError when it finds no library to load
         spec = find_spec("mpi4py")
@@ -73,9 +77,11 @@ def start_mpi(launch: Launch) -> Any:
     Raises:
         ConfigError: the launcher speaks to the ranks of other libraries.
     """
-    mpi, rc = _load_unstarted()
+    mpi = load_mpi(start=False)
     if mpi.Is_initialized():
         return mpi
+    from mpi4py import rc
+
     version = mpi.Get_library_version()
     if launch.size != 1 and (mismatch := _find_mismatch(version)):
         raise ConfigError(_describe_launcher(launch, version, mismatch))
@@ -90,17 +96,6 @@ def check_world(launch: Launch, mpi: Any) -> None:
     """Raise ConfigError where MPI knows of one process and the launcher of several."""
     if mpi.COMM_WORLD.size == 1 and (launch.size > 1 or launch.rank > 0):
         raise ConfigError(_describe_launcher(launch, mpi.Get_library_version(), "sees only this process"))
-
-
-def _load_unstarted() -> tuple[Any, Any]:
-    """Return MPI, which loading does not start, and mpi4py's settings."""
-    try:
-        from mpi4py import rc
-    except ImportError:
-        return load_mpi(), None
-    if "mpi4py.MPI" not in sys.modules:
-        rc.initialize, rc.finalize = False, rc.initialize if rc.finalize is None else rc.finalize
-    return load_mpi(), rc
 
 
 def _find_mismatch(version: str) -> str:
@@ -142,7 +137,8 @@ def why_no_mpi(reason: str, forced: str) -> str:
     >>> "pip install mpich" in why_no_mpi("cannot load MPI library", "")
     True
     """
-    first, *_, last = [*reason.splitlines()[:1], *reason.splitlines()] or ["no reason given"] * 2
+    lines = reason.splitlines() or ["no reason given"]
+    first, last = lines[0], lines[-1]
     if not forced:
         return f"{INSTALL}\n({first})" if "MPI library" in first else f"mpi4py cannot be imported: {last}"
     wanted = last.partition(": cannot open shared object file")[0]
