@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ..cluster.waiting import Waits
 from ..engine.keys import Entry
 from ..errors import PeerFailed, Stalled, TransportError, noted
 from ..protocols import Array, Key
-from ..transports.rpc import Request
+from ..transports.rpc import Endpoint
 
 __all__ = ["NUMBERS", "PATIENCE", "Act", "AsyncClient", "Kind", "Outcome"]
 
@@ -52,16 +52,6 @@ class Outcome(IntEnum):
     """The value is whatever it is."""
 
 
-class Letters(Protocol):
-    """The part of a post that is used here."""
-
-    failure: BaseException | None
-
-    def request(self, rank: int, head: Sequence[int], body: Array | None = None) -> None: ...
-
-    def reply(self) -> Request | None: ...
-
-
 class _Wanted(NamedTuple):
     """An answer that has not come."""
 
@@ -76,7 +66,7 @@ class _Wanted(NamedTuple):
 class AsyncClient:
     """The questions of one rank. All methods but :meth:`take` are for one thread."""
 
-    def __init__(self, rank: int, post: Letters | None, act: Act, waiting: Waits) -> None:
+    def __init__(self, rank: int, post: Endpoint | None, act: Act, waiting: Waits) -> None:
         """Without a post this rank owns everything."""
         self._rank, self._post, self._act, self._waiting = rank, post, act, waiting
         self._tickets = self._epoch = 0

@@ -255,20 +255,21 @@ _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
 
 
 def _between(left: str | None, right: str | None) -> str:
-    """Show in what two calls differ: a text of each, None where a call has none."""
+    """Show in what two calls differ: a text of each, None where a call has none; of two lists of the same options, as
+    of an updater, only those that differ.
+    """
     if left is None or right is None:
         return f"{left or right}, only in the {'first' if right is None else 'second'} of these calls"
-    return _apart(left, right)
-
-
-def _apart(left: str, right: str) -> str:
-    """Show two texts; of two lists of the same options, as of an updater, only those that differ."""
-    lists = _OPTIONS.fullmatch(left), _OPTIONS.fullmatch(right)
-    if lists[0] is None or lists[1] is None or lists[0]["name"] != lists[1]["name"]:
+    (name, options), (other_name, other_options) = map(_options_of, (left, right))
+    if name != other_name or len(options) != len(other_options):
         return f"{left}, {right}"
-    one, other = (each["options"].split(", ") for each in lists if each is not None)
-    differing = [f"{a}, {b}" for a, b in zip_longest(one, other, fillvalue="nothing") if a != b]
-    return f"{lists[0]['name']}: {'; '.join(differing)}" if len(one) == len(other) else f"{left}, {right}"
+    return f"{name}: {'; '.join(f'{a}, {b}' for a, b in zip(options, other_options, strict=True) if a != b)}"
+
+
+def _options_of(text: str) -> tuple[str, list[str]]:
+    """Return the name before a list of options, and the options; where there is no list, the text."""
+    found = _OPTIONS.fullmatch(text)
+    return (found["name"], found["options"].split(", ")) if found else (text, [])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

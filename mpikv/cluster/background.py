@@ -28,16 +28,12 @@ __tracebackhide__ = hidden_from_pytest
 _SHORT = 1e-3
 
 
-class _Here(threading.local):
-    makes_calls = False
-
-
-_here = _Here()
+_here = threading.local()
 
 
 def makes_calls() -> bool:
     """Return whether this thread makes calls with ``wait=False`` for those that have issued them."""
-    return bool(_here.makes_calls)
+    return hasattr(_here, "makes_calls")
 
 
 class Work:

@@ -61,7 +61,7 @@ class ProcessGroup:
         """What MPI says of the ranks of one machine, if it takes them for ranks of several hosts."""
         self._end = ""
         self._has_ended = self._has_spoken = False
-        self.witness: Callable[[], None] = _do_nothing
+        self.witness: Callable[[], None] = lambda: None
         """Answers other hosts that ask about this one. Called by ranks that wait."""
         self._listening = threading.Lock()
         self.host_comm: Any = None
@@ -85,12 +85,8 @@ class ProcessGroup:
         told = self.host_comm.allgather((self.rank, (self.mpi.COMM_WORLD.rank, os.getpid())))
         self.host_ranks, members = zip(*told, strict=True)
         self.windows = SharedWindows(self.host_comm, self.rank, members, self.divided if insists else "")
-        leaders = self.comm.allgather((self.host_ranks[0], present().host))
-        self.hosts = tuple(name for rank, (leader, name) in enumerate(leaders) if rank == leader)
-        ranks_of: dict[int, list[int]] = {}
-        for rank, (leader, _) in enumerate(leaders):
-            ranks_of.setdefault(leader, []).append(rank)
-        self.ranks_of_hosts = tuple(map(tuple, ranks_of.values()))
+        hosts = dict(self.comm.allgather((self.host_ranks, present().host)))
+        self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
     def _join_machine(self, insists: bool) -> Any:
         """Return the communicator of the ranks that share memory, as MPI has it unless this rank ``insists``."""
@@ -207,10 +203,6 @@ class ProcessGroup:
                 comm, self.comm, self.host_comm = self.comm, None, None
             if not told[0]:
                 comm.Free()
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _describe_machine(rank: int) -> str:

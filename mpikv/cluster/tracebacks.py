@@ -112,9 +112,8 @@ def _only(error: BaseException) -> str:
 
 def _shorten(error: BaseException) -> None:
     first = error.__traceback__
-    kept = list(_callers(first))
-    innermost = _innermost(first)
-    if innermost is None or not (innermost in kept or _is_meant(error, innermost)):
+    entries, kept = list(_entries(first)), list(_callers(first))
+    if not entries or not (entries[-1] in kept or _is_meant(error, entries[-1])):
         return
     mark_shortened(error)
     # Python 3.10 raises again with the first entry, whatever the error has.
@@ -136,10 +135,6 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
         yield trace
         trace = trace.tb_next
-
-
-def _innermost(trace: TracebackType | None) -> TracebackType | None:
-    return list(_entries(trace))[-1] if trace is not None else None
 
 
 def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:

@@ -25,6 +25,9 @@ __all__ = ["SHARED", "SharedWindows", "forget_windows", "free_leftovers"]
 SHARED = "/dev/shm"
 # A pair of cache lines, which processors fetch together.
 _ALIGNMENT = 128
+# The windows of this process that are not freed, in the order of their making: those of abandoned stores, too. Some are
+# kept, as their ranks could not free them because one of them still looked at them.
+_LIVE, _KEPT = "live windows", "kept windows"
 
 
 class _Window(NamedTuple):
@@ -69,7 +72,7 @@ class SharedWindows:
         if self._comm is None:
             return zeros(nbytes, _ALIGNMENT)
         # Writing to a window that does not fit would kill the process without a word.
-        free = self._comm.bcast(_free_bytes() - sum(window.promised for window in _live_windows()))
+        free = self._comm.bcast(_free_bytes() - sum(window.promised for window in owned(_LIVE)))
         if free < nbytes:
             text = f"{nbytes} bytes of shared memory are needed and {SHARED} has {max(free, 0)} free"
             raise settled(MemoryError(f"{text}; enlarge it (a container: --shm-size), or set MPIKV_TRANSPORT=mpi"))
@@ -89,7 +92,7 @@ class SharedWindows:
         memory = np.frombuffer(buffer, np.uint8)
         promised = 0 if zeroed else nbytes
         self._windows.append(_Window(self._members, window, weakref.ref(memory), promised))
-        _live_windows().append(self._windows[-1])
+        owned(_LIVE).append(self._windows[-1])
         start = -memory.ctypes.data % _ALIGNMENT
         memory = memory[start : start + nbytes]
         if zeroed and self._comm.rank == 0:
@@ -146,7 +149,7 @@ class SharedWindows:
         Memory over which a rank has kept an array stays, as reading it would kill the process; a later close of the
         same ranks frees it once no array is left.
         """
-        kept = _kept_windows()
+        kept: list[_Window] = owned(_KEPT)
         windows = [*(window for window in kept if window.members == self._members), *self._windows]
         kept[:] = [window for window in kept if window.members != self._members]
         self._windows.clear()
@@ -168,20 +171,8 @@ class SharedWindows:
 def _free(window: _Window) -> None:
     window.handle.Unlock_all()
     window.handle.Free()
-    live = _live_windows()
+    live = owned(_LIVE)
     live[:] = [other for other in live if other is not window]
-
-
-def _live_windows() -> list[_Window]:
-    """Return the windows of this process that are not freed, in the order of their making: those of abandoned stores,
-    too.
-    """
-    return owned("live windows")
-
-
-def _kept_windows() -> list[_Window]:
-    """Return those that their ranks could not free because one of them still looked at it."""
-    return owned("kept windows")
 
 
 def _open_memory(path: str, nbytes: int, *, new: bool) -> mmap:
@@ -210,10 +201,10 @@ def free_leftovers() -> None:
     share it. Where ranks had windows that others had not, as on several hosts, whose numbers are used again, that order
     differs between ranks, and they would wait for each other for ever. The order of making is the same for all.
     """
-    while live := _live_windows():
+    while live := owned(_LIVE):
         _free(live[0])
 
 
 def forget_windows() -> None:
     """Leave the windows to the process that this one was forked from. Local."""
-    _live_windows().clear()
+    owned(_LIVE).clear()
