@@ -80,13 +80,13 @@ class StatusBoard:
         if group.size > 1:
             mine["pid"] = mine["thread"] = present().process
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
-        self._bytes = mine.view(np.uint8).data
-        self._head = self._bytes[:16].cast("q")
+        own = mine.view(np.uint8).data
+        self._head = own[:16].cast("q")
         self.number = self._head[:1]
         """The number of the call that this rank has begun: all that changes when it makes the same call again."""
         self.text = b""
         """What this rank's slot says."""
-        self._text = self._bytes[slot.fields["text"][1] :]  # type: ignore[index]
+        self._text = own[slot.fields["text"][1] :]  # type: ignore[index]
 
     def write(self, number: int, text: bytes) -> None:
         """Say that this rank has begun call ``number``."""
@@ -164,7 +164,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Let go of the shared memory."""
-        for view in (self._head, self._text, self._bytes):
+        for view in (self.number, self._head, self._text):
             view.release()
         self._slots = np.empty(0, self._slots.dtype)
 

@@ -62,6 +62,15 @@ def test_a_closed_group_shares_nothing_more(comm):
         group.windows.allocate(8)
 
 
+@pytest.mark.processes
+@SEVERAL
+def test_a_closed_store_that_is_still_held_keeps_no_memory(comm):
+    kv = mpikv.create(comm=comm)
+    windows = kv._group.windows._windows.copy()
+    kv.close()
+    assert [window.memory() for window in windows] == [None] * len(windows)
+
+
 @SEVERAL
 @pytest.mark.parametrize("bad", [{"name": "locla"}, {"timeout": -1}, {"transport": "ethernet"}])
 def test_a_rank_with_bad_arguments_has_other_settings(comm, monkeypatch, bad):
