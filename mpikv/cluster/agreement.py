@@ -141,8 +141,10 @@ class Agreement:
                 self._settle(call)
             return
         self._tell_failure(call, error)
+        if isinstance(error, MPIKVError):
+            raise self.at_rank(call.verb, error)
         # An error of the caller's own code is raised as it is.
-        raise self.at_rank(call.verb, error) if isinstance(error, MPIKVError) else self._noted(call, error)
+        raise settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
 
     def shadow(self, call: Call) -> CallReport | None:
         """Take part in the next call for a rank that has run out of work. A call of :meth:`confirm` has to follow.
@@ -218,9 +220,6 @@ class Agreement:
         text = text if text.startswith((f"{verb}:", f"{verb}(")) else f"{begin}: {text}"
         where = f" [rank {self._group.rank}/{self._group.size}]" if self._group.size > 1 else ""
         return text if text.endswith(where) else text + where
-
-    def _noted(self, call: Call, error: BaseException) -> BaseException:
-        return settled(noted(error, f"in {call} on rank {self._group.rank} of {self._group.size}"))
 
 
 def _of_peer(call: Call, rank: int, said: str) -> Exception:

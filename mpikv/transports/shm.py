@@ -123,15 +123,13 @@ class ShmTransport:
         return self._shown_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        starts = np.concatenate(([0], np.cumsum(counts))) * buffer.itemsize
-        whole = buffer.view(np.uint8)
+        parts = np.split(buffer.view(np.uint8), np.cumsum(counts[:-1]) * buffer.itemsize)
         for begin in range(0, max(counts) * buffer.itemsize, self.limit):
-            low, high = (min(starts[self.rank] + begin + d, starts[self.rank + 1]) for d in (0, self.limit))
-            half = self._halves[self._exchange(whole[low:high])]
-            for rank in range(self.size):
-                low, high = (min(starts[rank] + begin + d, starts[rank + 1]) for d in (0, self.limit))
+            pieces = [part[begin : begin + self.limit] for part in parts]
+            half = self._halves[self._exchange(pieces[self.rank])]
+            for rank, piece in enumerate(pieces):
                 if rank != self.rank:
-                    whole[low:high] = half[rank, : high - low]
+                    piece[:] = half[rank, : piece.size]
 
     def broadcast(self, buffer: Array, root: int) -> None:
         whole = buffer.view(np.uint8)
