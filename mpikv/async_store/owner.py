@@ -36,11 +36,6 @@ class _Push(NamedTuple):
     payload: Array
 
 
-class _Pull(NamedTuple):
-    rank: int
-    ticket: int
-
-
 class KeyOwner:
     """The requests to one owner. Calls must come one at a time."""
 
@@ -60,7 +55,7 @@ class KeyOwner:
         self._entries = {entry.index: entry for entry in table.entries()}
         self._active = set(range(self._size))
         self._parked: dict[int, list[_Push]] = {}
-        self._pulls: dict[int, list[_Pull]] = {}
+        self._pulls: dict[int, list[tuple[int, int]]] = {}
 
     def push(self, rank: int, ticket: int, row: int, payload: Array) -> None:
         """Update a value by what a rank has pushed, the elements or their bytes, now or when the round is complete.
@@ -78,9 +73,9 @@ class KeyOwner:
     def pull(self, rank: int, ticket: int, row: int) -> None:
         """Answer with the value, once it has all that the rank itself has pushed."""
         if any(push.rank == rank for push in self._parked.get(row, ())):
-            self._pulls.setdefault(row, []).append(_Pull(rank, ticket))
+            self._pulls.setdefault(row, []).append((rank, ticket))
         else:
-            self._show(row, _Pull(rank, ticket))
+            self._show(row, rank, ticket)
 
     def leave(self, rank: int) -> None:
         """Wait for a rank no more: it pushes nothing until all have met."""
@@ -116,8 +111,8 @@ class KeyOwner:
             self._answer(push.rank, push.ticket, self._version(row), failure)
         if isinstance(failure, HalfUpdated):
             raise failure
-        for pull in self._pulls.pop(row, ()):  # of ranks that have pushed
-            self._show(row, pull)
+        for rank, ticket in self._pulls.pop(row, ()):  # of ranks that have pushed
+            self._show(row, rank, ticket)
         if isinstance(failure, KeyboardInterrupt):
             raise failure
 
@@ -145,8 +140,8 @@ class KeyOwner:
         for name, array in states.items():
             np.copyto(state[name], array)
 
-    def _show(self, row: int, pull: _Pull) -> None:
-        self._answer(pull.rank, pull.ticket, self._version(row), self._entries[row].value)
+    def _show(self, row: int, rank: int, ticket: int) -> None:
+        self._answer(rank, ticket, self._version(row), self._entries[row].value)
 
     def _version(self, row: int) -> int:
         return int(self._table.counts[row] + self._table.earlier[row])
