@@ -11,7 +11,8 @@ from typing import Any, Literal, cast
 
 from . import codecs
 from .async_store.async_kvstore import AsyncKVStore, check_options
-from .cluster.process_group import ProcessGroup, connect
+from .cluster.connecting import connect
+from .cluster.process_group import ProcessGroup
 from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy

@@ -17,7 +17,8 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import SavedKey, Source, inspect
-from ..cluster.process_group import ProcessGroup, connect
+from ..cluster.connecting import connect
+from ..cluster.process_group import ProcessGroup
 from ..compute.cuda.gpu import survey
 from ..compute.kernels import find_kernels
 from ..config import TRANSPORTS, Config, Launch, advise_start, find_allocation, launch_of, visible_gpus

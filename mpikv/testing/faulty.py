@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..cluster.process_group import connect
+from ..cluster.connecting import connect
 from ..cluster.status_board import StatusBoard
 from ..config import Config
 from ..errors import TransportError

@@ -141,7 +141,7 @@ def test_a_store_chooses_hosts_by_itself(comm, monkeypatch, simulate_ranks_per_h
 @pytest.mark.processes
 @SEVERAL
 def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
-    process_group._warn_once.cache_clear()
+    process_group.warn_once.cache_clear()
     with mpikv.create(comm=Dealt(comm)) as kv:
         assert (kv.transport, kv.local_rank) == ("mpi" if comm.size == 2 else "hierarchical", comm.rank // 2)
     with mpikv.create(comm=Dealt(comm)):

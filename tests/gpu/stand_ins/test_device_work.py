@@ -26,7 +26,7 @@ from mpikv import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.cluster.process_group import connect
+from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory

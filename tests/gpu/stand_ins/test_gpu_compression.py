@@ -16,7 +16,7 @@ from store.test_compression import QUANTISERS, Simulated, gradients
 
 import mpikv
 from mpikv import codecs
-from mpikv.cluster.process_group import connect
+from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import (

@@ -16,7 +16,7 @@ import pytest
 
 import mpikv
 from mpikv import RowSparse
-from mpikv.cluster.process_group import connect
+from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory

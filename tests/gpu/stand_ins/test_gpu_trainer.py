@@ -12,7 +12,7 @@ import pytest
 
 import mpikv
 from mpikv import LossScaler, Parameter, PeerFailed, Trainer, Unsupported, ValueMismatch, clip_global_norm
-from mpikv.cluster.process_group import connect
+from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv.cluster.process_group import connect
+from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import Closed, TransportError

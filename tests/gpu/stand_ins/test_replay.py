@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mpikv
 from mpikv import RowSparse, optimizers, schedules
-from mpikv.cluster.process_group import connect
+from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.errors import Closed, KeyNotInitialized, PeerFailed, RankMismatch, TransportError, Unsupported, ValueMismatch

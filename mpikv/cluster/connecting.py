@@ -1,0 +1,108 @@
+"""How a process finds the ranks of its launch, and what keeps it from joining them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from ..config import FILES, Config, Launch, advise_start, launch_of, run_directory, tasks_set_aside
+from ..errors import ConfigError, Unsupported
+from .mpi_library import check_world, find_mapped_files, load_mpi, start_mpi
+from .process_group import ProcessGroup, warn_once
+from .runtime import present
+from .shutdown import abort_on_exception, was_forked
+from .windows import SHARED
+
+__all__ = ["connect"]
+
+
+def connect(comm: Any, config: Config) -> ProcessGroup:
+    """Return the group of all ranks of the launch, or of ``comm``.
+
+    Raises:
+        TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded.
+        ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is
+        alone.
+        Unsupported: the process was forked from a rank that had a store, or started by multiprocessing in a rank.
+        TypeError: ``comm`` is no communicator.
+        Stalled: not all ranks have come.
+    """
+    if present().world is not None or hasattr(comm, "library"):
+        return ProcessGroup(_simulated(comm), config.simulate_ranks_per_host, config.timeout)
+    if comm is not None:
+        _check_communicator(comm)
+    launch = launch_of()
+    if comm is None:
+        _check_worker(launch)
+        if (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
+            # No error: a batch script sees the variable too, and may well start a program of one rank.
+            if launch is None and (tasks := tasks_set_aside()) > 1:
+                text = "one rank in a Slurm job of %d tasks; for all:  %s"
+                logging.getLogger("mpikv").warning(text, tasks, advise_start(tasks))
+            return ProcessGroup()
+    mpi = load_mpi() if launch is None else start_mpi(launch)
+    if launch is not None and comm != mpi.COMM_SELF:
+        check_world(launch, mpi)
+    world = mpi.COMM_WORLD if comm is None else comm
+    if world.size > 1:
+        if was_forked():
+            raise Unsupported(
+                "create: this process was forked from a rank, which has MPI to itself: it would take messages that are "
+                "for the rank; start processes by the 'spawn' method, or before the first store is made"
+            )
+        if config.abort:
+            abort_on_exception(mpi)
+    insists = config.transport in ("hierarchical", "shm")
+    group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, insists=insists)
+    if launch is not None and (directory := run_directory()):
+        # A rank that is killed cannot tell which files it shares, and the launcher may not have seen them.
+        (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))
+    return group
+
+
+def _simulated(comm: Any) -> Any:
+    """Return the communicator of a store on simulated ranks, all of them where none is given.
+
+    Raises:
+        ConfigError: it is one of real ranks, or of another rank, or this thread is no simulated rank.
+    """
+    world = present().world
+    if comm is None:
+        return world
+    if world is None or getattr(comm, "library", None) is not world.library:
+        here = f"this thread is {world!r}" if world is not None else "this thread is no simulated rank"
+        raise ConfigError(f"comm={comm!r} is not of this rank: {here}; pass the communicator that the program is given")
+    return comm
+
+
+def _check_communicator(comm: Any) -> None:
+    if "mpi4py.MPI" not in sys.modules or not isinstance(comm, (mpi := load_mpi()).Comm):
+        raise TypeError(f"create: comm={comm!r} is not an mpi4py.MPI.Intracomm; leave it out for all ranks")
+    if comm == mpi.COMM_NULL:
+        raise ConfigError(
+            "create: comm is MPI.COMM_NULL, as a split returns it to ranks that are in no part; only the members of a "
+            "communicator make a store on it"
+        )
+    if comm.Is_inter():
+        raise ConfigError(
+            "create: comm is an intercommunicator, of two groups of ranks; comm.Merge() makes one of them"
+        )
+
+
+def _check_worker(launch: Launch | None) -> None:
+    """Raise, or warn, where multiprocessing has started this process."""
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is None or processes.parent_process() is None:
+        return
+    # As a second process of a number it would wait in the start of MPI for ever.
+    if launch is not None and launch.size != 1:
+        raise Unsupported(
+            f"create: multiprocessing started this process in rank {launch.rank} of {launch.size}, and it is no "
+            "rank itself; use the store in the rank, or start one process per rank by mpikv run"
+        )
+    warn_once(
+        f"multiprocessing started process {os.getpid()}, whose store has one rank and shares nothing with the "
+        "stores of other processes; one store of N processes is for ranks:  mpikv run -n N SCRIPT"
+    )
