@@ -12,17 +12,12 @@ from typing import Any
 
 import pytest
 from support.launching import why_no_mpi
+from support.pages import ROOT, blocks, read_tutorial
 
 import mpikv
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TUTORIALS = ROOT / "docs" / "tutorials"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def doctest_failures(text: str, name: str) -> int:
@@ -38,10 +33,6 @@ def doctest_failures(text: str, name: str) -> int:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_examples_are_true(page: Path) -> None:
     assert doctest_failures(page.read_text(encoding="utf-8"), page.name) == 0
-
-
-def read_tutorial(name: str) -> str:
-    return (TUTORIALS / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_the_tutorial_is_there() -> None:
@@ -94,60 +85,6 @@ def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "first.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout == "1 ranks: [1. 1. 1.], then w - 0.1 * [1. 1. 1.] = [0.9 0.9 0.9]\n"
-
-
-def run_commands(folder: Path, page: str) -> list[tuple[str, str, str]]:
-    """Run a page's commands with output, in order; return each with what it printed and what the page shows."""
-    programs = {"python": [sys.executable], "mpikv": [sys.executable, "-m", "mpikv"]}
-    ran = list[tuple[str, str, str]]()
-    for block in blocks(page, "console"):
-        for command, shown in re.findall(r"^\$ (.*)\n((?:[^$].*\n)+)", block, re.MULTILINE):
-            program, *arguments = command.split()
-            done = subprocess.run(
-                [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=60
-            )
-            assert done.returncode == 0, done.stderr
-            ran.append((command, done.stdout, shown))
-    return ran
-
-
-def write_scripts(folder: Path, page: str, *names: str) -> None:
-    scripts = [block for block in blocks(page, "python") if ">>>" not in block]
-    for name, script in zip(names, scripts, strict=True):
-        assert f"`{name}`" in page
-        (folder / name).write_text(script)
-
-
-@pytest.mark.deadline(120)
-def test_training_and_resuming_print_what_is_shown(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    if reason := why_no_mpi():
-        pytest.skip(reason)
-    page = read_tutorial("train-on-four-ranks")
-    write_scripts(tmp_path, page, "digits.py")
-    ran = run_commands(tmp_path, page)
-    assert [command.rpartition("digits")[0] for command, _, _ in ran] == [
-        "python ",
-        "mpikv run -n 4 ",
-        "mpikv run -n 4 ",
-        "mpikv run -n 2 ",
-        "mpikv info ",
-    ]
-    for command, printed, shown in ran:
-        assert printed == shown, command
-
-
-def test_one_process_and_many_print_what_is_shown(tmp_path: Path) -> None:
-    if reason := why_no_mpi():
-        pytest.skip(reason)
-    page = read_tutorial("from-one-process")
-    write_scripts(tmp_path, page, "alone.py", "ranks.py")
-    ran = run_commands(tmp_path, page)
-    assert [command for command, _, _ in ran] == ["python alone.py", "mpikv run -n 4 ranks.py"]
-    assert ran[0][1] == ran[0][2] == ran[1][1] == ran[1][2]
-    for line in re.findall(r"^\| `([^`…]+)` \| (?:new|was)", page, re.MULTILINE):
-        assert line in (tmp_path / "ranks.py").read_text()
-        assert line not in (tmp_path / "alone.py").read_text()
 
 
 @pytest.mark.skipif(bool(find_spec("cupy")), reason="the page shows a machine without CuPy")
