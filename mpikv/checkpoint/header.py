@@ -48,8 +48,6 @@ VALUE = ""
 """Stands in the place of the name of a state for the value itself."""
 
 _VERSION = 1
-# Of files with residuals, which readers of the first version do not know.
-_WITH_RESIDUALS = 2
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
@@ -128,27 +126,17 @@ class Header:
     """Whether the values are there, or the optimizer's state alone."""
     updater: Mapping[str, Any]
     """What :func:`~mpikv.checkpoint.compatibility.describe_updater` returned."""
-    compression: str | None = None
-    """The settings of the codec that left residuals; None where none are in the file."""
+    compression: str = ""
+    """The settings of the codec that left residuals; empty where none are in the file."""
     ranks: int = 0
     """How many ranks have left them."""
 
     @cached_property
     def text(self) -> str:
         """The description in the metadata: JSON of everything here."""
-        omitted = {"positions", "codec"} if self.compression is None else set()
-        keys = [
-            {
-                name: said
-                for name, said in one._asdict().items()
-                if name not in omitted and (said or name != "row_sparse")
-            }
-            for one in self.keys
-        ]
-        tree = {"version": _VERSION, "values": self.values, "updater": self.updater, "keys": keys}
-        if self.compression is not None:
-            tree |= {"version": _WITH_RESIDUALS, "compression": self.compression, "ranks": self.ranks}
-        return json.dumps(tree)
+        tree = {"version": _VERSION, "values": self.values, "updater": self.updater}
+        tree |= {"compression": self.compression, "ranks": self.ranks, "keys": [one._asdict() for one in self.keys]}
+        return json.dumps(tree, default=dict)
 
     @cached_property
     def checksum(self) -> int:
@@ -324,21 +312,17 @@ def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_description(tree: Mapping[str, Any]) -> Header:
-    if tree["version"] not in (_VERSION, _WITH_RESIDUALS):
+    if tree["version"] != _VERSION:
         raise CheckpointError(
-            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads versions {_VERSION} and "
-            f"{_WITH_RESIDUALS}"
+            f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
         )
-    extended = tree["version"] == _WITH_RESIDUALS
-    keys = tuple(_parse_key(_check_type(one, dict), extended) for one in _check_type(tree["keys"], list))
+    keys = tuple(_parse_key(_check_type(one, dict)) for one in _check_type(tree["keys"], list))
     if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
     updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
-    if not extended:
-        return Header(keys, values, updater)
     compression, ranks = _check_type(tree["compression"], str), _check_count(tree["ranks"])
     # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
-    if not ranks or not any(one.positions or one.codec for one in keys):
+    if len({compression != "", ranks > 0, any(one.positions or one.codec for one in keys)}) > 1:
         raise CheckpointError(f"it is said to have what {ranks} ranks have left out, of no array")
     return Header(keys, values, updater, compression, ranks)
 
@@ -353,13 +337,13 @@ def _parse_updater(value: Any) -> dict[str, Any]:
     return updater
 
 
-def _parse_key(tree: Mapping[str, Any], extended: bool) -> SavedKey:
+def _parse_key(tree: Mapping[str, Any]) -> SavedKey:
     key: Key = _check_type(tree["key"], (int, str))
     state: dict[str, str] = _check_type(tree["state"], dict)
     dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]
     shape = _parse_shape(tree["shape"])
     updates, earlier = (_check_type(tree[name], int) for name in ("updates", "earlier"))
-    row_sparse: bool = _check_type(tree.get("row_sparse", False), bool)
+    row_sparse: bool = _check_type(tree["row_sparse"], bool)
     fault = ""
     if unknown := [name for name in dtypes if name not in _STORED]:
         fault = f"has an unknown dtype {brief(repr(unknown[0]), 40)}"
@@ -373,12 +357,9 @@ def _parse_key(tree: Mapping[str, Any], extended: bool) -> SavedKey:
         fault = "is a single number, and row-sparse"
     if fault:
         raise CheckpointError(f"key {brief(repr(key), 40)} {fault}")
-    saved = SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse)
-    if not extended:
-        return saved
     positions = _check_count(tree["positions"])
     codec = {name: _parse_codec_array(name, one) for name, one in _check_type(tree["codec"], dict).items()}
-    return saved._replace(positions=positions, codec=codec)
+    return SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse, positions, codec)
 
 
 def _parse_codec_array(name: str, tree: Any) -> CodecArray:

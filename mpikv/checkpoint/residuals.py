@@ -113,7 +113,7 @@ def place_residuals(
     Returns:
         What no other rank reads, and what every rank does.
     """
-    if header.compression is None:
+    if not header.compression:
         return [], []
     lost = _find_codec(exchange) is None and any(one.positions for one in header.keys)
     if lost and exchange.transport.rank == 0:
