@@ -289,15 +289,15 @@ def _read_header(file: int) -> bytes:
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError("it is not a file")
-    length = int.from_bytes(os.pread(file, 8, 0), "little")
-    # Before any memory is taken for it.
-    if found.st_size < 8 or length > min(found.st_size - 8, LARGEST_HEADER):
-        raise CheckpointError(
-            f"it has {found.st_size} bytes and begins with a header of {length}: it is no safetensors file, or was cut"
-        )
-    text = bytearray()
-    while len(text) < length and (part := os.pread(file, length - len(text), 8 + len(text))):
-        text += part
+    with open(file, "rb", closefd=False) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        # Before any memory is taken for it.
+        if found.st_size < 8 or length > min(found.st_size - 8, LARGEST_HEADER):
+            raise CheckpointError(
+                f"it has {found.st_size} bytes and begins with a header of {length}: it is no safetensors file, or was "
+                "cut"
+            )
+        text = stream.read(length)
     if len(text) < length:
         raise CheckpointError(f"only {len(text)} of the {length} bytes of its header can be read")
-    return bytes(text)
+    return text

@@ -32,7 +32,7 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
     """Return the header of a checkpoint with the residuals of all ranks, if there are any. Collective."""
     if exchange.compression is None:
         return header
-    entries = [exchange.values.table[one.key] for one in header.keys]
+    entries = [entry for _, entry in _pair(exchange, header)]
     positions = _count_most(exchange, entries)
     if not positions.any() and not any(entry.codec_state for entry in entries):
         return header
@@ -59,7 +59,7 @@ def _count_most(exchange: Exchange, entries: Sequence[Entry]) -> Array:
 
 def cut_residuals(exchange: Exchange, header: Header) -> list[Piece]:
     """Return the pieces that this rank writes: its residuals, and at the first rank what codecs keep. Local."""
-    entries, mine = [exchange.values.table[one.key] for one in header.keys], exchange.transport.rank
+    entries, mine = [entry for _, entry in _pair(exchange, header)], exchange.transport.rank
     pieces = []
     for tensor, at in _list_extras(header, "residual"):
         rank, position = map(int, at.split("/"))
@@ -86,8 +86,9 @@ def count_positions(exchange: Exchange, header: Header) -> dict[Block, int]:
     positions: dict[Block, int] = {}
     if (codec := _find_codec(exchange)) is not None:
         for one, entry in _pair(exchange, header):
-            block, count = entry.place.block, one.positions if codec.elementwise else min(one.positions, 1)
-            positions[block] = max(positions.get(block, 0), count)
+            if one.positions:
+                block, count = entry.place.block, one.positions if codec.elementwise else 1
+                positions[block] = max(positions.get(block, 0), count)
     return positions
 
 
@@ -99,8 +100,7 @@ def make_room(exchange: Exchange, header: Header) -> None:
     """
     if (codec := _find_codec(exchange)) is not None:
         for block, positions in count_positions(exchange, header).items():
-            if positions:
-                ensure_residuals(codec, block, positions)
+            ensure_residuals(codec, block, positions)
 
 
 def place_residuals(
@@ -127,34 +127,24 @@ def place_residuals(
 
 
 def _cut_targets(exchange: Exchange, header: Header, on_host: Callable[[Array], Array]) -> list[Piece]:
-    """Return the pieces of the residuals that this rank takes: the first one for an array is read to where it goes, and
-    those that follow are added to it. Where the store cannot send them, they are read for their checksums alone.
+    """Return the pieces of the residuals that this rank takes: they are read to memory of their own, and added to what
+    is zero before. Where the store cannot send them, they are read for their checksums alone.
     """
     sends, transport = _find_codec(exchange) is not None, exchange.transport
     rooms = [
         [on_host(array) for array in entry.residuals()] if sends and one.positions else []
         for one, entry in _pair(exchange, header)
     ]
-    spare, begun, pieces = np.empty(CHUNK, np.uint8), set[tuple[int, int]](), list[Piece]()
+    spare, pieces = np.empty(CHUNK, np.uint8), list[Piece]()
     for tensor, at in _list_extras(header, "residual"):
         rank, position = map(int, at.split("/"))
         if rank % transport.size != transport.rank:
             continue
         room = rooms[tensor.item]
-        to = min(position, len(room) - 1)
-        if room and (tensor.item, to) not in begun:
-            begun.add((tensor.item, to))
-            pieces += cut_array(tensor.begin, room[to])
-        else:
-            pieces += _cut_added(tensor, room[to] if room else None, spare)
+        for part in cut(tensor.begin, tensor.end - tensor.begin):
+            total = room[min(position, len(room) - 1)].view(np.uint8)[part].view(np.float32) if room else None
+            pieces.append(Piece(tensor.begin + part.start, spare[: part.stop - part.start].data, total))
     return pieces
-
-
-def _cut_added(tensor: Tensor, total: Array | None, spare: Array) -> Iterator[Piece]:
-    """Yield the pieces of an array that is read to memory of its own, and added to another."""
-    for part in cut(tensor.begin, tensor.end - tensor.begin):
-        numbers = None if total is None else total.view(np.uint8)[part].view(total.dtype)
-        yield Piece(tensor.begin + part.start, spare[: part.stop - part.start].data, numbers)
 
 
 def _cut_codec_arrays(exchange: Exchange, header: Header) -> list[Piece]:
