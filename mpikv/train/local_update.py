@@ -11,7 +11,7 @@ from ..arrays.arrays import accumulator, zeros
 from ..checkpoint import KeptState
 from ..errors import ConfigError, Unsupported
 from ..optimizers import Optimizer
-from ..protocols import Array, Gpu, Key
+from ..protocols import Array, Key
 from .parameter import Parameter
 
 __all__ = ["LocalUpdate", "can_update", "place_state"]
@@ -52,20 +52,20 @@ class LocalUpdate:
     def run(self, optimizer: Optimizer, parameters: Mapping[str, Parameter], steps: Sequence[Any]) -> None:
         """Update the weights by the prepared steps. The gradients, which a rule overwrites, are kept for the caller."""
         for (name, parameter), step in zip(parameters.items(), steps, strict=True):
-            kept, gpu, weight = self.states[name], parameter.gpu, parameter.data
+            kept, memory, weight = self.states[name], parameter.memory, parameter.data
             assert parameter.grad is not None
-            total = self._memory_of_sum(gpu, weight)
-            _copy(gpu, total, parameter.grad)
+            total = self._memory_of_sum(parameter)
+            memory.copy((total,), (parameter.grad,))
             value = weight
             if not weight.flags.c_contiguous:
-                value = _empty(gpu, weight.shape, weight.dtype)
-                _copy(gpu, value, weight)
-            if gpu is None:
+                value = memory.empty(weight.shape, weight.dtype)
+                memory.copy((value,), (weight,))
+            if parameter.gpu is None:
                 optimizer.update(step, total, value, kept.state)
             else:
-                gpu.kernels().bind(optimizer, total, value, kept.state)(step)
+                parameter.gpu.kernels().bind(optimizer, total, value, kept.state)(step)
             if value is not weight:
-                _copy(gpu, weight, value)
+                memory.copy((weight,), (value,))
             kept.count += 1
 
     def restart_master(self, name: str, parameter: Parameter) -> None:
@@ -99,11 +99,11 @@ class LocalUpdate:
             )
         return kept
 
-    def _memory_of_sum(self, gpu: Gpu | None, weight: Array) -> Array:
+    def _memory_of_sum(self, parameter: Parameter) -> Array:
         """Return memory for the sum of the gradients of a weight; on the host always the same."""
-        dtype = accumulator(weight.dtype)
-        if gpu is not None:
-            return gpu.empty(weight.shape, dtype)
+        weight, dtype = parameter.data, accumulator(parameter.data.dtype)
+        if parameter.gpu is not None:
+            return parameter.gpu.empty(weight.shape, dtype)
         nbytes = weight.size * dtype.itemsize
         if self._scratch.size < nbytes:
             self._scratch = zeros(nbytes)
@@ -120,22 +120,9 @@ def place_state(kept: KeptState, parameter: Parameter) -> KeptState:
 
 def _restart_master(kept: KeptState, parameter: Parameter) -> None:
     if "master" in kept.state:
-        _copy(parameter.gpu, kept.state["master"], parameter.data)
+        parameter.memory.copy((kept.state["master"],), (parameter.data,))
 
 
 def _zeros_like(parameter: Parameter, dtype: np.dtype[Any]) -> Array:
-    weight, gpu = parameter.data, parameter.gpu
-    if gpu is None:
-        return np.zeros(weight.shape, dtype)
-    return gpu.zeros(weight.size * dtype.itemsize).view(dtype).reshape(weight.shape)
-
-
-def _empty(gpu: Gpu | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    return np.empty(shape, dtype) if gpu is None else gpu.empty(shape, dtype)
-
-
-def _copy(gpu: Gpu | None, target: Array, source: Array) -> None:
-    if gpu is None:
-        np.copyto(target, source, casting="unsafe")
-    else:
-        gpu.copy((target,), (source,))
+    weight = parameter.data
+    return parameter.memory.zeros(weight.size * dtype.itemsize).view(dtype).reshape(weight.shape)

@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, castable, is_array, is_immutable, lies_on_host, local_sum, source
 from ..engine.keys import flatten
 from ..errors import ConfigError, ValueMismatch, a_kind, known_names
+from ..memory.host import HOST, HostMemory
 from ..protocols import Array, Gpu
 from .array_location import Located, added_up, readable, writable
 
@@ -76,6 +77,11 @@ class Parameter:
     def gpu(self) -> Gpu | None:
         """The GPU on which the weight lies, and its gradient; None for the host."""
         return self._located.gpu
+
+    @property
+    def memory(self) -> HostMemory | Gpu:
+        """What makes and copies arrays where the weight lies."""
+        return HOST if self.gpu is None else self.gpu
 
     @property
     def grad_req(self) -> str:
