@@ -86,7 +86,6 @@ class AsyncKVStore(KVStore):
     _placement = "owners"
     _live: Updater | None = None
     _revision = 0
-    _in_rounds = False
 
     def __init__(
         self,

@@ -120,7 +120,7 @@ class Trainer:
         self._makes = kvstore if isinstance(kvstore, str) else ""
         self._compression, self._wanted = compression_params, update_on_kvstore
         self._scaler = loss_scaler
-        self._started = self._shown = self._resumed = False
+        self._started = self._shown = False
         self._on_store = True
         self._updates = 0
         self._token = object()  # by which the optimizer knows its Trainer, without keeping it alive
@@ -155,7 +155,7 @@ class Trainer:
         Raises:
             ConfigError: the store was given another updater, which is no optimizer.
         """
-        if self._started and self._shown:
+        if self._shown:
             found = self._kvstore.optimizer
             if found is None:
                 raise ConfigError("the store was given an updater in place of the Trainer's; make a new Trainer")
@@ -231,20 +231,19 @@ class Trainer:
         if self._kvstore is None:
             self._kvstore = create(self._makes)
         store = self._kvstore
-        self._on_store = self._attempt("start", self._decide_where)
+        self._on_store, resumes = self._attempt("start", self._decide_where)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
         store.check_equal(
-            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={self._resumed}"
+            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={resumes}"
         )
-        apart = self._not_stored()
-        stored = {name: parameter for name, parameter in self._own.items() if name not in apart}
-        if self._resumed:
+        stored = self._stored()
+        if resumes:
             self._restore_average()
-            store.pull(list(stored), out=[parameter.data for parameter in stored.values()])
-            self._updates = max(map(store._update_count, stored), default=0)
+            store.pull(list(stored), out=_weights(stored))
+            self._count_updates()
         else:
-            if apart:
+            if apart := {name: one for name, one in self._own.items() if name not in stored}:
                 self._broadcast(apart)
                 store.delete(list(apart))
             if self._on_store:
@@ -258,7 +257,7 @@ class Trainer:
             self.optimizer._user = self._token
 
     def _broadcast(self, parameters: Mapping[str, Parameter]) -> None:
-        weights = [parameter.data for parameter in parameters.values()]
+        weights = _weights(parameters)
         self._kvstore.broadcast(list(parameters), weights, out=weights)
 
     def _restore_average(self) -> None:
@@ -299,8 +298,7 @@ class Trainer:
                 self._reduce("step", ready)
                 self._update("step", ready, steps)
             elif not self._has_overflow("step", ready):
-                weights = [parameter.data for parameter in ready.values()]
-                self._kvstore.pushpull(list(ready), _gradients(ready), out=weights)
+                self._kvstore.pushpull(list(ready), _gradients(ready), out=_weights(ready))
                 self._updates += 1
         for parameter in ready.values():
             parameter.mark_used()
@@ -362,10 +360,10 @@ class Trainer:
         """
         self.start()
         given = self._attempt("set_data", self._name_values, values)
-        weights = [self._own[name].data for name in given]
-        self._kvstore.broadcast(list(given), list(given.values()), out=weights)
-        for name in given:
-            self._local.restart_master(name, self._own[name])
+        targets = {name: self._own[name] for name in given}
+        self._kvstore.broadcast(list(given), list(given.values()), out=_weights(targets))
+        for name, parameter in targets.items():
+            self._local.restart_master(name, parameter)
 
     def save_states(self, fname: Any) -> None:
         """Write the optimizer to a file: its state and update counts, and its settings if a file can hold them.
@@ -428,10 +426,7 @@ class Trainer:
         self.start()
         if self._on_store:
             self._kvstore.load_optimizer_states(fname)
-            apart = self._not_stored()
-            self._updates = max(
-                (self._kvstore._update_count(name) for name in self._own if name not in apart), default=0
-            )
+            self._count_updates()
         else:
             self._run_together("load_states", self._load(fname))
         self._restore_average()
@@ -458,10 +453,10 @@ class Trainer:
             store: KVStoreBase = self._kvstore
             store.raise_on_all_ranks(error, verb)
 
-    def _decide_where(self) -> bool:
-        """Return whether the store updates the weights."""
+    def _decide_where(self) -> tuple[bool, bool]:
+        """Return whether the store updates the weights, and whether it was loaded, to go on from."""
         store = self._kvstore
-        if not store._in_rounds:
+        if store.is_capable("async"):
             raise Unsupported(
                 f"the store {store.type!r} updates by one rank's gradient, at its owner, who knows nothing of a batch "
                 "size: push gradients that are divided by it, or use 'dist_sync'"
@@ -471,8 +466,8 @@ class Trainer:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
         wanted = updates_on_kvstore() if self._wanted is None else self._wanted
         present, known = store.optimizer, sorted(self._own.keys() & set(store.keys()))
-        self._resumed = bool(wanted and capable and known and self._can_resume(present, known))
-        if not self._resumed:
+        resumes = bool(wanted and capable and known and self._can_resume(present, known))
+        if not resumes:
             mine = present is not None and present is self._optimizer and present._user in (None, self._token)
             if not store._assigns and not mine:
                 raise ConfigError(self._explain_updater(store, wanted and capable))
@@ -480,7 +475,7 @@ class Trainer:
                 raise KeyAlreadyInitialized(
                     f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
                 )
-        return wanted and capable
+        return wanted and capable, resumes
 
     def _explain_updater(self, store: Any, on_store: bool) -> str:
         """Say why this Trainer cannot use a store that has an updater."""
@@ -503,16 +498,23 @@ class Trainer:
             return False
         if type(present) is not type(self._optimizer):
             raise ConfigError(f"the store has the optimizer {present!r}, from which {self._optimizer!r} cannot go on")
-        apart = self._not_stored()
-        if missing := [name for name in self._own if name not in known and name not in apart]:
+        if missing := [name for name in self._stored() if name not in known]:
             raise ConfigError(f"the store has an optimizer, and of the parameters only some: no {missing[0]!r}")
         self._optimizer = present
         return True
 
-    def _not_stored(self) -> dict[str, Parameter]:
-        """Return the frozen parameters that a store cannot keep beside an optimizer, as counts of batches."""
-        frozen = {name: one for name, one in self._own.items() if one.grad_req == "null" and self._on_store}
-        return {name: one for name, one in frozen.items() if not can_update(self._optimizer, one)}
+    def _stored(self) -> dict[str, Parameter]:
+        """Return what the store keeps: beside an optimizer no frozen parameters that have no update, as counts of
+        batches.
+        """
+        if not self._on_store:
+            return self._own
+        optimizer = self._optimizer
+        return {name: one for name, one in self._own.items() if one.grad_req != "null" or can_update(optimizer, one)}
+
+    def _count_updates(self) -> None:
+        """Go on from the updates that the store's optimizer has made."""
+        self._updates = max(map(self._kvstore._update_count, self._stored()), default=0)
 
     def _begin_update(self, settings: ExitStack, batch_size: float, ignore_stale_grad: bool) -> dict[str, Parameter]:
         """Apply the settings of a step, while it lasts; return the parameters that it updates."""
@@ -592,7 +594,7 @@ class Trainer:
         first = {id(parameter): name for name, parameter in self._own.items()}
         pairs = sorted(zip(*flatten(values), strict=True), key=lambda pair: str(pair[0]))
         given = {first[id(self._parameter(name))]: array for name, array in pairs}
-        if apart := sorted(given.keys() & self._not_stored().keys()):
+        if apart := sorted(given.keys() - self._stored().keys()):
             raise Unsupported(f"the store does not keep {apart[0]!r}; write into parameter.data, on every rank")
         return given
 
@@ -686,6 +688,10 @@ class Trainer:
     def _trainable(self) -> dict[Key, Array]:
         """Return the weights of which an optimizer can keep state."""
         return {name: one.data for name, one in self._own.items() if can_update(self.optimizer, one)}
+
+
+def _weights(parameters: Mapping[str, Parameter]) -> list[Array]:
+    return [parameter.data for parameter in parameters.values()]
 
 
 def _gradients(parameters: Mapping[str, Parameter]) -> list[Array | None]:
