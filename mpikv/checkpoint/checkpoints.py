@@ -160,8 +160,7 @@ class Checkpoints:
     def _load_known(self, call: Call, reader: Reader, updater: Updater) -> None:
         """Load over keys that are there, once all ranks know that the file is whole."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
-        if reader.source.header.values:
-            self._try_together(call, make_room, self._exchange, reader.source.header)
+        self._try_together(call, make_room, self._exchange, reader.source.header)
         self._exchange.adopt(updater)
         # From here on a failure ends the store, as some of its values are the file's, and others are not. It is not
         # settled, then, although all ranks know of it.
@@ -198,12 +197,10 @@ class Checkpoints:
             copies.append((array, np.zeros(array.shape, array.dtype)))
             return copies[-1][1]
 
-        own: list[Piece] = []
-        shared: list[Piece] = []
         if header.values:
             # Those that are there belong to pushes that these values have not seen.
             self._exchange.values.drop_residuals(keeping=count_positions(self._exchange, header))
-            own, shared = place_residuals(self._exchange, header, on_host)
+        own, shared = place_residuals(self._exchange, header, on_host)
         values = self._cut_values(header, _get_owned, on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
         yield from read_arrays(reader, own, shared)
@@ -360,21 +357,18 @@ def save_states(
 
 
 def load_states(
-    path: Any,
-    present: Optimizer,
-    values: Mapping[Key, Array],
-    place: Callable[[Key, KeptState], KeptState],
-    adopt: Callable[[Optimizer, dict[Key, KeptState]], None],
-) -> Generator[str]:
-    """Read the state of each value from a file. It yields as :func:`save_states` does; nothing changes before the last.
+    path: Any, present: Optimizer, values: Mapping[Key, Array]
+) -> Generator[str, None, tuple[Optimizer, dict[Key, KeptState]]]:
+    """Read the state of each value from a file. It yields as :func:`save_states` does, and changes nothing.
 
     Args:
         path: the same on every rank, each of which reads all of it.
         present: the optimizer that goes on, unless the file has one of its kind with all its settings.
         values: give keys, shapes and dtypes, which have to be those of the file.
-        place: returns the state of a value, which it is given in numpy's arrays, where it belongs. It may fail.
-        adopt: is given the optimizer and what ``place`` has returned for each value, when all ranks have read the file,
-            found it good, and had room for it. It only assigns.
+
+    Returns:
+        The optimizer that goes on, and the state of each value in numpy's arrays. Other ranks may not have all of it
+        yet.
 
     Raises:
         OSError: the file cannot be read.
@@ -389,9 +383,7 @@ def load_states(
         reader.open()
         for _ in read_arrays(reader, own=(), shared=_cut_states(source.header, kept)):
             yield text
-    placed = {key: place(key, state) for key, state in kept.items()}
-    yield text
-    adopt(optimizer, placed)
+    return optimizer, kept
 
 
 def _make_state(saved: SavedKey) -> KeptState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -49,8 +50,8 @@ class Scope(Wrapped):
         if not isinstance(name, str) or not name or name != name.strip("/"):
             raise ConfigError(f"the name of a scope is a str that does not begin or end with '/', not {name!r}")
         super().__init__(store)
-        self._prefix = f"{name}/"
-        self._lists: dict[tuple[Any, ...], list[str]] = {}
+        self._prefix = prefix = f"{name}/"
+        self._names = lru_cache(_MOST_LISTS)(lambda keys: [prefix + key for key in keys])
 
     def scope(self, name: str) -> Scope:
         """Return a scope inside this one. Local."""
@@ -162,13 +163,7 @@ class Scope(Wrapped):
             raise TypeError(f"a key of a scope is a str, not {a_kind(key)}: {key!r}")
         if not all(isinstance(each, str) for each in key):
             return contained(key, [self._named(each) for each in key])
-        names = self._lists.get(kept := tuple(key))
-        if names is None:
-            names = [self._named(each) for each in key]
-            if len(self._lists) >= _MOST_LISTS:
-                self._lists.clear()
-            self._lists[kept] = names
-        return contained(key, names)
+        return contained(key, self._names(tuple(key)))
 
     def _inner(self, key: Any, result: Any, wait: bool = True) -> Any:
         """Return what the caller of a verb expects: of a dict the dict itself, not the one around it."""

@@ -209,17 +209,12 @@ def name_parameters(params: Any) -> dict[str, Parameter]:
         raise TypeError(f"the name of a parameter is a str, not {a_kind(other[0])}: {other[0]!r}")
     if not names:
         raise ConfigError("a Trainer without parameters has nothing to train")
-    known: dict[int, Parameter] = {}
-    arrays: dict[tuple[Any, ...], Parameter] = {}
-    for value in values:
-        if id(value) not in known:
-            parameter = value if isinstance(value, Parameter) else Parameter(value)
-            if parameter is not value and parameter.data.size:
-                parameter = arrays.setdefault(parameter._located.extent, parameter)
-            known[id(value)] = parameter
-    pairs = sorted(zip(map(str, names), values, strict=True), key=itemgetter(0))
-    named = {name: known[id(value)] for name, value in pairs}
-    for name, parameter in named.items():
+    known: dict[Any, Parameter] = {}
+    named: dict[str, Parameter] = {}
+    for name, value in sorted(zip(map(str, names), values, strict=True), key=itemgetter(0)):
+        parameter = value if isinstance(value, Parameter) else Parameter(value)
+        place = id(value) if parameter is value or not parameter.data.size else parameter._located.extent
+        named[name] = parameter = known.setdefault(place, parameter)
         parameter.name = parameter.name or name
     _check_overlap(first_names(named))
     return named

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..arrays.arrays import castable
-from ..checkpoint import KeptState, is_dumpable, load_states, save_states
+from ..checkpoint import is_dumpable, load_states, save_states
 from ..cluster.tracebacks import hidden_from_pytest, hiding_frames
 from ..config import updates_on_kvstore
 from ..create import check_name, create
@@ -671,16 +671,9 @@ class Trainer:
 
     def _load(self, fname: Any) -> Generator[str]:
         self._check_usable()
-        yield from load_states(
-            fname,
-            self.optimizer,
-            self._trainable(),
-            lambda name, kept: place_state(kept, self._own[str(name)]),
-            self._adopt,
-        )
-
-    def _adopt(self, optimizer: Optimizer, states: dict[Key, KeptState]) -> None:
-        """Go on with an optimizer and its state."""
+        optimizer, kept = yield from load_states(fname, self.optimizer, self._trainable())
+        states = {name: place_state(one, self._own[str(name)]) for name, one in kept.items()}
+        yield "all of it was read, and there was room for it"
         optimizer._user, self._agreed = self._token, ""
         self._optimizer, self._local.states = optimizer, states
         self._updates = max((one.count for one in states.values()), default=0)
