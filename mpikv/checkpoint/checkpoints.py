@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.agreement import Agreement, Call, PreparedCall
+from ..engine.alltoallv import gather
 from ..engine.exchange import Exchange
 from ..engine.keys import Entry
 from ..engine.plan import Bucket, Plan, digest
@@ -266,10 +267,7 @@ class Checkpoints:
     def _combine(self, sums: Array) -> None:
         """Replace a rank's sums by the exclusive or of all ranks'."""
         if sums.size:
-            everyone = np.zeros((self._transport.size, sums.size), np.uint32)
-            everyone[self._transport.rank] = sums
-            self._transport.all_gather(everyone.reshape(-1), [sums.size] * self._transport.size)
-            np.bitwise_xor.reduce(everyone, out=sums)
+            np.bitwise_xor.reduce(gather(self._transport, sums), out=sums)
 
     # --- Checks
 

@@ -8,10 +8,11 @@ their order. What all ranks have left out together stays the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from ..engine.alltoallv import gather
 from ..engine.arena import Block
 from ..engine.compression import ensure_residuals
 from ..engine.exchange import Exchange
@@ -33,7 +34,9 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
     if exchange.compression is None:
         return header
     entries = [entry for _, entry in _pair(exchange, header)]
-    positions = _count_most(exchange, entries)
+    mine = np.array([len(entry.residuals()) for entry in entries], np.int64)
+    # Other ranks may have pushed longer lists.
+    positions = gather(exchange.transport.control, mine).max(axis=0)
     if not positions.any() and not any(entry.codec_state for entry in entries):
         return header
     keys = tuple(
@@ -45,16 +48,6 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
     )
     settings = exchange.compression.codec.settings()
     return Header(keys, header.values, header.updater, settings, exchange.transport.size)
-
-
-def _count_most(exchange: Exchange, entries: Sequence[Entry]) -> Array:
-    """Return how many positions each value has, on the rank that has pushed the longest lists. Collective."""
-    transport = exchange.transport.control
-    counts = np.empty((transport.size, len(entries)), np.int64)
-    counts[transport.rank] = [len(entry.residuals()) for entry in entries]
-    transport.all_gather(counts.reshape(-1), [len(entries)] * transport.size)
-    most: Array = counts.max(axis=0, initial=0)
-    return most
 
 
 def cut_residuals(exchange: Exchange, header: Header) -> list[Piece]:

@@ -126,9 +126,7 @@ class LossScaler:
 
     def has_overflow(self, parameters: Iterable[Parameter]) -> bool:
         """Return whether a gradient holds an inf or a nan, or would in the dtype of its weight. Local."""
-        with np.errstate(all="ignore"):
-            given = [(p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None]
-            return not _are_finite(given)
+        return not _are_finite((p.grad, p.gpu, p.data.dtype) for p in parameters if p.grad is not None)
 
     def divisor(self, kv: Any, gradients: Any) -> float | None:
         """Return by what the gradients are to be divided, or None where one of any rank holds an inf or a nan: then
@@ -206,8 +204,9 @@ def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> boo
     copy comes to the host.
     """
     there = _by_gpu((gpu, (array, dtype)) for array, gpu, dtype in given)
-    if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
-        return False
+    with np.errstate(all="ignore"):
+        if not all(np.isfinite(array.astype(dtype, copy=False)).all() for array, dtype in there.pop(None, [])):
+            return False
     for gpu, some in there.items():
         # Integers and booleans are, whatever they are rounded to.
         floats = [pair for pair in some if pair[0].dtype.kind not in "biu"]
