@@ -189,8 +189,8 @@ def restore_updater(saved: Mapping[str, Any], present: Updater) -> Updater:
         fits = isinstance(present, Assign) or type(present) is type(restored)
     elif not (fits := present.settings() == text):
         raise CheckpointError(
-            f"the checkpoint was made with {brief(text, 500)}, of which a file holds the description only, and the "
-            f"store has {present.settings()}; give the store the same updater before it is loaded"
+            f"the checkpoint was made with {brief(text, 500)}, and the store has {present.settings()}; a file holds no "
+            "functions, so set the same updater before you load it"
         )
     if not fits:
         raise CheckpointError(

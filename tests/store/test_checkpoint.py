@@ -328,7 +328,9 @@ def test_an_updater_function_has_to_be_given(comm, folder):
         kv.set_updater(double)
         kv.push("w", np.ones(3))
         kv.save(folder / "checkpoint")
-        with pytest.raises(CheckpointError, match=r"callable .*double.* the store has assign; give the store the same"):
+        with pytest.raises(
+            CheckpointError, match=r"callable .*double.* the store has assign; a file holds no functions"
+        ):
             other.load(folder / "checkpoint")
         other.set_updater(halve)
         with pytest.raises(CheckpointError, match=r"double.* the store has callable .*halve"):
@@ -350,7 +352,7 @@ def test_a_schedule_function_has_to_be_given(comm, folder):
         kv.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
         kv.push("w", np.ones(3))
         kv.save(folder / "checkpoint")
-        with pytest.raises(CheckpointError, match="of which a file holds the description only"):
+        with pytest.raises(CheckpointError, match="a file holds no functions"):
             other.load(folder / "checkpoint")
         with pytest.raises(Unsupported, match="an option is an object of your own"):
             kv.save_optimizer_states(folder / "states", dump_optimizer=True)

@@ -531,7 +531,10 @@ def test_a_rule_of_your_own():
     """That of the documentation, which runs as it stands there."""
     text = optimizers.__doc__
     assert text is not None
-    exec(dedent(text[text.index("    from dataclasses") : text.index("\nIt is fast once")]), {"__name__": __name__})
+    exec(
+        dedent(text[text.index("    from dataclasses") : text.index("\nEvery operation writes")]),
+        {"__name__": __name__},
+    )
     optimizer = create("lion", wd=0.5, learning_rate=0.1)
     assert repr(optimizer) == "Lion(learning_rate=0.1, wd=0.5)"
     np.testing.assert_allclose(path(optimizer, np.ones(2), [np.array([3.0, -3.0])]), [[0.85, 1.05]])
