@@ -86,6 +86,7 @@ class AsyncKVStore(KVStore):
     _placement = "owners"
     _live: Updater | None = None
     _revision = 0
+    _in_rounds = False
 
     def __init__(
         self,

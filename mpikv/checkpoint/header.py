@@ -47,7 +47,7 @@ LARGEST_HEADER = 100_000_000
 VALUE = ""
 """Stands in the place of the name of a state for the value itself."""
 
-_VERSION = 1
+_VERSION = 3
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
@@ -126,8 +126,8 @@ class Header:
     """Whether the values are there, or the optimizer's state alone."""
     updater: Mapping[str, Any]
     """What :func:`~mpikv.checkpoint.compatibility.describe_updater` returned."""
-    compression: str = ""
-    """The settings of the codec that left residuals; empty where none are in the file."""
+    compression: str | None = None
+    """The settings of the codec that left residuals; None where none are in the file."""
     ranks: int = 0
     """How many ranks have left them."""
 
@@ -320,10 +320,15 @@ def _parse_description(tree: Mapping[str, Any]) -> Header:
     if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
     updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
-    compression, ranks = _check_type(tree["compression"], str), _check_count(tree["ranks"])
+    compression: str | None = _check_type(tree["compression"], (str, type(None)))
+    ranks = _check_count(tree["ranks"])
     # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
-    if len({compression != "", ranks > 0, any(one.positions or one.codec for one in keys)}) > 1:
-        raise CheckpointError(f"it is said to have what {ranks} ranks have left out, of no array")
+    arrays = sum(one.positions > 0 or bool(one.codec) for one in keys)
+    if len({compression is not None, ranks > 0, arrays > 0}) > 1:
+        raise CheckpointError(
+            f"it contradicts itself about residuals: compression {brief(repr(compression), 40)}, {ranks} ranks, "
+            f"{arrays} keys with residuals"
+        )
     return Header(keys, values, updater, compression, ranks)
 
 

@@ -77,7 +77,7 @@ def _describe_checkpoint(source: Source) -> Report:
         "bytes": source.start + header.nbytes,
         "values": header.values,
         "updater": header.updater,
-        "residuals": {"compression": header.compression or None, "ranks": header.ranks},
+        "residuals": {"compression": header.compression, "ranks": header.ranks},
         "keys": [_describe_key(one) for one in header.keys],
     }
 

@@ -220,7 +220,7 @@ def _whereabouts(slot: Any) -> str:
         return f"its process {pid} does not answer"
     # The caller's own line says more than one of a library that it calls.
     own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
-    if not own and slot["thread"] == pid:
+    if lines[-1][0].startswith(_PACKAGE):  # nobody calls it but Python, as the program ends
         return "has come to the end of its program"
     outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
     return "is now at {}:{} in {}".format(*(own or outside or lines)[0])

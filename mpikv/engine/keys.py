@@ -234,7 +234,7 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
     (['w', 'layer/b'], [1, 2])
     """
     if value is not None:
-        raise TypeError(f"a dict of keys brings its own {what}s; do not pass {what} as well")
+        raise TypeError(f"a dict of keys has the arrays for {what}; leave {what}= out")
     leaves: list[Any] = list(tree.values())
     # A flat one, and lists of plain keys below, are the hot path: looked at without a Python loop.
     if set(map(type, leaves)) == {np.ndarray}:

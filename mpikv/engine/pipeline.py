@@ -219,13 +219,13 @@ class Pipeline:
         """
         if bucket.direct and (whole := self._in_place(bucket, sources)) is not None:
             return whole
-        turn = self._transport.slot
-        send = bucket.sends[turn]
+        slot = self._transport.slot
+        send = bucket.sends[slot]
         if not bucket.dense:
             send.fill(0)
         if bucket.items is not None and type(sources[0]) is np.ndarray:
-            for slot, array in zip(bucket.slots[turn], sources[bucket.items], strict=True):
-                slot[...] = array
+            for target, array in zip(bucket.slots[slot], sources[bucket.items], strict=True):
+                target[...] = array
             return send
         targets, sums = list[Array](), list[Array]()
         for piece in bucket.pieces:

@@ -86,7 +86,7 @@ class Bucket:
     updates: tuple[Update, ...]
     """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
     joint_updates: tuple[Update, ...]
-    """The same, where neighbours of equal settings may be updated at once."""
+    """The same, where keys side by side with equal settings may be updated at once."""
     sends: tuple[Array, ...]
     """The message in each of the transport's send_buffers."""
     items: slice | None
@@ -219,13 +219,13 @@ class Plans:
 
     def __init__(self) -> None:
         self.single: dict[Key, Plan] = {}
-        self.young: dict[tuple[Key, ...], Plan] = {}
+        self.recent: dict[tuple[Key, ...], Plan] = {}
         self._old: dict[tuple[Key, ...], Plan] = {}
         self._held, self._most = 0, _MOST_KEYS
 
     def find(self, keys: tuple[Key, ...]) -> Plan | None:
         """Return the plan of several keys, if it is kept."""
-        plan = self.young.get(keys)
+        plan = self.recent.get(keys)
         if plan is None and (plan := self._old.pop(keys, None)) is not None:
             self._keep(plan)
         return plan
@@ -241,13 +241,13 @@ class Plans:
     def _keep(self, plan: Plan) -> None:
         if self._held + len(plan.keys) > self._most:
             _drop(self._old)
-            self.young, self._old, self._held = {}, self.young, 0
-        self.young[plan.keys] = plan
+            self.recent, self._old, self._held = {}, self.recent, 0
+        self.recent[plan.keys] = plan
         self._held += len(plan.keys)
 
     def clear(self) -> None:
         """Forget all."""
-        for plans in (self.single, self.young, self._old):
+        for plans in (self.single, self.recent, self._old):
             _drop(plans)
         self._held = 0
 
@@ -360,7 +360,7 @@ class Planner:
     @cached_property
     def adding(self) -> bool:
         """Whether kernels may make the last addition of a sum: the addends are here, and added from left to right."""
-        here = self.transport.local_size > 1 and not self.compressed
+        here = self.transport.sharing_size > 1 and not self.compressed
         return here and (self.transport.size == 2 or not self.in_pairs)
 
     @cached_property
@@ -420,14 +420,14 @@ class Planner:
             shapes=tuple(entries[piece.item].shape for piece in pieces),
             direct=len(pieces) == 1 and self._may_be_direct(nbytes),
             exact=None if block.exact is None else block.exact[where],
-            buffer=None if block.buffers is None else block.buffers[self.transport.local_rank][where],
+            buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
             reduce=self.placement.bind_reduce(shard),
             publish=self.placement.bind_publish(shard, value),
         )
 
     def _may_be_direct(self, nbytes: int) -> bool:
-        return self.transport.local_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
+        return self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
 
     def _total(self, block: Block, start: int, shard: Shard, dense: bool) -> Array:
         own = slice(start + shard.low, start + shard.high)
@@ -436,7 +436,7 @@ class Planner:
             # Taking its memory where nothing is owned would take it for nothing.
             return block.sums[own] if shard.high > shard.low else self.scratch[:0].view(dtype)
         # What lies between the pieces is no business of this call.
-        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.local_size > 1):
+        if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.sharing_size > 1):
             return block.updated[own]
         return self.scratch[: (shard.high - shard.low) * dtype.itemsize].view(dtype)
 
@@ -444,7 +444,7 @@ class Planner:
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
         """Yield what this rank owns of the ranges."""
-        again = self.transport.local_size > 1 and not np.may_share_memory(total, block.updated)
+        again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.updated)
         # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
         for item, low, high in _owned(ranges, shard):

@@ -55,7 +55,7 @@ class PullCompression:
     """Gives ranks the owners' values, packed by a cast."""
 
     def __init__(self, cast: Cast, transport: Transport) -> None:
-        """Collective: it takes memory that neighbours share."""
+        """Collective: it takes memory that ranks share."""
         self._cast, self._transport, self._on_host = cast, transport, transport.memory.is_host
         elements = transport.limit // 4
         self._memory = transport.allocate(cast.nbytes(elements) + 2 * _ALIGNMENT * transport.size)
@@ -89,7 +89,7 @@ class PullCompression:
             transport.all_gather(message, [last - first for first, last in pairwise(places)])
         if self._on_host and any(message[places[rank]] for rank in owners):
             return False
-        if transport.local_rank == 0:  # neighbours share the values
+        if transport.sharing_rank == 0:  # the others share the values
             if assigned:
                 for run in joined(bucket.pieces):
                     bucket.value[run.low : run.high] = 0

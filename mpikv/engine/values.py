@@ -186,7 +186,7 @@ class Values:
         Raises:
             MemoryError: on every rank, if one has too little.
         """
-        rows = self.transport.local_size
+        rows = self.transport.sharing_size
         for block in dict.fromkeys(entry.place.block for entry in plan.entries):
             if block.buffers is None:
                 memory = self.transport.allocate(rows * block.values.nbytes)
@@ -194,7 +194,7 @@ class Values:
                 self.invalidate()  # plans of this block know of no buffers
         for entry in plan.entries:
             if not self.table.buffered[entry.index]:
-                entry.buffer(self.transport.local_rank).fill(0)  # it may be what an earlier key has left
+                entry.buffer(self.transport.sharing_rank).fill(0)  # it may be what an earlier key has left
         self.table.buffered[plan.rows] = True
 
     def unbuffered(self, plan: Plan) -> Key | None:
@@ -205,7 +205,7 @@ class Values:
 
     def buffers(self, plan: Plan) -> list[Array]:
         """Return this rank's buffer for each key. Local."""
-        return [entry.buffer(self.transport.local_rank) for entry in plan.entries]
+        return [entry.buffer(self.transport.sharing_rank) for entry in plan.entries]
 
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:

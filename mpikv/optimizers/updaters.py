@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -23,6 +24,19 @@ UPDATING: set[int] = set()
 """The threads that now run an updater's function."""
 
 
+@contextmanager
+def _updating() -> Iterator[None]:
+    thread = get_ident()
+    if thread in UPDATING:  # the function of another store, of one rank, which this one has pushed to
+        yield
+        return
+    UPDATING.add(thread)
+    try:
+        yield
+    finally:
+        UPDATING.discard(thread)
+
+
 def check_outside(what: str) -> None:
     """Raise Unsupported where an updater's function runs: it does on one rank, and the others would not come.
 
@@ -30,8 +44,8 @@ def check_outside(what: str) -> None:
     """
     if get_ident() in UPDATING:
         raise Unsupported(
-            f"{what}: an updater runs on the owner of a value alone, so that other ranks would not come to this call; "
-            "call other stores before the push, or after it"
+            f"{what}: an updater's function runs on the owner of a value alone, and other ranks would not come to this "
+            "call; create and call other stores before the push, or after it"
         )
 
 
@@ -112,13 +126,8 @@ class CallableUpdater:
         outline, on_host = _outline(value), type(value) is np.ndarray
         before = value.copy() if self._unproven and on_host else None
         given, stored = received if isinstance(received, RowSparse) else received.view(), value.view()
-        thread = get_ident()
-        UPDATING.add(thread)
-        try:
-            with np.errstate(**self._rules):
-                result = self._function(step, given, stored)
-        finally:
-            UPDATING.discard(thread)
+        with _updating(), np.errstate(**self._rules):
+            result = self._function(step, given, stored)
         if not outline == _outline(stored) == _outline(value):
             raise ValueMismatch(
                 f"the updater changed dtype, shape or strides of stored for key {step!r}, from {outline[0]}, "

@@ -51,11 +51,11 @@ class Transport(Protocol):
     shared: bool
     """Whether :meth:`allocate` returns the same memory to every rank, of which there are several. Then one rank's
     writes are seen by all after a fence."""
-    local_size: int
+    sharing_size: int
     """How many ranks share what :meth:`allocate` returns, this one included; the largest such number where it differs,
     so that it is the same on every rank. From 2 on, :meth:`reduce` and :meth:`reduce_scatter` return two terms or
     more, and ranks must not update the same elements."""
-    local_rank: int
+    sharing_rank: int
     """This rank's number among those that share its allocated memory, from 0."""
     single_copy: bool
     """Whether other ranks may read a ``send`` where it lies, outside of send buffers, after the sum has returned."""

@@ -85,7 +85,7 @@ class Rows:
             self._exchange.values.enter(keys, likes, sparse=keys)
             entries = [table[key] for key in keys]
             for entry, (ids, rows) in zip(entries, sent, strict=True):
-                if self._transport.local_rank == 0:
+                if self._transport.sharing_rank == 0:
                     if entry.place.old:
                         entry.value.fill(0)
                     self._tables.put_rows(_table(entry, entry.value), ids, rows)

@@ -75,6 +75,8 @@ class Door:
         # First this, as calls may complete meanwhile.
         if not self._pending.active or self._pending.runs_here():
             self._check_idle(verb)
+        if not self._is_alone:
+            check_outside(verb)
 
     def _check_idle(self, verb: str) -> None:
         if running := self.running:
@@ -85,8 +87,6 @@ class Door:
         """Wait until a call may run; return a failure that nobody has seen, which comes in its place."""
         if self.state is not State.ENDED:
             self.check_free(verb)
-        if not self._is_alone:
-            check_outside(verb)
         if self._pending.waiting and not self._pending.runs_here():
             self._pending.pass_to(partial(self._claim, verb))
             try:

@@ -83,6 +83,11 @@ class KVStoreBase:
         return False
 
     @property
+    def _in_rounds(self) -> bool:
+        """Whether an update is made by the sum over ranks. Local."""
+        return True
+
+    @property
     def _assigns(self) -> bool:
         """Whether a push replaces the value by the sum, as without an updater. Local."""
         return True

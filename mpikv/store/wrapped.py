@@ -62,6 +62,11 @@ class Wrapped(KVStoreBase):
         return bool(self._store._assigns)
 
     @property
+    def _in_rounds(self) -> bool:
+        """Whether an update is made by the sum over ranks. Local."""
+        return bool(self._store._in_rounds)
+
+    @property
     def _joining(self) -> bool:
         """Whether the store is in a block of ``join``. Local."""
         return bool(self._store._joining)

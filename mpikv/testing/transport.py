@@ -66,9 +66,9 @@ class TransportContract:
         assert (transport.rank, transport.size) == ((comm.rank, comm.size) if comm else (0, 1))
         assert transport.limit == self.limit
         assert isinstance(transport.name, str)
-        assert transport.shared is (transport.local_size > 1 and transport.local_size == transport.size)
-        assert 0 <= transport.local_rank < transport.local_size <= transport.size
-        assert transport.local_size > 1 or not transport.single_copy
+        assert transport.shared is (transport.sharing_size > 1 and transport.sharing_size == transport.size)
+        assert 0 <= transport.sharing_rank < transport.sharing_size <= transport.size
+        assert transport.sharing_size > 1 or not transport.single_copy
 
     def test_sends_may_be_changed_soon(self, transport: Transport) -> None:
         """At once, or after a fence where other ranks may still read them."""
@@ -83,14 +83,14 @@ class TransportContract:
                     transport.fence()
                 exchange.spoil()
 
-    def test_neighbours(self, comm: Any) -> None:
+    def test_ranks_that_share_memory(self, comm: Any) -> None:
         group = self.group(comm)
         transport = self.make(group, self.limit, 20.0)
-        told = [json.loads(text) for text in group.gather(json.dumps([transport.local_size, transport.local_rank]))]
+        told = [json.loads(text) for text in group.gather(json.dumps([transport.sharing_size, transport.sharing_rank]))]
         sharing = sharers(group, transport)
-        assert len({neighbours for neighbours, _ in told}) == 1, "decisions that follow from it differ between ranks"
+        assert len({size for size, _ in told}) == 1, "decisions that follow from it differ between ranks"
         assert [told[rank][1] for rank in sharing] == list(range(len(sharing)))
-        assert transport.local_size >= len(sharing)
+        assert transport.sharing_size >= len(sharing)
         transport.close()
         group.close()
 
@@ -138,7 +138,7 @@ class TransportContract:
                     low = sum(counts[: transport.rank])
                     with Exchange(transport, dtype, size, seed=2, received=counts[transport.rank]) as exchange:
                         exchange.terms = transport.reduce_scatter(exchange.send, exchange.recv, counts)
-                        assert transport.local_size == 1 or len(exchange.terms) > 1
+                        assert transport.sharing_size == 1 or len(exchange.terms) > 1
                         exchange.expect(exchange.sum[low : low + counts[transport.rank]])
 
     def test_all_to_all(self, transport: Transport) -> None:
@@ -307,7 +307,7 @@ class TransportContract:
             assert self.address(transport, memory) % 64 == 0
             assert not read(transport, memory).any()
             transport.fence()
-            if transport.local_rank == 0:
+            if transport.sharing_rank == 0:
                 write(transport, memory, np.full(nbytes, len(blocks) + 1, np.uint8))
             blocks.append(memory)
         transport.fence()
@@ -513,7 +513,7 @@ def placed(transport: Transport, content: Array) -> Array:
 
 def sharers(group: ProcessGroup, transport: Transport) -> Sequence[int]:
     """Return the ranks that share this rank's allocated memory."""
-    return group.host_ranks if transport.local_size > 1 else (transport.rank,)
+    return group.host_ranks if transport.sharing_size > 1 else (transport.rank,)
 
 
 def dtypes() -> list[np.dtype[Any]]:

@@ -19,9 +19,9 @@ class Wrapper:
         self._transport = transport
         self.name, self.rank, self.size = transport.name, transport.rank, transport.size
         self.shared, self.limit = transport.shared, transport.limit
-        self.local_size, self.local_rank, self.single_copy = (
-            transport.local_size,
-            transport.local_rank,
+        self.sharing_size, self.sharing_rank, self.single_copy = (
+            transport.sharing_size,
+            transport.sharing_rank,
             transport.single_copy,
         )
         self.memory = transport.memory

@@ -26,8 +26,8 @@ def clip_global_norm(arrays: Iterable[Any], max_norm: float) -> float:
     """Scale arrays in place so that their common 2-norm is at most ``max_norm``; return the norm that they had. Local.
 
     Between :meth:`mpikv.Trainer.allreduce_grads` and :meth:`mpikv.Trainer.update` the gradients are sums over ranks and
-    the same on every rank, and so are the norm and the result. They have not been divided by the batch size yet:
-    for a bound of the mean gradient pass ``max_norm * batch_size``.
+    the same on every rank, and so are the norm and the result. They have not been divided by the batch size yet, nor
+    with ``average=True`` by the number of ranks: for a bound of the mean gradient multiply ``max_norm`` by both.
 
     Args:
         arrays: arrays of floats that can be written, of the host or of GPUs, of any shapes; one that comes several

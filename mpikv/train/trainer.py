@@ -456,7 +456,7 @@ class Trainer:
     def _decide_where(self) -> tuple[bool, bool]:
         """Return whether the store updates the weights, and whether it was loaded, to go on from."""
         store = self._kvstore
-        if store.is_capable("async"):
+        if not store._in_rounds:
             raise Unsupported(
                 f"the store {store.type!r} updates by one rank's gradient, at its owner, who knows nothing of a batch "
                 "size: push gradients that are divided by it, or use 'dist_sync'"

@@ -64,7 +64,7 @@ class HierarchicalTransport:
         self.memory = memory
         self.rank, self.size, self.limit = group.rank, group.size, limit
         self.shared = group.one_host
-        self.local_size, self.local_rank = max(map(len, group.ranks_of_hosts)), group.local_rank
+        self.sharing_size, self.sharing_rank = max(map(len, group.ranks_of_hosts)), group.local_rank
         self._group, self._comm = group, group.comm
         self._requests = Requests(group, waiting)
         # What gains nothing by the hosts, and arrays that are nobody's but this rank's, go the straight way.
@@ -150,7 +150,7 @@ class HierarchicalTransport:
     def agree(self, token: int, send_ready: bool = False) -> bool:
         equal = self._flat.agree(token)
         # MPI orders messages, and says nothing of other memory. A rank that comes here late must not believe that its
-        # neighbours go on with it, which a fence would.
+        # ranks of the host go on with it, which a fence would.
         return self._inner.agree(int(equal), send_ready and equal) and equal
 
     def close(self) -> None:

@@ -20,8 +20,8 @@ class LocalTransport:
     rank = 0
     size = 1
     shared = False
-    local_size = 1
-    local_rank = 0
+    sharing_size = 1
+    sharing_rank = 0
     single_copy = False
 
     def __init__(self, limit: int, memory: Memory = HOST) -> None:
@@ -47,7 +47,10 @@ class LocalTransport:
         return self.allreduce(send, recv)
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        self.memory.copy((recv,), (send,))
+        if self.memory.is_host:
+            np.copyto(recv, send, casting="safe")
+        else:
+            self.memory.copy((recv,), (send,))
         return (recv,)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:

@@ -100,8 +100,8 @@ class NcclTransport:
 
     name = "nccl"
     shared = False
-    local_size = 1
-    local_rank = 0
+    sharing_size = 1
+    sharing_rank = 0
     single_copy = False
 
     def __init__(

@@ -34,7 +34,7 @@ __all__ = ["ShmTransport"]
 
 # int64 words per rank: arrivals, two tokens, and for each half where its contribution lies instead, or 0; in a pair of
 # cache lines of its own (processors fetch lines in pairs).
-_SLOT = 16
+_STRIDE = 16
 _ADDRESS = 3
 # What a rank does with a large message that is not in its send buffer.
 _COPYING, _LENDING = 0, 1
@@ -77,12 +77,12 @@ class ShmTransport:
         """
         self.memory = memory
         self.rank, self.size, self.limit = group.local_rank, len(group.host_ranks), limit
-        self.local_size, self.local_rank = self.size, self.rank
+        self.sharing_size, self.sharing_rank = self.size, self.rank
         self._group, self._waiting = group, waiting
-        self._flags = group.windows.allocate(self.size * _SLOT * 8).data.cast("q")
+        self._flags = group.windows.allocate(self.size * _STRIDE * 8).data.cast("q")
         self._order = group.windows.ordering()
-        self._mine = self.rank * _SLOT
-        self._peers = [rank * _SLOT for rank in range(self.size) if rank != self.rank]
+        self._mine = self.rank * _STRIDE
+        self._peers = [rank * _STRIDE for rank in range(self.size) if rank != self.rank]
         self._arrivals = 0
         self._spins = _SPINS if self.size <= group.host_cores else 0
         staging = group.windows.allocate(2 * self.size * limit, zeroed=False)
@@ -123,7 +123,7 @@ class ShmTransport:
         return self._shown_terms(send, None if counts is None else tuple(counts))
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        parts = np.split(buffer.view(np.uint8), np.cumsum(counts[:-1]) * buffer.itemsize)
+        parts = np.split(buffer[: sum(counts)].view(np.uint8), np.cumsum(counts[:-1]) * buffer.itemsize)
         for begin in range(0, max(counts) * buffer.itemsize, self.limit):
             pieces = [part[begin : begin + self.limit] for part in parts]
             half = self._halves[self._exchange(pieces[self.rank])]
@@ -194,7 +194,7 @@ class ShmTransport:
             terms[self.rank] = send[low:high]
         for peer in self._peers if high > low else ():
             if address := self._flags[peer + _ADDRESS + half]:
-                terms[peer // _SLOT] = self._read(peer // _SLOT, address + low * send.itemsize, terms[self.rank])
+                terms[peer // _STRIDE] = self._read(peer // _STRIDE, address + low * send.itemsize, terms[self.rank])
         return terms
 
     def _copy(self, send: Array, low: int, high: int) -> None:
@@ -280,7 +280,7 @@ class ShmTransport:
 
         self._waiting.until(
             all_are_here,
-            lambda: [self._group.host_ranks[other // _SLOT] for other in self._peers if flags[other] < arrivals],
+            lambda: [self._group.host_ranks[other // _STRIDE] for other in self._peers if flags[other] < arrivals],
         )
 
 

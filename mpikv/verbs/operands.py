@@ -53,7 +53,7 @@ class Operands:
         # True and 1.0 equal 1, but are no keys.
         if kind not in _LISTS or len(kinds := set(map(type, key))) != 1 or not kinds <= _KEY_TYPES:
             return None
-        return plans.single.get(key[0]) if len(key) == 1 else plans.young.get(keys := tuple(key)) or plans.find(keys)
+        return plans.single.get(key[0]) if len(key) == 1 else plans.recent.get(keys := tuple(key)) or plans.find(keys)
 
     # --- What is pushed
 

@@ -97,7 +97,7 @@ class TestReplicatedOverHosts(OnHosts, TestReplicated):
 
 
 class Shared(LocalTransport):
-    local_size = 2
+    sharing_size = 2
 
 
 CALLABLE = CallableUpdater(lambda key, total, stored: None)

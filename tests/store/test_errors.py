@@ -1129,10 +1129,31 @@ def test_an_updater_calls_another_store(comm):
         if kv.size == 1:
             kv.push("w", np.ones(2))
             return
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater runs on the owner of a value"):
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater's function runs on the owner"):
             kv.push("w", np.ones(2))
         assert (kv.pull("w") == 0).all()
         assert (other.pull("x") == 0).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_an_updater_calls_a_store_of_one_rank_and_another(comm):
+    """The first may be called, and has an updater of its own; the second still may not."""
+    with mpikv.create(comm=comm, timeout=10) as other, mpikv.create(comm=comm, timeout=10) as kv:
+        alone = mpikv.create(comm=comm.Split(comm.rank, 0), timeout=10)
+        alone.init("i", np.zeros(2))
+        alone.set_updater(lambda key, given, stored: stored.__iadd__(given))
+        kv.init("w", np.zeros(2))
+
+        def update(key, given, stored):
+            alone.push("i", given)
+            with other.join():
+                pass
+
+        kv.set_updater(update)
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater's function runs on the owner"):
+            kv.push("w", np.ones(2))
+        assert (alone.pull("i") == (kv.size if kv.is_root else 0)).all()
+        alone.close()
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -1140,7 +1161,9 @@ def test_an_updater_creates_a_store(comm):
     with mpikv.create(comm=comm, timeout=10) as kv:
         kv.init("w", np.zeros(2))
         kv.set_updater(lambda key, given, stored: mpikv.create(comm=comm).close())
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="create: an updater runs on the owner"):
+        with pytest.raises(
+            Unsupported if kv.is_root else PeerFailed, match="create: an updater's function runs on the owner"
+        ):
             kv.push("w", np.ones(2))
         kv.set_updater(lambda key, given, stored: stored.__iadd__(given))
         kv.push("w", np.ones(2))

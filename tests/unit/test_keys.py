@@ -90,7 +90,7 @@ def test_bad_keys(key):
         (["a", "b"], [A, []], ValueMismatch, "an empty list of values for key 'b'"),
         ("a", 3.0, TypeError, r"value of key 'a' is a float, not an array; numpy.asarray\(value\) makes one"),
         (["a", "b"], [A, [B, [C]]], TypeError, "value of key 'b' is a list, not an array"),
-        ({"a": A}, [A], TypeError, "a dict of keys brings its own values"),
+        ({"a": A}, [A], TypeError, "a dict of keys has the arrays for value; leave value= out"),
         ({"a": {"b": A}, "a/b": B}, None, ValueMismatch, "the dict names key 'a/b' twice"),
     ],
 )
