@@ -13,7 +13,7 @@ from .errors import ConfigError, known_names
 COMMANDS = {
     "run": "start a script on several ranks with the launcher that belongs to Python's MPI library",
     "info": "show versions, the MPI library, the launcher, the transports and the settings; or what is in a checkpoint",
-    "trace": "put together what the ranks of a job with MPIKV_TRACE=DIR have written down of their calls",
+    "trace": "merge the traces that the ranks of a job wrote with MPIKV_TRACE=DIR",
     "bench": "time pushes and pulls beside MPI's collectives and memcpy, and check every result",
 }
 

@@ -246,7 +246,7 @@ _LAUNCHERS = (
     ("PMI (MPICH, Intel MPI or Slurm)", "PMI_SIZE", "PMI_RANK"),
     ("PMIx", "SLURM_STEP_NUM_TASKS", "PMIX_RANK"),
     ("PMIx", "", "PMIX_RANK"),
-    ("srun, not told which MPI", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("srun without PMI", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("torchrun", "WORLD_SIZE", "RANK"),
 )
 
@@ -358,7 +358,7 @@ def parse_counts(variable: str, text: str) -> tuple[int, ...]:
     """
     runs = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part) for part in text.split(",")]
     if not all(runs):
-        raise ConfigError(f"{variable}={text!r} is not of Slurm's form, as '2(x3),1' for nodes of 2, 2, 2 and 1")
+        raise ConfigError(f"{variable}={text!r} is not in Slurm's form, such as '2(x3),1' for nodes of 2, 2, 2 and 1")
     return tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or "1")))
 
 

@@ -228,7 +228,7 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
         check_options(settings, options)
         request.staleness = None if staleness is None else check_whole("staleness", staleness)
     elif staleness is not None:
-        raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {request.name!r} updates in rounds")
+        raise ConfigError(f"staleness={staleness!r} is for 'dist_async'; store {request.name!r} is synchronous")
     if request.codec is not None:
         request.compression = request.codec.settings()  # any code, which may raise
 
@@ -265,7 +265,7 @@ def _find_fault(request: _Request, group: ProcessGroup) -> Exception | None:
     if not isinstance(request.root, int) or not 0 <= request.root < group.size:
         return ConfigError(f"root={request.root!r} is not a rank from 0 to {group.size - 1}")
     if request.kind.asynchronous and not group.threads:
-        return Unsupported(f"store {request.name!r} needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+        return Unsupported(f"store {request.name!r} needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")
     return None
 
 
@@ -329,7 +329,7 @@ def _find_lack(told: Sequence[Sequence[Any]]) -> str:
 
 def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool) -> None:
     """Log where a store is, as a warning where a GPU was ``expected`` and is not used."""
-    where = device.gpu.name if device else f"the host, as a rank finds: {lack}"
+    where = device.gpu.name if device else f"the host, because a rank reports: {lack}"
     level = logging.WARNING if expected and device is None else logging.INFO
     logging.getLogger("mpikv").log(level, "store %r is on %s", name, where)
 

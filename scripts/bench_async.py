@@ -139,12 +139,12 @@ def idle(seconds: float) -> list[str]:
 
 def main() -> int:
     """Run all parts."""
-    parser = argparse.ArgumentParser(description="Measure updates on arrival, with one rank that is slow.")
+    parser = argparse.ArgumentParser(description="Measure asynchronous mode with one slow rank.")
     add = parser.add_argument
-    add("--pushes", type=int, default=100_000, help="of all ranks together; default: 100000")
+    add("--pushes", type=int, default=100_000, help="pushes of all ranks together; default: 100000")
     add("--staleness", type=int, default=8, help="the bound; default: 8")
     add("--keys", type=int, default=16)
-    add("--elements", type=int, default=64, help="of each key; default: 64")
+    add("--elements", type=int, default=64, help="elements of each key; default: 64")
     add("--work", type=float, default=0.01, help="seconds of sleep in a step of the rates; default: 0.01")
     add("--rate-seconds", type=float, default=8.0, help="how long each rate is measured; default: 8")
     add("--seed", type=int, default=0)

@@ -142,7 +142,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks of both hosts together (default 2)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kernels", default="numpy")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="of which the first is 1")
+    parser.add_argument(
+        "--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="ways to compare; the first counts as 1"
+    )
     parser.add_argument("--limit", type=float, default=600, help="seconds for all of it (default 600)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)

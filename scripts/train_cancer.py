@@ -100,7 +100,7 @@ def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Logistic regression with a Python updater, on any number of ranks.")
     parser.add_argument("--steps", type=int, default=300, help="default: 300")
-    parser.add_argument("--seed", type=int, default=0, help="of the test's choice; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed that chooses the test samples; default: 0")
     parser.add_argument("--verify", action="store_true", help="compare the weights with those of one process")
     return parser.parse_args()
 

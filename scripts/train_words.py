@@ -160,14 +160,14 @@ def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description="Learn vectors of words, on any number of ranks.")
     add = parser.add_argument
-    add("--words", nargs="+", default=WORDS, help="whose neighbours are shown")
-    add("--dim", type=int, default=64, help="numbers of a vector; default: 64")
+    add("--words", nargs="+", default=WORDS, help="words whose neighbours are printed")
+    add("--dim", type=int, default=64, help="length of a vector; default: 64")
     add("--batch", type=int, default=2048, help="pairs per push, over all ranks; default: 2048")
-    add("--window", type=int, default=3, help="how far words may stand apart; default: 3")
+    add("--window", type=int, default=3, help="largest distance of two words; default: 3")
     add("--negative", type=int, default=4, help="words drawn for each pair; default: 4")
     add("--epochs", type=int, default=1, help="default: 1")
     add("--rate", type=float, default=0.2, help="learning rate; default: 0.2")
-    add("--files", type=int, default=600, help="source files that are read, at most; default: 600")
+    add("--files", type=int, default=600, help="most source files to read; default: 600")
     add("--seed", type=int, default=0, help="default: 0")
     return parser.parse_args()
 

@@ -98,13 +98,13 @@ def check_apart(out: Array) -> None:
     >>> check_apart(np.zeros((4, 6))[::2, ::-1].T)
     >>> check_apart(np.lib.stride_tricks.as_strided(np.zeros(6), (4, 6), (0, 8)))
     Traceback (most recent call last):
-    TypeError: what is to be filled has elements in the same memory: shape (4, 6), strides (0, 8)
+    TypeError: the array to fill has several elements at one address: shape (4, 6), strides (0, 8)
     """
     reach = out.itemsize
     for stride, length in sorted((abs(step), each) for step, each in zip(out.strides, out.shape, strict=True)):
         if length > 1 and stride < reach and out.size:
             raise TypeError(
-                f"what is to be filled has elements in the same memory: shape {out.shape}, strides {out.strides}"
+                f"the array to fill has several elements at one address: shape {out.shape}, strides {out.strides}"
             )
         reach += stride * (length - 1)
 
@@ -139,14 +139,14 @@ def target(out: Any) -> Array:
         Unsupported: the array is on a GPU.
     """
     if not is_array(out):
-        raise TypeError(f"what is to be filled is {a_kind(out)}, not an array that can be filled")
+        raise TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled")
     if isinstance(out, np.generic):
-        raise mark_unwritable(TypeError(f"what is to be filled is {a_kind(out)}, not an array that can be filled"))
+        raise mark_unwritable(TypeError(f"the array to fill is {a_kind(out)}, not an array that can be filled"))
     array = out if type(out) is np.ndarray else np.asarray(out) if isinstance(out, np.ndarray) else _foreign(out)
     if not array.flags.writeable or is_immutable(out):
         text = (
-            f"what is to be filled is a read-only {type(out).__module__} array; pass an out= that can be written, or "
-            "leave it out: a pull then returns new arrays, and a pushpull fills its values"
+            f"the array to fill is a read-only {type(out).__module__} array; pass a writable out=, or leave it out: a "
+            "pull then returns new arrays, and a pushpull fills its values"
         )
         raise mark_unwritable(TypeError(text))
     return array
@@ -156,8 +156,7 @@ def _foreign(value: Any) -> Array:
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise Unsupported(
-            f"the array is on a GPU (DLPack device type {device}), and what is asked for here is one of the host; copy "
-            "it to the host"
+            f"the array is on a GPU (DLPack device type {device}); this call needs a host array: copy it to the host"
         )
     if type(value).__module__.partition(".")[0] == "torch":
         return _torch(value.detach())
@@ -347,7 +346,7 @@ def _mapped(nbytes: int, huge_pages: bool) -> Array:
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"the process cannot have {nbytes} bytes more: {error}") from error
+        raise MemoryError(f"the process cannot allocate {nbytes} more bytes: {error}") from error
     advice = getattr(mmap, "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE", None)
     if advice is not None:
         with suppress(OSError):  # of a kernel that has no huge pages

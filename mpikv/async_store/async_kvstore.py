@@ -273,13 +273,13 @@ class AsyncKVStore(KVStore):
     def _send(self, plan: Plan, arrays: Sequence[tuple[Array, ...]]) -> None:
         if self._exchange.updater.assigns:
             raise ConfigError(
-                "no updater is set, and pushes that replace the value would be lost; "
-                "call set_optimizer(...) or set_updater(...) on every rank first"
+                "no updater is set, so each push would replace the one before it; call set_optimizer(...) or "
+                "set_updater(...) on every rank first"
             )
         if self._exchange.updater.revision != self._revision:
             raise ConfigError(
-                "an option of the optimizer was set, which counts from the next collective call on, where ranks "
-                "compare it; call kv.barrier() on every rank first, or kv.set_learning_rate(...), which is one"
+                "an option of the optimizer was changed, and ranks compare options only in collective calls; call "
+                "kv.barrier() on every rank first, or change the rate by kv.set_learning_rate(...)"
             )
         asking = self._asking
         asking.wait([self._pushes[key] for key in plan.keys if key in self._pushes])
@@ -505,7 +505,7 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
     }
     if refused := [name for name, other in asked.items() if other]:
         names = [name if given[name] is not None else f"MPIKV_{name.upper()}" for name in refused]
-        raise Unsupported(f"{', '.join(names)}: not with updates on arrival; leave it out, or use 'dist_sync'")
+        raise Unsupported(f"{', '.join(names)}: not in asynchronous mode; leave it out, or use 'dist_sync'")
 
 
 def _owner(entry: Entry) -> int:

@@ -136,14 +136,14 @@ class AsyncClient:
             ticket, version, outcome = letter.head[:3]
             wanted = self._wanted.get(ticket)
             if wanted is None or wanted.owner != letter.source:
-                raise TransportError(f"rank {letter.source} has answered what it was not asked")
+                raise TransportError(f"rank {letter.source} sent a reply without a request")
             if outcome == Outcome.WELL:
                 self.take(ticket, version, letter.body.view(wanted.dtype).reshape(-1))
                 continue
             said = f"rank {letter.source}, the owner of key {wanted.key!r}, raised {bytes(letter.body).decode()}"
             if outcome == Outcome.HALFWAY:
                 raise TransportError(f"{said}, in a push of this rank")
-            error = PeerFailed(f"{said} in a push of this rank; the value is as it was before it", letter.source)
+            error = PeerFailed(f"{said} in a push of this rank; that push did not change the value", letter.source)
             self.take(ticket, version, error)
 
     def take(self, ticket: int, version: int, answer: Array | BaseException | None) -> None:

@@ -131,8 +131,8 @@ class KeyOwner:
             try:
                 updater.update(step, total.reshape(shape), value.reshape(shape), flat)
             except Exception as error:
-                text = f"the update of key {entry.key!r} has failed in the middle, by {error!r}"
-                raise HalfUpdated(f"{text}; value and state may be half changed: go on from a checkpoint") from error
+                text = f"the update of key {entry.key!r} failed halfway: {error!r}"
+                raise HalfUpdated(f"{text}; value and state may be half changed: load a checkpoint") from error
             return
         changed, states = value.copy(), {name: array.copy() for name, array in state.items()}
         updater.update(step, total.reshape(entry.shape), changed, states)

@@ -171,7 +171,7 @@ class Checkpoints:
             raise
         except Exception as error:
             raise CheckpointError(
-                f"{call}: the file was whole, and then could not be read again, or not be put in its place: {error}"
+                f"{call}: the file was complete, but could not be read again or renamed: {error}"
             ) from error
         except BaseException as error:
             unsettled(error)
@@ -276,16 +276,16 @@ class Checkpoints:
         table = self._exchange.values.table
         if (key := next((one.key for one in table.entries() if table.summed[one.index]), None)) is not None:
             raise Unsupported(
-                f"the value of {key!r} is a sum of gradients, for a Trainer with update_on_kvstore=False, which has "
-                "the weights and the optimizer's state itself: save its parameters as arrays, and the state by "
-                "trainer.save_states(path); with update_on_kvstore=True the store has all of it. Without the Trainer, "
-                "delete its keys"
+                f"the value of {key!r} is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False "
+                "keeps the weights and the optimizer's state itself; save its parameters as arrays and its state by "
+                "trainer.save_states(path), or use update_on_kvstore=True to keep all of it in the store; if the "
+                "Trainer is gone, delete its keys"
             )
 
     def _get_optimizer(self) -> Optimizer:
         updater = self._exchange.updater
         if not isinstance(updater, Optimizer):
-            raise ConfigError("the store has no optimizer, whose state this is about; call set_optimizer first")
+            raise ConfigError("the store has no optimizer and so no state; call set_optimizer first")
         return updater
 
 

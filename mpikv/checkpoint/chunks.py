@@ -140,8 +140,8 @@ def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
         end = min(begin + CHUNK, source.header.nbytes)
         names = [brief(one.name) for one in source.header.tensors if one.begin < end and one.end > begin]
         raise CheckpointError(
-            f"the checkpoint is damaged: its bytes {source.start + begin} to {source.start + end}, of "
-            f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}, do not have their checksum"
+            f"the checkpoint is damaged: the checksum of its bytes {source.start + begin} to {source.start + end}, of "
+            f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}, does not match"
         )
 
 

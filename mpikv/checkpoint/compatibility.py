@@ -152,9 +152,9 @@ def warn_of_other_mean(saved: Mapping[str, Any], made: Updater, ranks: int) -> N
     before = saved.get("divides_by_ranks", ranks)
     if before != ranks and saved.get("options") is not None:
         _log.warning(
-            "the optimizer of the checkpoint, %r, divides by the %d ranks that have saved it, and this store has %d: "
-            "set kv.optimizer.rescale_grad = 1 / kv.size, on every rank, or leave it out and set "
-            "kv.optimizer.average = True, which follows the number of ranks",
+            "the optimizer of the checkpoint, %r, divides by the %d ranks of the job that saved it, and this store "
+            "has %d: on every rank, set kv.optimizer.rescale_grad = 1 / kv.size, or set kv.optimizer.average = True "
+            "to follow the number of ranks",
             made,
             before,
             ranks,
@@ -215,8 +215,8 @@ def _make_optimizer(name: str, options: Mapping[str, Any]) -> Optimizer:
         return optimizers.create(name, **{option: _decode(value) for option, value in options.items()})
     except (TypeError, ValueError, ArithmeticError, AttributeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {brief(str(error), 500)}; an "
-            "optimizer of your own must be registered before"
+            f"the optimizer {brief(name)!r} of the checkpoint cannot be made here: {brief(str(error), 500)}; register "
+            "an optimizer of your own first"
         ) from error
 
 

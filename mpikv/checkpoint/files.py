@@ -76,8 +76,8 @@ class Draft:
             self._file = os.open(self._draft, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             raise Unsupported(
-                f"this rank does not see the file {self._draft!r} that the root has made; give all ranks one path, of "
-                "a file system that all hosts share"
+                f"this rank cannot see the root's new file {self._draft!r}; give all ranks the same path, on a file "
+                "system that all hosts share"
             ) from None
 
     def write(self, content: bytes | memoryview, offset: int) -> None:
@@ -111,8 +111,8 @@ class Draft:
             if error.errno not in _NO_FOLDER_SYNC:
                 raise OSError(
                     error.errno,
-                    "the new checkpoint is in its place, but may not survive a loss of power, as the folder could not "
-                    f"be written to the disk ({error.strerror})",
+                    "the new checkpoint is saved, but a power failure may lose it: its folder could not be synced to "
+                    f"the disk ({error.strerror})",
                     self.path,
                 ) from error
 
@@ -208,7 +208,7 @@ def _mode_of(path: str) -> int | None:
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise FileExistsError(errno.EEXIST, "a checkpoint would replace what is no file", path)
+        raise FileExistsError(errno.EEXIST, "a checkpoint can replace only a regular file", path)
     return _mode(found)
 
 
@@ -266,7 +266,7 @@ class Reader:
         while rest:
             done = os.preadv(self._file, [rest], offset)
             if not done:
-                raise CheckpointError(f"{self.source.path!r} was cut off at byte {offset} while it was loaded")
+                raise CheckpointError(f"{self.source.path!r} was truncated at byte {offset} while it was loaded")
             rest, offset = rest[done:], offset + done
 
     def close(self) -> None:
@@ -294,8 +294,8 @@ def _read_header(file: int) -> bytes:
         # Before any memory is taken for it.
         if found.st_size < 8 or length > min(found.st_size - 8, LARGEST_HEADER):
             raise CheckpointError(
-                f"it has {found.st_size} bytes and begins with a header of {length}: it is no safetensors file, or was "
-                "cut"
+                f"it has {found.st_size} bytes and announces a header of {length}: it is not a safetensors file, or "
+                "is truncated"
             )
         text = stream.read(length)
     if len(text) < length:

@@ -259,10 +259,12 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     tree = _parse_tree(text)
     metadata = tree.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not {"mpikv_checkpoint", "mpikv_crc32"} <= metadata.keys():
-        raise CheckpointError("it is a safetensors file, but no checkpoint of mpikv: its metadata say nothing of one")
+        raise CheckpointError(
+            "it is a safetensors file, but not a checkpoint of mpikv: its metadata lack mpikv's entries"
+        )
     described, checksums = (_check_type(metadata[name], str) for name in ("mpikv_checkpoint", "mpikv_crc32"))
     if f"{zlib.crc32(described.encode(errors='replace')):08x}" != checksums[:8]:
-        raise CheckpointError("the description of its contents does not have its checksum: the file was damaged")
+        raise CheckpointError("the checksum of its description does not match: the file is damaged")
     try:
         header = _parse_description(_parse_tree(described))
     except KeyError as error:
@@ -270,7 +272,7 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     _check_places(header, tree)
     whole = 8 + len(text) + header.nbytes
     if whole != size:
-        raise CheckpointError(f"it has {size} bytes, and with all its arrays it would have {whole}")
+        raise CheckpointError(f"it has {size} bytes, but its arrays need {whole}")
     return header, _parse_sums(checksums, header.chunks)
 
 
@@ -298,7 +300,7 @@ def _parse_tree(text: bytes | str) -> dict[str, Any]:
     try:
         tree = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_refuse_twins)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"its header is no JSON: {error}") from None
+        raise CheckpointError(f"its header is not JSON: {error}") from None
     found: dict[str, Any] = _check_type(tree, dict)
     return found
 
@@ -307,7 +309,7 @@ def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{brief(twice, 40)!r} is there twice")
+        raise ValueError(f"{brief(twice, 40)!r} occurs twice")
     return tree
 
 
@@ -353,13 +355,13 @@ def _parse_key(tree: Mapping[str, Any]) -> SavedKey:
     if unknown := [name for name in dtypes if name not in _STORED]:
         fault = f"has an unknown dtype {brief(repr(unknown[0]), 40)}"
     if _is_too_large(shape):
-        fault = f"has a shape {brief([*shape])} that no array has"
+        fault = f"has an impossible shape {brief([*shape])}"
     if any("/" in slot or not slot for slot in state):
-        fault = f"has a state without a proper name among {brief([*state])}"
+        fault = f"has an invalid state name among {brief([*state])}"
     if not 0 <= updates <= _MOST_UPDATES or not 0 <= updates + earlier <= _MOST_UPDATES:
-        fault = f"has the counts {brief(updates, 40)} and {brief(earlier, 40)}, which no value has"
+        fault = f"has impossible update counts {brief(updates, 40)} and {brief(earlier, 40)}"
     if row_sparse and not shape:
-        fault = "is a single number, and row-sparse"
+        fault = "is row-sparse, but a single number"
     if fault:
         raise CheckpointError(f"key {brief(repr(key), 40)} {fault}")
     positions = _check_count(tree["positions"])
@@ -369,12 +371,12 @@ def _parse_key(tree: Mapping[str, Any]) -> SavedKey:
 
 def _parse_codec_array(name: str, tree: Any) -> CodecArray:
     if len(_check_type(tree, list)) != 2:
-        raise CheckpointError(f"a codec keeps {brief(name, 40)!r}, of which {brief(repr(tree), 40)} is said")
+        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} with an invalid description {brief(repr(tree), 40)}")
     dtype, shape = _check_type(tree[0], str), _parse_shape(tree[1])
     if dtype not in _STORED or dtype.startswith("complex") or "/" in name or not name:
         raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of dtype {brief(repr(dtype), 40)}")
     if _is_too_large(shape):
-        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of shape {brief([*shape])}, which no array has")
+        raise CheckpointError(f"a codec keeps {brief(name, 40)!r} of an impossible shape {brief([*shape])}")
     return CodecArray(dtype, shape)
 
 
@@ -390,12 +392,12 @@ def _is_too_large(shape: tuple[int, ...]) -> bool:
 def _check_count(value: Any) -> int:
     number: int = _check_type(value, int)
     if not 0 <= number <= _LARGEST:
-        raise CheckpointError(f"{brief(number, 40)} is no length")
+        raise CheckpointError(f"{brief(number, 40)} is not a length")
     return number
 
 
 def _check_type(value: Any, kinds: type[Any] | tuple[type[Any], ...]) -> Any:
     """Return the value if it is of one of the types; a truth value is no number."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise CheckpointError(f"its header has {brief(repr(value), 40)} in a place of another type")
+        raise CheckpointError(f"its header has {brief(repr(value), 40)}, a value of the wrong type")
     return value

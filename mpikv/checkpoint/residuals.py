@@ -111,8 +111,8 @@ def place_residuals(
     lost = _find_codec(exchange) is None and any(one.positions for one in header.keys)
     if lost and exchange.transport.rank == 0:
         _log.warning(
-            "the checkpoint has what compressed pushes (%s) have left out, which this store cannot send: it is "
-            "dropped; set_gradient_compression before load keeps it",
+            "the checkpoint has the residuals of compressed pushes (%s), and this store cannot send them: they are "
+            "dropped; call set_gradient_compression(...) before load to keep them",
             header.compression,
         )
     make_room(exchange, header)

@@ -103,7 +103,7 @@ def _checkpoint_lines(report: Report) -> Iterator[str]:
     elif report["updater"]["kind"] == "function":
         rows.append(("", "the function itself is not in the file"))
     if (ranks := report["residuals"]["ranks"]) > 0:
-        rows.append(("residuals", f"of {ranks} ranks, left by {report['residuals']['compression']}"))
+        rows.append(("residuals", f"of {ranks} ranks, from pushes compressed by {report['residuals']['compression']}"))
     rows.append(("keys", str(len(keys))))
     yield from _table([(title, _printable(text)) for title, text in rows])
     described = [

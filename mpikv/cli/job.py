@@ -123,14 +123,16 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
     so = ", so the job was stopped" if size > 1 else ""
     code = first[0].status
     if code is None:
-        return abs(status) or 1, f"{who} was the first to end, without a word{so} (status {status})"
+        return abs(status) or 1, f"{who} was the first to end, without an error message{so} (status {status})"
     if code == 0:
         return 1, f"{who} left before the end of its script, as by os._exit(0){so}"
     if code > 0:
         return code, f"{who} ended with status {code}{so}"
     killer = signal.Signals(-code)
     hint = (
-        "; if nobody sent it, the kernel may have, for want of memory (see dmesg)" if killer == signal.SIGKILL else ""
+        "; if nobody sent this signal, the kernel may have killed it for lack of memory (see dmesg)"
+        if killer == signal.SIGKILL
+        else ""
     )
     return 128 + killer, f"{who} was killed by {killer.name}{so}{hint}"
 

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hosts",
         metavar="A:2,B:2",
         type=parse_hosts,
-        help="hosts, and how many ranks each may take (default: its share)",
+        help="hosts, each with the most ranks it may take (default: an equal share)",
     )
     add("--tag", action="store_true", help="begin each line of output with its rank")
     add("--launcher", metavar="PATH", help="the mpiexec to use, instead of looking for it")
@@ -179,7 +179,7 @@ def _check_python(parser: argparse.ArgumentParser, script: list[str]) -> None:
     if wanted != sys.version_info[: len(wanted)]:
         parser.error(f"ranks run with {sys.executable}, which is not {script[0]}; leave {script[0]} out")
     if script[1:2] == ["-c"]:
-        parser.error("code for -c is no script; write it to a file, and name that")
+        parser.error("-c is not supported; write the code to a file and give that file")
     if len(script) > 1 and script[1].startswith("-") and script[1] != "-m":
         parser.error(f"ranks run with {sys.executable} without the option {script[1]}; leave it out")
 
@@ -224,9 +224,9 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         )
         return 0
     if any(name in plan.variables for name in launchers.ROOT_VARIABLES):
-        _note("running as root, which Open MPI allows only when told to; this sets the variables that tell it")
+        _note("running as root: Open MPI refuses this by default, so this command sets the variables that allow it")
     if left := remove_leftovers():
-        _note(f"removed {len(left)} files of this user's jobs that were killed before, as {left[0]}")
+        _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = len(hosts) == 1 if hosts else slurm is None or (slurm.here and len(slurm.tasks) == 1)
     status, reason = run_job(plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host)
     if reason:

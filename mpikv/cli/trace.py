@@ -22,11 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Put the files of a directory together; return 1 where there is none."""
     parser: argparse.ArgumentParser = Parser(
         prog="mpikv trace",
-        description="Put together what the ranks of a job have written that ran with MPIKV_TRACE=DIR: when each call "
-        "began and ended, its keys and bytes, and how long it waited for the other ranks. Open the result in "
-        "https://ui.perfetto.dev or chrome://tracing.",
+        description=(
+            "Merge the traces that the ranks of a job wrote with MPIKV_TRACE=DIR into one file. It shows when each "
+            "call began and ended, its keys and bytes, and how long it waited for the other ranks. Open the result "
+            "in https://ui.perfetto.dev or chrome://tracing."
+        ),
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what MPIKV_TRACE named; of one job only")
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="directory that MPIKV_TRACE named, with the traces of one job"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR/trace.json)")
     options = parser.parse_args(arguments)
     output: Path = options.output or options.directory / "trace.json"
@@ -61,12 +65,13 @@ def merged(directory: Path) -> list[Event]:
         rank, host = head["rank"], head["host"]
         if rank in titles:
             raise ConfigError(
-                f"{str(directory)!r} has two files of rank {rank}, so of several jobs; use an empty one each"
+                f"{str(directory)!r} has two files of rank {rank}, so they are of several jobs; use an empty "
+                "directory for each job"
             )
         titles[rank] = f"rank {rank} of {head['size']} on {host}"
         events += [{**event, "pid": rank, "ts": event["ts"] + ahead.setdefault(host, head["ahead"])} for event in rest]
     if not titles:
-        raise ConfigError(f"{str(directory)!r} has no calls: the processes that wrote there have made no store")
+        raise ConfigError(f"{str(directory)!r} has no calls: the processes that wrote there created no store")
     first = min((event["ts"] for event in events), default=0)
     for event in events:
         event["ts"] = (event["ts"] - first) / 1000  # from nanoseconds

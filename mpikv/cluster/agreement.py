@@ -191,7 +191,8 @@ class Agreement:
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
-                    f"rank {rank} calls {other.text} while others have left join(), which may take part in {_JOINABLE}"
+                    f"rank {rank} calls {other.text} while others have left join(); those ranks take part only in "
+                    f"{_JOINABLE}"
                 )
                 raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
 

@@ -104,7 +104,7 @@ class Work:
         """
         self._pending.check_progress(self)
         if not self._completed.wait(timeout):
-            raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it goes on")
+            raise TimeoutError(f"{self._text()} has not completed after {timeout} s; it is still running")
         error = self.error
         if self._rejoin is not None:
             # After a failure of the GPU nothing comes after it, and what the call raised says more.
@@ -289,7 +289,9 @@ class Pending:
 
     def _complete(self, work: Work) -> None:
         if work._error is not None:
-            logging.getLogger("mpikv").warning("a call with wait=False has failed, as its wait() tells: %s", repr(work))
+            logging.getLogger("mpikv").warning(
+                "a call with wait=False has failed: %s; its wait() raises the error", repr(work)
+            )
         with self._changed:
             self._completed += 1
             if work._error is not None:

@@ -39,7 +39,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
         if (launch is None or launch.size == 1) and "mpi4py.MPI" not in sys.modules:
             # No error: a batch script sees the variable too, and may well start a program of one rank.
             if launch is None and (tasks := tasks_set_aside()) > 1:
-                text = "one rank in a Slurm job of %d tasks; for all:  %s"
+                text = "the store has one rank in a Slurm job of %d tasks; to start all ranks, use  %s"
                 logging.getLogger("mpikv").warning(text, tasks, advise_start(tasks))
             return ProcessGroup()
     mpi = load_mpi() if launch is None else start_mpi(launch)
@@ -49,8 +49,8 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
     if world.size > 1:
         if was_forked():
             raise Unsupported(
-                "create: this process was forked from a rank, which has MPI to itself: it would take messages that are "
-                "for the rank; start processes by the 'spawn' method, or before the first store is made"
+                "create: this process was forked from a rank and cannot use MPI: it would receive the rank's "
+                "messages; start processes by the 'spawn' method, or before the first store is created"
             )
         if config.abort:
             abort_on_exception(mpi)
@@ -82,13 +82,11 @@ def _check_communicator(comm: Any) -> None:
         raise TypeError(f"create: comm={comm!r} is not an mpi4py.MPI.Intracomm; leave it out for all ranks")
     if comm == mpi.COMM_NULL:
         raise ConfigError(
-            "create: comm is MPI.COMM_NULL, as a split returns it to ranks that are in no part; only the members of a "
-            "communicator make a store on it"
+            "create: comm is MPI.COMM_NULL, so this rank belongs to no part of the split; create the store only on "
+            "members of a communicator"
         )
     if comm.Is_inter():
-        raise ConfigError(
-            "create: comm is an intercommunicator, of two groups of ranks; comm.Merge() makes one of them"
-        )
+        raise ConfigError("create: comm is an intercommunicator, which joins two groups of ranks; pass comm.Merge()")
 
 
 def _check_worker(launch: Launch | None) -> None:
@@ -99,10 +97,10 @@ def _check_worker(launch: Launch | None) -> None:
     # As a second process of a number it would wait in the start of MPI for ever.
     if launch is not None and launch.size != 1:
         raise Unsupported(
-            f"create: multiprocessing started this process in rank {launch.rank} of {launch.size}, and it is no "
+            f"create: multiprocessing started this process in rank {launch.rank} of {launch.size}, and it is not a "
             "rank itself; use the store in the rank, or start one process per rank by mpikv run"
         )
     warn_once(
-        f"multiprocessing started process {os.getpid()}, whose store has one rank and shares nothing with the "
-        "stores of other processes; one store of N processes is for ranks:  mpikv run -n N SCRIPT"
+        f"multiprocessing started process {os.getpid()}, whose store has one rank and shares nothing with the stores "
+        "of other processes; to share one store, start N ranks by  mpikv run -n N SCRIPT"
     )

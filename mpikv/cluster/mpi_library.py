@@ -112,9 +112,9 @@ def _find_mismatch(version: str) -> str:
     else:
         return ""
     if spoken not in offered:
-        return f"speaks {spoken} and is offered {' and '.join(offered) or 'nothing'}"
+        return f"uses {spoken} and the launcher offers {' and '.join(offered) or 'nothing'}"
     if spoken == "PMIx" and demands_munge() and not any(_knows_munge(Path(path)) for path in loaded):
-        return "has a PMIx without munge, which the launcher demands"
+        return "has a PMIx without munge, and the launcher requires munge"
     return ""
 
 
@@ -145,8 +145,8 @@ def why_no_mpi(reason: str, forced: str) -> str:
     mend = "unset it, or give the full path of an MPI library"
     if last.startswith("libmpi.") and wanted not in forced:
         mend = (
-            f"that library calls itself by another name than mpi4py asks for: unset the variable, make a link {wanted} "
-            "to the library, and name the directory of the link in LD_LIBRARY_PATH"
+            f"mpi4py asks for that library by another name: unset the variable, make a link {wanted} to the library, "
+            "and add the link's directory to LD_LIBRARY_PATH"
         )
     return f"mpi4py cannot load MPI4PY_LIBMPI={forced} ({last}); {mend}"
 

@@ -136,7 +136,7 @@ class ProcessGroup:
             mpi = self.mpi or sys.modules.get("mpi4py.MPI")
             return mpi and mpi.COMM_SELF
         place = ranks.index(self.rank) if self.rank in ranks else None
-        with self.translated("making a group"):
+        with self.translated("splitting a communicator"):
             return self.comm.Split(self.mpi.UNDEFINED if place is None else 0, place or 0)
 
     def tell_end(self, why: str) -> None:
@@ -148,7 +148,7 @@ class ProcessGroup:
                 return
             self._has_ended = True
             text = why.encode()[:_MOST_TOLD]
-            with self.translated("telling of an end"):
+            with self.translated("sending a shutdown notice"):
                 for rank in range(self.size):
                     if rank != self.rank:
                         self.send_word(text, rank, _ENDED)
@@ -175,7 +175,7 @@ class ProcessGroup:
             return self._end
         with self._listening:
             if self._may_speak():
-                with self.translated("listening for an end"):
+                with self.translated("receiving a shutdown notice"):
                     word = self.hear_word(_ENDED)
                 if word:
                     self._end = f"rank {word[0]} has left: {word[1].decode(errors='replace')}"
@@ -221,8 +221,8 @@ def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[
     way, known = "shm" if hosts == len(leaders) else "hierarchical", dividing_variables()
     cause = f"; set here, and known to cause this: {', '.join(known)}" if known else ""
     return (
-        f"MPI takes the {firsts.count(first)} ranks on {machines[first].split()[0]} for ranks of {hosts} hosts, so "
-        f"that they share no memory, and several have one local_rank; MPIKV_TRANSPORT={way} has them share it{cause}"
+        f"MPI reports {hosts} hosts for the {firsts.count(first)} ranks on {machines[first].split()[0]}, so they "
+        f"share no memory and some have the same local_rank; set MPIKV_TRANSPORT={way} to share memory{cause}"
     )
 
 
@@ -249,7 +249,7 @@ def _duplicated(world: Any, timeout: float) -> Any:
         # The caller's messages are looked at only where something is wrong.
         Waiting(timeout).until(lambda: request.Test() or (now() > late and bool(given_up())), tuple)
         if request:
-            problem = f"rank {world.rank} came late, and the others have given up waiting for it"
+            problem = f"rank {world.rank} was late, and the other ranks have stopped waiting for it"
     except Stalled:
         missing = await_shutdown([announce_shutdown(world)], _PATIENCE)
         who = f"ranks {missing}, which have not called it" if missing else "ranks that came late"

@@ -221,7 +221,7 @@ def _whereabouts(slot: Any) -> str:
     # The caller's own line says more than one of a library that it calls.
     own = [line for line in lines if not line[0].startswith((_PACKAGE, *_LIBRARIES))]
     if lines[-1][0].startswith(_PACKAGE):  # nobody calls it but Python, as the program ends
-        return "has come to the end of its program"
+        return "has reached the end of its program"
     outside = [line for line in lines if not line[0].startswith(_PACKAGE)]
     return "is now at {}:{} in {}".format(*(own or outside or lines)[0])
 
@@ -361,4 +361,4 @@ class Inquiry:
 
 def _silence(name: str, ranks: Sequence[int]) -> Answer:
     who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
-    return Answer((), f"nobody on host {name} answers: its {who} late or gone, or the network is cut")
+    return Answer((), f"host {name} does not answer: its {who} late or gone, or the network is cut")

@@ -144,7 +144,7 @@ def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
     check_names("option of compression 'auto'", unknown, ["codec"])
     meant = create(codec)
     if meant is None or isinstance(meant, (Auto, CompressedPull)):
-        raise ConfigError(f"auto chooses between a codec and none, and codec={codec!r} is no codec")
+        raise ConfigError(f"option codec={codec!r} of compression 'auto' is not a codec")
     return Auto(meant)
 
 

@@ -46,9 +46,9 @@ class CompressedPull:
         checked(self.codec, "CompressedPull takes a codec (see mpikv.protocols)")
         if not isinstance(_innermost(self.codec), (Float16, Bfloat16)):
             raise Unsupported(
-                f"compress_pull is for fp16 and bf16, and not for {self.codec.settings()}: a threshold, or a number "
-                "of elements, that fits gradients says nothing of changes of values, and ranks would go on with values "
-                "that are far from the owners'; leave it out, or choose one of those"
+                f"compress_pull is for fp16 and bf16, not for {self.codec.settings()}: its threshold or number of "
+                "elements fits gradients, not changes of values, and pulled values would be far from the owners'; "
+                "leave it out, or choose fp16 or bf16"
             )
 
     @property

@@ -48,7 +48,7 @@ def choose(transport: Transport, placement: Placement, codec: Codec, asked: str)
         MemoryError: on every rank, if one has too little.
     """
     if transport.shared or transport.size == 1:
-        return Choice(asked, "None", "the ranks share the memory of the values, so nothing travels")
+        return Choice(asked, "None", "the ranks share the memory of the values, so there are no messages")
     seconds = probe(transport, placement, codec)
     saves = seconds["with"] < (1 - _SAVED) * seconds["without"]
     why = f"a message took {seconds['without']:.2g} s without the codec and {seconds['with']:.2g} s with it"

@@ -120,8 +120,8 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
     lengths = sorted(set(map(len, groups)))
     if len(lengths) > 1:
         raise ValueMismatch(
-            f"the keys bring {' and '.join(map(str, lengths))} arrays; with compression the lists of one call are of "
-            "one length; push the others in another call"
+            f"the keys have lists of {' and '.join(map(str, lengths))} arrays; with compression, all lists of one "
+            "call need the same length: push the others in another call"
         )
     arrays = [array for group in groups for array in group]
     exceeding = memory.exceeding(arrays, LARGEST)
@@ -153,7 +153,7 @@ def _refuse(entry: Entry, array: Array) -> NoReturn:
     large = np.count_nonzero(np.abs(values) > LARGEST) - infinite
     raise NotFinite(
         f"the value of key {entry.key!r} has {nans} NaN, {infinite} infinite and {large} elements above {LARGEST:.2g} "
-        "in size, which a residual would keep for good; nothing was sent; leave out this step, or push it while "
+        "in size; a residual would keep them forever, so nothing was sent; skip this step, or push it while "
         "set_gradient_compression(None)"
     )
 

@@ -153,7 +153,7 @@ class Exchange:
         if planner.compressed:
             return "pushes are compressed"
         if self.in_pairs and self.transport.size > 1:
-            return "sums in a fixed order take memory each time"
+            return "deterministic sums allocate memory in each call"
         return ""
 
     def table_of_steps(self, plan: Plan) -> StepTable | None:

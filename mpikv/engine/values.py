@@ -252,8 +252,8 @@ class Values:
         """Raise TypeError if what is to be filled lies in the memory of values, one of which would be lost. Local."""
         if self._memory.is_host and self.is_view(out):
             raise TypeError(
-                "what is to be filled lies in the memory of the store's values, one of which would be lost; pass "
-                "an out= that has memory of its own"
+                "the array to fill lies in the memory of the store's values, and filling it would overwrite one; "
+                "pass an out= with memory of its own"
             )
 
 

@@ -40,7 +40,7 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
         except Unsupported as error:
             refused = error
     why = "" if refused is None else f" ({refused})"
-    raise Unsupported(f"the array is on a GPU of which this process has no store; create the store first{why}")
+    raise Unsupported(f"the array is on a GPU, and this process has no store on that GPU; create the store first{why}")
 
 
 def read(value: Any) -> Array:
@@ -145,8 +145,8 @@ class DeviceMemory:
         if not self._said:
             self._said = True
             logging.getLogger("mpikv").warning(
-                "an array of the host (%s%s) is used with a store on %s, and copied at every call, as all such are; "
-                "keep arrays on the GPU",
+                "a host array (%s%s) is used with a store on %s, and every call copies such arrays; keep arrays on "
+                "the GPU",
                 array.dtype,
                 list(array.shape),
                 self.gpu.name,

@@ -134,17 +134,17 @@ class HostMemory:
     def _found(self, value: Any) -> tuple[Gpu, Array]:
         """Return the GPU of an array, and the array as one of its library's."""
         if self._find is None:
-            raise Unsupported("the array is on a GPU, and this store was made without what copies it to the host")
+            raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
         if makes_calls():
             raise Unsupported(
-                "with wait=False a store of the host takes arrays of the host: the thread that makes the call does not "
-                "know on which stream an array of a GPU was computed; copy it to the host, or leave wait=False out"
+                "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
+                "a GPU array; copy it to the host, or leave wait=False out"
             )
         gpu = self._find(value)
         if not self._said:
             self._said = True
             logging.getLogger("mpikv").warning(
-                "an array on %s is used with a store of the host, to which it is copied at every call; "
+                "an array on %s is used with a host store, and every call copies it to the host; "
                 "mpikv.create('nccl') keeps values on GPUs",
                 gpu.name,
             )

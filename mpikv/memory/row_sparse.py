@@ -146,9 +146,11 @@ class RowSparse:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if not self.on_host:
-            raise TypeError("rows on a GPU are not brought to the host unasked; to_dense() is an array of the GPU")
+            raise TypeError(
+                "rows on a GPU are not copied to the host implicitly; to_dense() returns an array on the GPU"
+            )
         if copy is False:
-            raise ValueError("an array of a RowSparse is a new one; ask for it without copy=False")
+            raise ValueError("a RowSparse becomes an array only by a copy; leave copy=False out")
         dense = self.to_dense()
         return dense if dtype is None else dense.astype(dtype, copy=False)
 
@@ -237,16 +239,16 @@ def row_ids(given: Any, count: int) -> Array:
         with np.errstate(invalid="ignore"):  # a cast of NaN, which equals nothing
             ids = ids.astype(np.int64) if known else ids[:0].astype(np.int64)
         if not np.array_equal(ids, array.reshape(-1)):
-            raise ValueMismatch(f"numbers of rows are integers, and these are {array.dtype.name}: {array}")
+            raise ValueMismatch(f"row numbers must be integers, not {array.dtype.name}: {array}")
     if ids.size and not 0 <= ids.min() <= ids.max() < count:
         wrong = ids[(ids < 0) | (ids >= count)]
-        raise IndexError(f"row {int(wrong[0])} is not in an array of {count} rows, which are numbered from 0")
+        raise IndexError(f"row {int(wrong[0])} is outside of an array of {count} rows, numbered from 0")
     return ids
 
 
 def _check_dimensions(numbers: Any) -> None:
     if (dimensions := len(numbers.shape) if is_array(numbers) else np.ndim(numbers)) != 1:
-        raise ValueMismatch(f"numbers of rows are one-dimensional, and these have {dimensions} dimensions")
+        raise ValueMismatch(f"row numbers must have one dimension, not {dimensions}")
 
 
 def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:

@@ -136,8 +136,8 @@ class GpuOrder:
     def _check_capture(self) -> None:
         if self._gpu.capturing():
             raise Unsupported(
-                "the present stream is captured, and what a store does to arrays is no part of a graph of one's own; "
-                "call it before or after the capture, or see kv.capture, which makes a graph of a pushpull"
+                "the current stream is being captured, and your graph cannot contain a store's calls; call it before "
+                "or after the capture, or use kv.capture to record a pushpull"
             )
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -158,8 +158,8 @@ class GpuOrder:
         call = self.call
         if call.on_worker and call.caller is not None and call.caller.handle == _PER_THREAD:
             raise Unsupported(
-                "with wait=False no new arrays are made for the default stream of a thread, as the thread that makes "
-                "the call has another; pass arrays to fill, or leave wait=False out"
+                "with wait=False a call cannot make new arrays for a thread's default stream, because it runs on "
+                "another thread; pass arrays to fill, or leave wait=False out"
             )
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -252,7 +252,7 @@ class GpuOrder:
                 self._graphs.add(graph)
                 return graph
         graph.close()
-        raise TransportError("what was recorded was given up with the store")
+        raise TransportError("the recorded graph was discarded with the store")
 
     def replay(self, graph: Graph, call: str) -> None:
         """Queue what was recorded. In :meth:`run`, whose arguments are to keep what it uses."""

@@ -109,7 +109,7 @@ _ELSEWHERE = {
     "lbsgd": "write 'lars', or 'sgd' with a schedule that has warmup_steps",
 } | dict.fromkeys(
     ("adabelief", "dcasgd", "ftml", "groupadagrad", "lans", "sgld"),
-    "MXNet's is not here; its rule can be a class of your own, as help(mpikv.optimizers) shows",
+    "mpikv lacks this optimizer of MXNet; write its rule as a class of your own, see help(mpikv.optimizers)",
 )
 
 

@@ -227,8 +227,8 @@ class Optimizer:
             )
         if self.average and self._ranks not in (0, ranks):
             raise ConfigError(
-                f"average=True: {self!r} divides by the {self._ranks} ranks of a store that had it before, and here "
-                f"are {ranks}; give each store an optimizer of its own, as by copy.copy(optimizer)"
+                f"average=True: {self!r} divides by the {self._ranks} ranks of an earlier store, and this store has "
+                f"{ranks}; give each store its own optimizer, for instance copy.copy(optimizer)"
             )
         self._ranks = ranks
         self._rescale()
@@ -323,8 +323,8 @@ class Optimizer:
         elif dtype != precision and not self._warned:
             self._warned = True
             logging.getLogger("mpikv").warning(
-                "%s updates %s values, in which updates below their rounding are lost; multi_precision=True keeps "
-                "float32 copies, as does a float32 value",
+                "%s updates %s values, and their rounding loses small updates; set multi_precision=True for float32 "
+                "copies, or store float32 values",
                 *(type(self).__name__, dtype.name),
             )
         return slots

@@ -44,8 +44,8 @@ def check_outside(what: str) -> None:
     """
     if get_ident() in UPDATING:
         raise Unsupported(
-            f"{what}: an updater's function runs on the owner of a value alone, and other ranks would not come to this "
-            "call; create and call other stores before the push, or after it"
+            f"{what}: an updater runs only on the owner of a value, so the other ranks would not make this call; create "
+            "and call other stores before the push, or after it"
         )
 
 
@@ -149,9 +149,9 @@ class CallableUpdater:
         if (received.values if isinstance(received, RowSparse) else received).any():
             self._unproven = False
             logging.getLogger("mpikv").warning(
-                "the updater has changed nothing of key %r, and returned None, though what it received is not zero. If "
-                "it is to change the value, let it write there, as by stored += ... or stored[...] = ..., or return "
-                "the new value; stored = ... gives a name to another array and changes nothing",
+                "the updater did not change key %r and returned None, although its input is not zero; to change the "
+                "value, write stored += ... or stored[...] = ..., or return the new value: stored = ... only names "
+                "another array",
                 step,
             )
 
@@ -171,7 +171,9 @@ def _checked(key: Key, result: Any, value: Array) -> Array:
             "of the GPU, or None and change the value in place"
         )
     if isinstance(result, np.ma.MaskedArray):
-        raise TypeError(f"the updater returned a masked array for key {key!r}, whose mask no value has; use filled()")
+        raise TypeError(
+            f"the updater returned a masked array for key {key!r}; a value has no mask: return array.filled(...)"
+        )
     changed: Array = result if type(result) is type(value) else np.asarray(result)
     if changed.shape != value.shape:
         raise ValueMismatch(f"the updater returned shape {changed.shape} for key {key!r} of shape {value.shape}")

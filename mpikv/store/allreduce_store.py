@@ -89,9 +89,7 @@ class AllReduce(Wrapped):
         try:
             names = parse(key, None).keys
             if unknown := [name for name in names if name not in self._known]:
-                raise KeyNotInitialized(
-                    f"{unknown[0]!r} was not summed or broadcast since the store was made, or deleted"
-                )
+                raise KeyNotInitialized(f"{unknown[0]!r} was never summed or broadcast in this store, or was deleted")
         except Exception as error:
             self.raise_on_all_ranks(error, "delete")
         self._store.delete(key)
@@ -119,8 +117,8 @@ class AllReduce(Wrapped):
             kinds = ", ".join(f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in brought)
             text, mark, rank = str(error).rpartition(" [rank ")
             error.args = (
-                f"{text}; the store {self.type!r} calls init for arrays of other shapes or dtypes than at the last "
-                f"call, and here they are {brief(kinds)}{mark}{rank}",
+                f"{text}; the store {self.type!r} calls init when shapes or dtypes differ from the last call, and "
+                f"here they are {brief(kinds)}{mark}{rank}",
             )
             raise
 

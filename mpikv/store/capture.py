@@ -197,7 +197,7 @@ class CapturedStep:
     def _lack_anywhere(self, lack: str) -> str:
         """Return why it cannot be recorded on this rank, or on another. Collective."""
         least = self._agreement.least(self._rank if lack else self._size)
-        return lack if lack or least == self._size else f"rank {least} cannot, which says why"
+        return lack if lack or least == self._size else f"rank {least} cannot, and its own reason says why"
 
     def _queue_first(self, known: _Known, steps: Steps) -> Any:
         """Queue it as it will be recorded."""
@@ -251,7 +251,9 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
     verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
     plan, _, _, result = _bind(verbs, given)
     if type(result) is Renewed:
-        raise TypeError("each call fills the same arrays, of which one cannot be written; use pushpull, or numpy's")
+        raise TypeError(
+            "each call fills the same arrays, and one of them is read-only; use pushpull, or numpy's arrays"
+        )
     verbs.give_up()  # nothing is to be filled
     return PreparedCall(verbs.comparison.plan_call("capture", plan), lambda: given)
 

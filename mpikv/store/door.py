@@ -172,7 +172,7 @@ class Door:
             mark_stalled(error, self._rank)
             self._board.give_up()
             about = f": {about}" if about else ""
-            error.args = (f"{error}, in {self._board.call}{about}; for one that is only slow, raise timeout=",)
+            error.args = (f"{error}, in {self._board.call}{about}; if a rank is only slow, raise timeout=",)
         if isinstance(error, TransportError):
             self._agreement.at_rank(verb, error)
         # The others have the same deadline.

@@ -59,7 +59,7 @@ def _close_all() -> None:
     handshakes = [store.announce_shutdown() for store in lost_stores()]
     seconds = max((seconds for _, seconds in handshakes), default=0)
     if absent := await_shutdown([find_absent for find_absent, _ in handshakes], seconds):
-        why = f"ranks {absent} do not come to their end"
+        why = f"ranks {absent} do not reach the end of their programs"
         logging.getLogger("mpikv").error("ending the job: %s", why)
         end_job(why)
     free_leftovers()

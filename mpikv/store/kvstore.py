@@ -1164,7 +1164,7 @@ class KVStore(KVStoreBase):
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""
         self._door.check_free(verb)
         if not self._group.threads:
-            raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, which this MPI was not started with")
+            raise Unsupported(f"{verb}: wait=False needs MPI_THREAD_MULTIPLE, and MPI was initialized without it")
         if self._joining:
             self.raise_on_all_ranks(Unsupported("wait=False cannot be used in join(), where ranks may have left"), verb)
         try:

@@ -58,7 +58,7 @@ class Scope(Wrapped):
         return Scope(self._store, f"{self._prefix}{Scope(self._store, name)._prefix}"[:-1])
 
     def _where(self, name: str) -> str:
-        return f"the store that this is a scope of has {name!r}"
+        return f"the store of this scope has {name!r}"
 
     def __repr__(self) -> str:
         return f"<mpikv.Scope {self._prefix[:-1]!r} of {self._store!r}>"
@@ -142,7 +142,10 @@ class Scope(Wrapped):
 
     def _cannot(self, verb: str) -> NoReturn:
         self.raise_on_all_ranks(
-            Unsupported(f"a store has one updater and one codec for all of its scopes; {verb} is its own"), verb
+            Unsupported(
+                f"a store has one updater and one codec for all of its scopes; call {verb} on the store, not on a scope"
+            ),
+            verb,
         )
 
     # --- Keys

@@ -128,4 +128,4 @@ class Tracer:
             except OSError as error:
                 # Raised here, on one rank, it would leave the others waiting.
                 self._works = False
-                logging.getLogger("mpikv").warning("calls are not traced any more: %s", error)
+                logging.getLogger("mpikv").warning("tracing of calls has stopped: %s", error)

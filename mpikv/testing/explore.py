@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_range, default=(0, 100), metavar="A:B", help="from A to before B (0:100)")
     parser.add_argument("--ranks", type=_range, default=(4, 4), metavar="N[:M]", help="ranks, or a range of them (4)")
     parser.add_argument("--hosts", type=_range, default=(1, 1), metavar="N[:M]", help="hosts, or a range of them (1)")
-    parser.add_argument("--faults", action="store_true", help="draw something that goes wrong for each seed")
+    parser.add_argument("--faults", action="store_true", help="plan a fault for each seed")
     cores = sorted(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=len(cores), metavar="N", help=f"processes ({len(cores)})")
     given = parser.parse_args(arguments)

@@ -185,7 +185,7 @@ class FakeGraph:
 
     def launch(self) -> None:
         if self.closed:
-            raise TransportError(f"what was recorded on {self._gpu.name} was given up")
+            raise TransportError(f"the graph recorded on {self._gpu.name} was discarded")
         stream = self._gpu.current()
         if stream.capture is not None:
             raise MisuseError("a graph is launched in a capture")

@@ -17,14 +17,14 @@ import pytest
 from . import simulation
 
 _MARKER = (
-    "cluster(size, *, hosts=1, seeds=(0,), faults=()): the test runs on so many simulated ranks, once for each seed; "
+    "cluster(size, *, hosts=1, seeds=(0,), faults=()): the test runs on size simulated ranks, once for each seed; "
     "its argument comm is a rank's communicator"
 )
 _SEED = "_cluster_seed"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cluster-seed", type=int, metavar="N", help="run simulated ranks under this seed alone")
+    parser.addoption("--cluster-seed", type=int, metavar="N", help="run simulated ranks under this seed only")
 
 
 def pytest_configure(config: pytest.Config) -> None:

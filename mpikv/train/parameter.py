@@ -136,7 +136,8 @@ class Parameter:
         for array in arrays:
             if array.shape != shape or not castable(array.dtype, dtype):
                 raise ValueMismatch(
-                    f"a gradient of shape {array.shape} and {array.dtype} for {self.title} of shape {shape} and {dtype}"
+                    f"a gradient of shape {array.shape} and {array.dtype} does not fit {self.title} of shape {shape} "
+                    f"and {dtype}"
                 )
         self.grad = local_sum(arrays, dtype) if self.gpu is None else added_up(self.gpu, arrays, accumulator(dtype))
 
@@ -159,7 +160,8 @@ class Parameter:
         found = readable(gradient)
         if found.where != self._located.where:
             raise ValueMismatch(
-                f"a gradient on {found.where} for {self.title} on {self._located.where}; copy it there first"
+                f"the gradient is on {found.where} and {self.title} on {self._located.where}; copy the gradient there "
+                "first"
             )
         return found.array
 
@@ -179,14 +181,14 @@ class Parameter:
             np.add(grad, array, out=grad, casting="same_kind")
             return
         if not castable(array.dtype, grad.dtype):
-            raise ValueMismatch(f"a gradient of {array.dtype} was to be added to one of {grad.dtype}")
+            raise ValueMismatch(f"a gradient of {array.dtype} cannot be added to one of {grad.dtype}")
         widest = max(accumulator(grad.dtype), array.dtype, key=lambda dtype: dtype.itemsize)
         self.gpu.copy((grad,), (added_up(self.gpu, (grad, array), widest),))
 
     def _check_addable(self) -> None:
         if self._grad_req == "add" and (self.summed or self.used):
-            what = "the sum over ranks" if self.summed else "used up by an update"
-            raise ConfigError(f"a gradient was to be added to one that is {what}; call zero_grad() after the update")
+            what = "the sum over ranks" if self.summed else "used by an update already"
+            raise ConfigError(f"a gradient cannot be added to one that is {what}; call zero_grad() after the update")
 
     def __repr__(self) -> str:
         grad = "none" if self._grad is None else "fresh" if self.fresh else "stale"
@@ -236,8 +238,8 @@ def _check_overlap(parameters: Mapping[str, Parameter]) -> None:
             # True if the layouts are too strange to tell. numpy's own types know of no bound for the work.
             if np.may_share_memory(outlines[other], outlines[name], max_work=_MOST_WORK):  # type: ignore[arg-type]
                 raise ValueMismatch(
-                    f"parameters {other!r} and {name!r} lie over the same memory, in part or as two objects; "
-                    "give one array, or one Parameter, several names, or copies"
+                    f"parameters {other!r} and {name!r} overlap in memory, in part or as two objects; give one array "
+                    "or one Parameter both names to tie them, or pass copies"
                 )
         reaching.append((high, name))
 

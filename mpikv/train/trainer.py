@@ -458,8 +458,8 @@ class Trainer:
         store = self._kvstore
         if not store._in_rounds:
             raise Unsupported(
-                f"the store {store.type!r} updates by one rank's gradient, at its owner, who knows nothing of a batch "
-                "size: push gradients that are divided by it, or use 'dist_sync'"
+                f"the store {store.type!r} updates with one rank's gradient, and the owner does not know the batch "
+                "size; push gradients divided by the batch size, or use 'dist_sync'"
             )
         capable = store.is_capable(KVStoreBase.OPTIMIZER)
         if self._wanted and not capable:
@@ -487,9 +487,9 @@ class Trainer:
                 "itself; leave update_on_kvstore to the default"
             )
         return (
-            f"the store has an optimizer and values such as {store.keys()[0]!r}, and none of the parameters, as "
-            f"{next(iter(self._own), None)!r}; give the Trainer a store, or a scope, of its own, or to go on from a "
-            "checkpoint, the parameters the names of its values"
+            f"the store has an optimizer and values such as {store.keys()[0]!r}, but none of the parameters, such as "
+            f"{next(iter(self._own), None)!r}; give the Trainer a store, or a scope, of its own; to continue from a "
+            "checkpoint, name the parameters like its values"
         )
 
     def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
@@ -497,9 +497,11 @@ class Trainer:
         if present is None or present._user not in (None, self._token):
             return False
         if type(present) is not type(self._optimizer):
-            raise ConfigError(f"the store has the optimizer {present!r}, from which {self._optimizer!r} cannot go on")
+            raise ConfigError(
+                f"the store has the optimizer {present!r}, and {self._optimizer!r} cannot continue from its state"
+            )
         if missing := [name for name in self._stored() if name not in known]:
-            raise ConfigError(f"the store has an optimizer, and of the parameters only some: no {missing[0]!r}")
+            raise ConfigError(f"the store has an optimizer, but only some of the parameters: {missing[0]!r} is missing")
         self._optimizer = present
         return True
 
@@ -539,7 +541,9 @@ class Trainer:
 
     def _check_usable(self) -> None:
         if self._broken:
-            raise Closed(f"{self._broken}: the weights of this rank may be others since; make a new Trainer")
+            raise Closed(
+                f"{self._broken}: the weights of this rank may now differ from the other ranks'; make a new Trainer"
+            )
         if self._kvstore._joining and (not self._on_store or self._scaler is not None):
             raise Unsupported(
                 "in join() a Trainer needs a store that updates, and no loss_scaler: "
@@ -568,7 +572,7 @@ class Trainer:
             writable(parameter.grad)
             if (other := first.setdefault(id(parameter.grad), name)) != name:
                 raise ValueMismatch(
-                    f"{other!r} and {name!r} have one array as their gradients; give a copy to one of them"
+                    f"parameters {other!r} and {name!r} share one array as their gradient; give one of them a copy"
                 )
 
     def _scale(self, batch_size: Any) -> float:

@@ -35,7 +35,7 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
     if group.size == 1:
         return "local", "one rank"
     hosts = len(group.hosts)
-    where = f"ranks on {hosts} hosts{', as MPI has it' if group.divided else ''}"
+    where = f"ranks on {hosts} hosts{', as MPI reports' if group.divided else ''}"
     if asked == "shm" and not group.one_host:
         raise Unsupported(
             f"transport 'shm' needs all ranks on one host and they are on {hosts}; use 'auto' or 'hierarchical'"
@@ -44,15 +44,15 @@ def choose(group: ProcessGroup, config: Config) -> tuple[str, str]:
         raise Unsupported("transport 'hierarchical' is for several hosts and all ranks are on one; use 'auto' or 'shm'")
     if asked == "hierarchical" and config.deterministic:
         raise Unsupported(
-            "transport 'hierarchical' adds inside of each host first and deterministic=True in an order that no host "
-            "changes; use 'auto' or 'mpi'"
+            "transport 'hierarchical' sums on each host first, and deterministic=True needs an order that does not "
+            "depend on hosts; use 'auto' or 'mpi'"
         )
     if asked != "auto":
         return asked, "asked for"
     if group.one_host:
         return "shm", "all ranks on one host"
     if config.deterministic:
-        return "mpi", f"{where}, whose order of addition must not depend on where they are"
+        return "mpi", f"{where}, with an order of addition that does not depend on hosts"
     return ("mpi" if hosts == group.size else "hierarchical"), where
 
 

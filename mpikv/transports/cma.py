@@ -74,8 +74,8 @@ class Attached:
         if count != into.nbytes:
             why = os.strerror(ctypes.get_errno()) if count < 0 else f"{count} of {into.nbytes} bytes could be read"
             raise TransportError(
-                f"the arrays of rank {self._ranks[place]} cannot be read: {why}; with "
-                "MPIKV_SINGLE_COPY=0 ranks copy them instead"
+                f"the arrays of rank {self._ranks[place]} cannot be read: {why}; set MPIKV_SINGLE_COPY=0 to copy them "
+                "through shared memory instead"
             )
 
 

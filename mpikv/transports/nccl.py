@@ -53,9 +53,9 @@ _STATUS = {
 }
 _USAGE, _REMOTE, _IN_PROGRESS = 5, 6, 7
 _JOINING = "making the communicator"
-_ADVICE = "NCCL_DEBUG=INFO has NCCL say what it does, NCCL_SOCKET_IFNAME names the network that it takes"
+_ADVICE = "NCCL_DEBUG=INFO logs NCCL's steps, NCCL_SOCKET_IFNAME selects its network"
 # It reads once by which name it knows a host.
-_USED_BEFORE = "; where ranks share a GPU, nothing may use NCCL before the first store on GPUs is made"
+_USED_BEFORE = "; where ranks share a GPU, create the first store on GPUs before any other use of NCCL"
 _kept: list[Any] = []
 """What was given to NCCL by communicators that were given up while they were made: the GPU may use it for ever."""
 
@@ -167,7 +167,9 @@ class NcclTransport:
                 raise errors[0]
         except Stalled as error:
             # That they have come is known: each has been told the id.
-            late = f"{error}: NCCL has not connected the {self.size} ranks, though all have come; {_ADVICE}"
+            late = (
+                f"{error}: NCCL has not connected the {self.size} ranks, although all of them called create; {_ADVICE}"
+            )
             self._fail(Stalled(late), _JOINING)
         except (MPIKVError, self._nccl.NcclError, KeyError) as error:
             self._fail(error if isinstance(error, MPIKVError) else self._translated(error, _JOINING), _JOINING)
@@ -176,7 +178,7 @@ class NcclTransport:
             if not self.control.agree(int(self._failure is None)):
                 self._fail(TransportError(f"another rank failed in {_JOINING}"), "")
         except Stalled as error:
-            late = f"{error}, which NCCL has not connected, though it has connected this one; {_ADVICE}"
+            late = f"{error}: NCCL has connected this rank, but not those; {_ADVICE}"
             self._fail(Stalled(late, error.missing), _JOINING)
         except MPIKVError as error:
             self._fail(error, _JOINING)
@@ -447,7 +449,7 @@ class NcclTransport:
                 work.event = self._stream.record()
         except BaseException as error:
             work.failed = True
-            known = error if isinstance(error, MPIKVError) else TransportError(f"{call} was left by {error!r}")
+            known = error if isinstance(error, MPIKVError) else TransportError(f"{call} was interrupted by {error!r}")
             self._fail(known, call)
             raise
 
@@ -494,8 +496,8 @@ class NcclTransport:
         status = _status(error)
         said = last_error()
         text = (
-            f"NCCL {shown(self._nccl.get_version())} failed in {doing}: {_STATUS.get(status, f'status {status}')}"
-            f"{said and f' ({said})'}; NCCL_DEBUG=WARN has it say more"
+            f"NCCL {shown(self._nccl.get_version())} failed in {doing}: "
+            f"{_STATUS.get(status, f'status {status}')}{said and f' ({said})'}; NCCL_DEBUG=WARN logs details"
         )
         text += _USED_BEFORE if status == _USAGE and doing == _JOINING else ""
         return (PeerFailed if status == _REMOTE else TransportError)(text)

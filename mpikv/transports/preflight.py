@@ -45,11 +45,11 @@ def _problem(told: Sequence[dict[str, Any]]) -> str:
     settings = [rank["settings"] for rank in told]
     if other := _first_other(settings):
         return (
-            f"rank 0 is given {settings[0]} and rank {other} {settings[other]}; NCCL needs the same settings on all "
+            f"rank 0 has {settings[0]} and rank {other} has {settings[other]}; NCCL needs the same settings on all "
             "ranks"
         )
     if settings[0].get("NCCL_COMM_BLOCKING") == "0":
-        return "NCCL_COMM_BLOCKING=0 is set, with which NCCL's calls return before they have begun; unset it"
+        return "NCCL_COMM_BLOCKING=0 makes NCCL's calls return before they have begun; unset it"
     may_share = settings[0].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and versions[0] >= _SHARING
     seen: dict[tuple[str, str], int] = {}
     for rank, facts in enumerate(told):

@@ -127,7 +127,9 @@ class Endpoint:
         except BaseException as error:
             # The calling thread raises it, in its next call; it may compute for long before.
             self.failure = error
-            text = "the thread of rank %d that answers other ranks has ended, and they will wait for it in vain: %r"
+            text = (
+                "the thread of rank %d that answers other ranks has ended, and their calls to it will not complete: %r"
+            )
             logging.getLogger("mpikv").error(text, self._group.rank, error, exc_info=error)
 
     def _answer_all(self) -> None:

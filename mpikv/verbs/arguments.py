@@ -190,7 +190,7 @@ def _readable(value: Any, entry: Entry, several: int = 1) -> Array:
 
 
 def _kinds(what: str, given: np.dtype[Any], stored: np.dtype[Any]) -> str:
-    return f"{what} has dtype {given.name} and the stored value {stored.name}; only one kind is cast"
+    return f"{what} has dtype {given.name} and the stored value {stored.name}; only dtypes of one kind are cast"
 
 
 def _some(group: Sequence[Any], key: Key) -> Sequence[Any]:

@@ -40,7 +40,7 @@ class Operands:
     def plan(self, key: Any) -> Plan:
         """Return the plan for keys, which bring no arrays."""
         if isinstance(key, Mapping):
-            raise TypeError("a dict brings arrays with its keys, and none are asked for here; pass a list of its keys")
+            raise TypeError("this call takes keys without arrays, not a dict; pass a list of its keys")
         return self._find_plan(key) or self._exchange.values.plan(parse(key, None).keys)
 
     def _find_plan(self, key: Any) -> Plan | None:

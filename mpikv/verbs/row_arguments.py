@@ -297,20 +297,20 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
 def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], stored: np.dtype[Any]) -> None:
     if rows.shape != entry.shape:
         raise ValueMismatch(
-            f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; the shape of a "
-            "RowSparse is that of the whole"
+            f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; a RowSparse has "
+            "the shape of the whole value"
         )
     memory = entry.place.block.memory
     if what == "out" and not rows.on_host:
         if memory.is_host:
             raise Unsupported(
                 f"out of key {entry.key!r} has its rows on a GPU and the store its values on the host; pull to a "
-                "RowSparse of the host"
+                "RowSparse on the host"
             )
         memory.source(rows.values)  # which raises if they lie on another device
     casts = castable(stored, given) if what == "out" else castable(given, stored)
     if not casts:
         raise ValueMismatch(
-            f"{what} of key {entry.key!r} has dtype {given.name} and the stored value {stored.name}; only one kind is "
-            "cast, use astype"
+            f"{what} of key {entry.key!r} has dtype {given.name} and the stored value {stored.name}; only dtypes of "
+            "one kind are cast, use astype"
         )

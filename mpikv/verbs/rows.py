@@ -79,8 +79,8 @@ class RowVerbs:
         self._rows.load(plan.dtypes)
         if self._exchange.values.packed:
             raise Unsupported(
-                "rows are pulled as they are, and compress_pull packs what is pulled; pull the whole value, or leave "
-                "compress_pull out of set_gradient_compression"
+                "compress_pull cannot compress pulled rows; pull the whole value, or leave compress_pull out of "
+                "set_gradient_compression"
             )
         asked, result = asked_of(plan.entries, key, out, row_ids)
         for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
@@ -127,7 +127,7 @@ class RowVerbs:
             try:
                 self._pull(plan, wanted, spare)
             except MemoryError as error:
-                noted(error, "the rows were pushed, and not pulled")
+                noted(error, "the rows were pushed, but not pulled")
                 raise
             return result
 

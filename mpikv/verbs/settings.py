@@ -63,7 +63,7 @@ class SettingVerbs:
         packing = cast("Cast", self._find_codec(meant.cast))
         if not self._memory.is_host and packing is meant.cast:
             raise Unsupported(
-                f"compression {settings} has no CUDA kernel, which compress_pull needs on a GPU (known: bf16, "
+                f"compression {settings} has no CUDA kernel, and compress_pull needs one on a GPU (known: bf16, "
                 "fp16); use one of these, or leave compress_pull out"
             )
         return packing
@@ -75,7 +75,7 @@ class SettingVerbs:
         if self._memory.is_host or found is not codec:
             return found
         logging.getLogger("mpikv").warning(
-            "compression %s does its work on the host: pushes wait for the GPU, and copy gradients and sums",
+            "compression %s runs on the host: pushes wait for the GPU and copy gradients and sums",
             codec.settings(),
         )
         return HostFallback(codec, self._memory) if codec.elementwise else codec

@@ -68,7 +68,7 @@ class ValueVerbs:
         exchange.check_storable(arrays)
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
         if out is None and not self._memory.is_host and any(map(exchange.values.is_view, arrays)):
-            raise TypeError("a value is a view of a stored one, which is not to be filled; pass out=, or a copy")
+            raise TypeError("a value is a view of a stored one and must not be filled; pass out=, or a copy")
         fill = partial(self._operands.places, key, keys, stored)
         targets, result = self._operands.fillable(fill, given_to_fill(key, value, out), out is None)
         call = self._comparison.value_call("broadcast", form, arrays, f"priority {priorities(priority, keys)}")

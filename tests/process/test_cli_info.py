@@ -84,7 +84,7 @@ def test_in_a_job_of_slurm(mpi: tuple[Library, Launcher]) -> None:
     says = "5 tasks on 3 nodes; use  mpikv run -n 5 SCRIPT  without srun"
     assert report(**job)["mpi"]["slurm"].startswith(says)
     assert says in info(**job)
-    assert "is not of Slurm's form" in report(**job | {"SLURM_TASKS_PER_NODE": "many"})["mpi"]["problem"]
+    assert "is not in Slurm's form" in report(**job | {"SLURM_TASKS_PER_NODE": "many"})["mpi"]["problem"]
 
 
 def test_without_a_library() -> None:

@@ -296,7 +296,7 @@ def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library)
     assert not any(variable.startswith("OMPI_MCA_btl") for variable in variables)
     wrong = mpikv("run", "-n", "auto", "--dry-run", name, **job | {"SLURM_TASKS_PER_NODE": "2x3"})
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert "mpikv run: SLURM_TASKS_PER_NODE='2x3' is not of Slurm's form" in wrong.stderr
+    assert "mpikv run: SLURM_TASKS_PER_NODE='2x3' is not in Slurm's form" in wrong.stderr
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_a_launch_removes_such_files_and_says_so(
     monkeypatch.setattr("mpikv.cli.run.remove_leftovers", lambda: ["/dev/shm/mpich_a", "/dev/shm/mpich_b"])
     monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host: (0, ""))
     assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
-    said = "mpikv run: removed 2 files of this user's jobs that were killed before, as /dev/shm/mpich_a\n"
+    said = "mpikv run: removed 2 files left by killed jobs of this user, such as /dev/shm/mpich_a\n"
     assert capsys.readouterr().err.endswith(said)
 
 
@@ -570,7 +570,7 @@ except mpikv.Stalled: print("stalled")
 """
     done = mpikv("run", "-n", "2", script(tmp_path, text))
     assert (done.returncode, done.stdout) == (1, "stalled\n")
-    assert "mpikv run: rank 1 ended the job: ranks [0] do not come to their end" in done.stderr
+    assert "mpikv run: rank 1 ended the job: ranks [0] do not reach the end of their programs" in done.stderr
     assert "memory" not in done.stderr
 
 

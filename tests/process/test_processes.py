@@ -101,7 +101,7 @@ def test_ends_of_children_of_a_fork(tmp_path: Path) -> None:
     (tmp_path / "children.py").write_text(CHILDREN)
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "children.py"))
     assert (done.returncode, done.stdout) == (0, "ended\n" * 2), done.stderr
-    assert "MPI" not in done.stderr.replace("Open MPI allows", "")
+    assert "MPI" not in done.stderr.replace("Open MPI refuses", "")
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -120,7 +120,7 @@ def test_workers_of_a_rank_are_no_ranks(tmp_path: Path, method: str) -> None:
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "workers.py"), method)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        told = f"multiprocessing started this process in rank {rank} of 2, and it is no rank itself; use the store in"
+        told = f"multiprocessing started this process in rank {rank} of 2, and it is not a rank itself; use the"
         assert done.stdout.count(told) == 2
 
 
@@ -160,4 +160,4 @@ def test_a_rank_at_the_end_of_its_program_is_said_to_be_there(tmp_path: Path) ->
     (tmp_path / "ended.py").write_text(ENDED)
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "ended.py"))
     assert done.returncode != 0
-    assert "rank 1 began call #1 init('w') last and has come to the end of its program" in done.stderr
+    assert "rank 1 began call #1 init('w') last and has reached the end of its program" in done.stderr

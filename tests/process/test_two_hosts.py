@@ -243,7 +243,7 @@ def test_a_cut(hosts: Hosts) -> None:
     # Of two ranks of one host, the first to give up tells the other.
     assert all(text.startswith("Stalled: ") for text in raised), errors
     assert any(f"waited {TIMEOUT:.1f} s" in text for text in raised), errors
-    assert all("nobody on host" in text and "or the network is cut" in text for text in raised), errors
+    assert all("does not answer: its" in text and "or the network is cut" in text for text in raised), errors
     assert job.returncode != 0
     # A daemon of the launcher may stay on the other host, which nobody can reach any more.
     left = [Path(f"/proc/{process}/cmdline").read_bytes() for process in hosts.processes()]

@@ -222,9 +222,9 @@ class Program:
         self.values.update(zip(keys, values, strict=True))
         for key, out in zip(keys, outs, strict=True):
             np.testing.assert_array_equal(out, self.values[key], key)
-        with pytest.raises(TypeError, match="broadcast: what is to be filled"):
+        with pytest.raises(TypeError, match="broadcast: the array to fill"):
             self.kv.broadcast(keys[0], self.values[keys[0]], out=by_address(self.kv.view(keys[0])))
-        with pytest.raises(TypeError, match="broadcast: what is to be filled lies in the memory of the store's values"):
+        with pytest.raises(TypeError, match="broadcast: the array to fill lies in the memory of the store's values"):
             self.kv.broadcast(keys[0], by_address(self.kv.view(keys[0])))
 
     def overwrite(self):
@@ -257,7 +257,7 @@ class Program:
         }
         attempts["row_sparse_pull"] = lambda: self.kv.row_sparse_pull(one, by_address(self.kv.view(one)), row_ids=[1])
         verb = str(self.rng.choice(list(attempts)))
-        with pytest.raises(TypeError, match=f"^{verb}: what is to be filled lies in the memory of the store's values"):
+        with pytest.raises(TypeError, match=f"^{verb}: the array to fill lies in the memory of the store's values"):
             attempts[verb]()
 
     def rows(self):

@@ -436,7 +436,7 @@ def test_a_trainer_is_refused(staleness, on_store):
     with create(staleness=staleness) as kv:
         for store in (kv, kv.scope("part")):
             trainer = mpikv.Trainer({"w": np.ones(3)}, "sgd", {}, store, update_on_kvstore=on_store)
-            with pytest.raises(Unsupported, match=r"start: the store .* knows nothing of a batch size"):
+            with pytest.raises(Unsupported, match=r"start: the store .* does not know the batch size"):
                 trainer.start()
         assert kv.keys() == ()
 
@@ -511,7 +511,7 @@ def test_bad_calls_concern_one_rank(call, kind, text):
         ({"staleness": 1.0}, ConfigError, "staleness=1.0"),
         ({"staleness": np.True_}, ConfigError, "staleness=.*True"),
         ({"name": "dist_sync", "staleness": 1}, ConfigError, "staleness=1 is for 'dist_async'"),
-        ({"placement": "root"}, Unsupported, "placement: not with updates on arrival"),
+        ({"placement": "root"}, Unsupported, "placement: not in asynchronous mode"),
         ({"deterministic": True}, Unsupported, "deterministic"),
         ({"verify_calls": False}, Unsupported, "verify_calls"),
         ({"compression": "fp16"}, Unsupported, "compression"),
@@ -534,7 +534,7 @@ def test_names():
 @ALL
 def test_an_option_of_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("MPIKV_PLACEMENT", "root")
-    with pytest.raises(Unsupported, match="create: MPIKV_PLACEMENT, deterministic: not with updates on arrival"):
+    with pytest.raises(Unsupported, match="create: MPIKV_PLACEMENT, deterministic: not in asynchronous mode"):
         create(deterministic=True)
 
 

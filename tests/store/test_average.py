@@ -135,7 +135,7 @@ def test_one_object_in_stores_of_other_sizes(comm):
             alone.init("w", np.zeros(2))
             if kv.size > 1:
                 with pytest.raises(
-                    ConfigError, match=f"divides by the {kv.size} ranks of a store that had it before, and here are 1"
+                    ConfigError, match=f"divides by the {kv.size} ranks of an earlier store, and this store has 1;"
                 ):
                     alone.set_optimizer(optimizer)
             alone.set_optimizer(copy.copy(optimizer))
@@ -340,7 +340,9 @@ def test_a_factor_that_has_become_another(comm, ranks, folder, states, caplog):
                 kv.load_optimizer_states(folder / "states")
             else:
                 kv.load(folder / "all")
-            said = f"divides by the {ranks} ranks that have saved it, and this store has {size}: set"
+            said = (
+                f"divides by the {ranks} ranks of the job that saved it, and this store has {size}: on every rank, set"
+            )
             assert (said in caplog.text) is (size != ranks and kv.is_root)
 
 

@@ -729,7 +729,7 @@ def test_a_damaged_byte(comm, folder, arguments):
             for store in (kv, other):
                 error = outcome(store.load, path)
                 assert isinstance(error, (CheckpointError, PeerFailed))
-                assert "the checkpoint is damaged: its bytes" in str(error)
+                assert "the checkpoint is damaged: the checksum of its bytes" in str(error)
             assert contents(kv) == before
             assert (len(other), other.optimizer) == (0, None)
             kv.barrier()

@@ -874,7 +874,7 @@ def test_auto_takes_none_where_ranks_share_memory(comm):
         assert kv.statistics()["compression"] == {
             "asked": "auto(fp16() with error feedback)",
             "chosen": "None",
-            "why": "the ranks share the memory of the values, so nothing travels",
+            "why": "the ranks share the memory of the values, so there are no messages",
             "seconds": {},
         }
         kv.init("w", np.zeros(100, F32))

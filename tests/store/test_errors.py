@@ -142,7 +142,7 @@ def test_shapes(watched):
 @pytest.mark.feature("push-casts")
 def test_dtypes(watched):
     kv = watched.kv
-    text = "has dtype int64 and the stored value float32; only one kind is cast"
+    text = "has dtype int64 and the stored value float32; only dtypes of one kind are cast"
     watched.fails(ValueMismatch, f"^push: value of key 'bias' {text}", lambda: kv.push("bias", np.arange(3)))
     watched.fails(ValueMismatch, f"^pull: out of key 'bias' {text}", lambda: kv.pull("bias", np.arange(3)))
     text = "^init: dtype object cannot be stored .*float32"
@@ -186,9 +186,9 @@ def test_types(watched):
     constant = np.ones((2, 3))
     constant.flags.writeable = False
     watched.fails(
-        TypeError, r"^pull: what is to be filled is a read-only .*new arrays", lambda: kv.pull("weight", constant)
+        TypeError, r"^pull: the array to fill is a read-only .*new arrays", lambda: kv.pull("weight", constant)
     )
-    text = "^pushpull: what is to be filled is a read-only"
+    text = "^pushpull: the array to fill is a read-only"
     watched.fails(TypeError, text, lambda: kv.pushpull("weight", value, out=constant))
     watched.fails(TypeError, "float64, not an array that can be filled", lambda: kv.pull("weight", np.float64(1)))
     watched.fails(
@@ -428,7 +428,7 @@ def test_keys_of_buffers_and_views(watched):
 def test_views_cannot_be_written(buffered):
     kv = buffered.kv
     weight, bias = kv.view(["weight", "bias"])
-    text = "what is to be filled is a read-only numpy array"
+    text = "the array to fill is a read-only numpy array"
     buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull("weight", out=weight[...]))
     same_shape = np.broadcast_to(np.float32(1), 3)
     buffered.fails(TypeError, f"^pull: {text}", lambda: kv.pull(["weight", "bias"], out=[weight, same_shape]))
@@ -609,7 +609,10 @@ def test_an_updater_reshapes_what_it_received(transport):
 @ALL
 def test_an_updater_returns_what_has_a_mask_or_another_kind(transport):
     masked = lambda stored: np.ma.masked_array(stored, stored > 2)  # noqa: E731
-    texts = {masked: "returned a masked array for key 'weight', whose mask", lambda stored: stored * 1j: "complex128"}
+    texts = {
+        masked: "returned a masked array for key 'weight'; a value has no mask",
+        lambda stored: stored * 1j: "complex128",
+    }
     with mpikv.create(transport=transport, timeout=10) as kv:
         watched = Watched(kv, False)
         for make, text in texts.items():
@@ -635,7 +638,7 @@ def test_an_updater_that_rebinds_is_told_once(caplog):
             kv.push(["w", "b"], [np.ones(2), np.ones(3)])
         texts = [record.getMessage() for record in caplog.records]
         assert len(texts) == kv.is_root
-        assert all("has changed nothing of key 'w', and returned None" in text for text in texts)
+        assert all("did not change key 'w' and returned None" in text for text in texts)
         caplog.clear()
         kv.set_updater(lambda key, given, stored: stored if key == "w" else stored.__iadd__(given))
         kv.push(["w", "b"], [np.ones(2), np.ones(3)])
@@ -1021,7 +1024,7 @@ print("started" if MPI.Is_initialized() else "not started", MPI.Get_library_vers
 )
 def test_launchers_that_start_no_mpi(environment):
     first, again, end = alone(REFUSED, **environment).stdout.splitlines()
-    seen = r"(speaks PMIx? and is offered nothing|sees only this process)"
+    seen = r"(uses PMIx? and the launcher offers nothing|sees only this process)"
     assert re.search(rf"says 2 ranks but MPI \(.*\) {seen}.*mpikv run -n 2", first), first
     assert first == again
     assert end.startswith("not started" if "speaks" in first else "started")
@@ -1033,7 +1036,8 @@ def test_launchers_that_start_no_mpi(environment):
 def test_one_rank_in_a_job_of_several_tasks():
     result = alone("import mpikv; print(mpikv.create().size)", SLURM_NTASKS="8")
     assert (result.returncode, result.stdout) == (0, "1\n")
-    assert "one rank in a Slurm job of 8 tasks; for all:  mpikv run -n 8 SCRIPT" in result.stderr
+    told = "the store has one rank in a Slurm job of 8 tasks; to start all ranks, use  mpikv run -n 8 SCRIPT"
+    assert told in result.stderr
     assert "srun --" not in result.stderr
 
 
@@ -1048,7 +1052,7 @@ def test_the_launcher_of_another_library():
     for environment in next((those for name, those in foreign.items() if library.startswith(name)), ()):
         result = alone(REFUSED, **environment)
         first, again, end = result.stdout.splitlines()
-        seen = "speaks (PMI and is offered PMIx|PMIx and is offered PMI)"
+        seen = "uses (PMI and the launcher offers PMIx|PMIx and the launcher offers PMI)"
         assert re.search(rf"says 2 ranks but MPI \(.*\) {seen}: .*mpikv run -n 2", first), result
         assert first == again
         assert end.startswith("not started"), result
@@ -1071,7 +1075,7 @@ def test_a_launcher_that_demands_munge_of_a_pmix_that_has_none():
     where = alone("import mpikv.cli.launchers as it, os; print(it.find_library(os.environ))").stdout
     if "Open MPI 5" not in where or sys.prefix not in where:
         pytest.skip("for Open MPI's wheel")
-    assert "has a PMIx without munge, which the launcher demands" in alone(REFUSED, **environment).stdout
+    assert "has a PMIx without munge, and the launcher requires munge" in alone(REFUSED, **environment).stdout
 
 
 @pytest.mark.ranks(2, 3)
@@ -1100,7 +1104,7 @@ def test_what_is_no_communicator_of_one_group(comm):
     between = half.Create_intercomm(0, comm, 1 if comm.rank == 0 else 0)
     for given, error, text in (
         (between, ConfigError, "intercommunicator.*comm.Merge"),
-        (MPI.COMM_NULL, ConfigError, "COMM_NULL.*only the members"),
+        (MPI.COMM_NULL, ConfigError, "COMM_NULL.*only on members"),
         (4, TypeError, "comm=4 is not an mpi4py.MPI.Intracomm"),
         (MPI.GROUP_EMPTY, TypeError, "is not an mpi4py.MPI.Intracomm"),
     ):
@@ -1129,7 +1133,7 @@ def test_an_updater_calls_another_store(comm):
         if kv.size == 1:
             kv.push("w", np.ones(2))
             return
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater's function runs on the owner"):
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater runs only on the owner"):
             kv.push("w", np.ones(2))
         assert (kv.pull("w") == 0).all()
         assert (other.pull("x") == 0).all()
@@ -1150,7 +1154,7 @@ def test_an_updater_calls_a_store_of_one_rank_and_another(comm):
                 pass
 
         kv.set_updater(update)
-        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater's function runs on the owner"):
+        with pytest.raises(Unsupported if kv.is_root else PeerFailed, match="an updater runs only on the owner"):
             kv.push("w", np.ones(2))
         assert (alone.pull("i") == (kv.size if kv.is_root else 0)).all()
         alone.close()
@@ -1162,7 +1166,7 @@ def test_an_updater_creates_a_store(comm):
         kv.init("w", np.zeros(2))
         kv.set_updater(lambda key, given, stored: mpikv.create(comm=comm).close())
         with pytest.raises(
-            Unsupported if kv.is_root else PeerFailed, match="create: an updater's function runs on the owner"
+            Unsupported if kv.is_root else PeerFailed, match="create: an updater runs only on the owner"
         ):
             kv.push("w", np.ones(2))
         kv.set_updater(lambda key, given, stored: stored.__iadd__(given))

@@ -117,7 +117,7 @@ def test_the_choice_on_several_hosts(comm, ranks, simulate_ranks_per_host):
         Unsupported, match="needs all ranks on one host and they are on 2; use 'auto' or 'hierarchical'"
     ):
         choose(group, Config(transport="shm"))
-    with pytest.raises(Unsupported, match="'hierarchical' adds inside of each host first and deterministic=True"):
+    with pytest.raises(Unsupported, match="'hierarchical' sums on each host first, and deterministic=True"):
         choose(group, Config(transport="hierarchical", deterministic=True))
     group.close()
 
@@ -148,7 +148,7 @@ def test_ranks_of_one_machine_that_mpi_divides(comm, caplog):
         pass
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (comm.rank == 0), "once, on one rank"
-    whose = f"MPI takes the {comm.size} ranks on {platform.node()} for ranks of 2 hosts"
+    whose = f"MPI reports 2 hosts for the {comm.size} ranks on {platform.node()}"
     assert all(text.startswith(whose) and "MPIKV_TRANSPORT=shm" in text for text in said)
 
 

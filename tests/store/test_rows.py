@@ -355,8 +355,8 @@ def test_rows_that_are_not_there_are_zeros(comm):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"row_ids": [0, 6]}, IndexError, "row 6 is not in an array of 6 rows"),
-        ({"row_ids": np.array([-1])}, IndexError, "row -1 is not"),
+        ({"row_ids": [0, 6]}, IndexError, "row 6 is outside of an array of 6 rows"),
+        ({"row_ids": np.array([-1])}, IndexError, "row -1 is outside"),
         ({"row_ids": None}, TypeError, "row_ids says which rows are wanted"),
         ({"row_ids": [0.5]}, TypeError, "expected an array, got float"),
         ({"row_ids": [[0], [1]], "out": [empty()] * 3}, mpikv.ValueMismatch, "3 outs and 2 row_ids for key 's'"),

@@ -85,7 +85,7 @@ def test_mistakes_on_one_rank(store):
     with pytest.raises(Unsupported, match="has no set_optimizer; 'dist_sync' has"):
         store.set_optimizer("sgd")
     if store.size > 1:
-        here = rf"calls init for arrays of other shapes .* here they are 'g' float64\[{2 + store.rank}\]"
+        here = rf"calls init when shapes or dtypes differ .* here they are 'g' float64\[{2 + store.rank}\]"
         with pytest.raises(RankMismatch, match=here):
             store.pushpull("g", np.ones(2 + store.rank))
         with pytest.raises(RankMismatch):

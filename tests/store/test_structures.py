@@ -584,7 +584,7 @@ def test_an_out_of_numpy_that_cannot_be_written_is_an_error(kv):
         lambda: kv.pushpull("w", np.ones(3), out=out),
         lambda: kv.broadcast("w", np.ones(3), out=out),
     ):
-        with pytest.raises(TypeError, match="read-only numpy array; pass an out= that can be written, or leave it out"):
+        with pytest.raises(TypeError, match="read-only numpy array; pass a writable out=, or leave it out"):
             call()
     assert kv.version("w") == 0
     np.testing.assert_array_equal(kv.pull("w", out=before), np.zeros(3))
@@ -594,7 +594,7 @@ def test_an_out_of_numpy_that_cannot_be_written_is_an_error(kv):
 def test_a_compiled_call_needs_arrays_that_can_be_written(kv):
     kv.init("w", np.zeros(3))
     for given in (read_only(np.ones(3)), Standin(np.ones(3))):
-        with pytest.raises(TypeError, match="each call fills the same arrays, of which one cannot be written"):
+        with pytest.raises(TypeError, match="each call fills the same arrays, and one of them is read-only"):
             kv.capture("w", given)
     out = np.zeros(3)
     kv.capture("w", Standin(np.ones(3)), out=out)()
@@ -675,9 +675,13 @@ def test_advice_about_arrays(kv):
     fails(ValueMismatch, r"is in a list, .* numpy\.stack makes one", lambda: kv.push("m", list(matrix)))
     kv.push("m", np.stack(list(matrix)))
     np.testing.assert_array_equal(kv.pull("m"), matrix * kv.size)
-    fails(ValueMismatch, "only one kind is cast; pass one of float64", lambda: kv.pull("w", out=np.zeros(3, np.int64)))
+    fails(
+        ValueMismatch,
+        "only dtypes of one kind are cast; pass one of float64",
+        lambda: kv.pull("w", out=np.zeros(3, np.int64)),
+    )
     kv.pull("w", out=np.zeros(3, np.dtype("float64")))
-    fails(ValueMismatch, "only one kind is cast, use astype", lambda: kv.push("w", np.ones(3, np.int64)))
+    fails(ValueMismatch, "only dtypes of one kind are cast, use astype", lambda: kv.push("w", np.ones(3, np.int64)))
     kv.push("w", np.ones(3, np.int64).astype(np.float64))
     fails(TypeError, "out of a dict of arrays is a dict", lambda: kv.pushpull({"w": np.ones(3)}, out=[np.ones(3)]))
     kv.pushpull({"w": np.ones(3)}, out={"w": np.ones(3)})
@@ -695,7 +699,7 @@ def test_advice_about_a_parameter():
 @pytest.mark.ranks(1, 2)
 def test_advice_about_a_name_that_was_not_summed(comm):
     with mpikv.create("horovod", comm=comm) as kv:
-        with pytest.raises(KeyNotInitialized, match="'g' was not summed or broadcast"):
+        with pytest.raises(KeyNotInitialized, match="'g' was never summed or broadcast"):
             kv.delete("g")
         kv.pushpull("g", np.ones(2))
         kv.delete("g")

@@ -174,7 +174,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_job(comm, folder, caplog):
         for _ in range(3):
             kv.push("w", np.ones(2))
         np.testing.assert_array_equal(kv.pull("w"), np.full(2, kv.size))
-        said = [one.getMessage() for one in caplog.records if "not traced any more" in one.getMessage()]
+        said = [one.getMessage() for one in caplog.records if "tracing of calls has stopped" in one.getMessage()]
         assert len(said) == (kv.rank == 0)
 
 
@@ -217,8 +217,8 @@ def test_a_line_that_was_written_in_part_ends_the_trace(comm, folder, monkeypatc
         monkeypatch.setattr(find_tracer(str(folder)), "_file", file)
         kv.barrier()
         size = kv.size
-    assert [one.getMessage() for one in caplog.records if "not traced any more" in one.getMessage()] == [
-        "calls are not traced any more: only a part of a line could be written"
+    assert [one.getMessage() for one in caplog.records if "tracing of calls has stopped" in one.getMessage()] == [
+        "tracing of calls has stopped: only a part of a line could be written"
     ]
     assert {event["pid"] for event in traced(comm, folder)} == set(range(size))
 
@@ -252,8 +252,8 @@ def test_mistakes_of_the_command(folder, capsys):
     for name in ("one", "two"):
         (folder / f"{name}{SUFFIX}").write_text(head)
     assert main(["trace", str(folder)]) == 1
-    assert "two files of rank 0, so of several jobs" in capsys.readouterr().err
+    assert "two files of rank 0, so they are of several jobs" in capsys.readouterr().err
     for file in folder.iterdir():
         file.write_text("")
     assert main(["trace", str(folder)]) == 1
-    assert "have made no store" in capsys.readouterr().err
+    assert "created no store" in capsys.readouterr().err

@@ -179,7 +179,7 @@ def test_a_folder_that_cannot_be_flushed(tmp_path: Path, monkeypatch: pytest.Mon
         kv.push("w", np.full(10, 2.0))
         monkeypatch.setattr(os, "fsync", failing)
         if code == errno.EIO:
-            with pytest.raises(OSError, match="the new checkpoint is in its place, but may not survive") as caught:
+            with pytest.raises(OSError, match="the new checkpoint is saved, but a power failure may lose it") as caught:
                 kv.save(path)
             assert (caught.value.errno, caught.value.filename) == (code, str(path))
         else:

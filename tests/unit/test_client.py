@@ -118,7 +118,7 @@ def test_an_answer_to_nothing_is_an_error(source, other):
     post, asking = asker()
     ticket = asking.ask(Kind.LEAVE, 1)
     post.replies.append(answer(source, ticket + other))
-    with pytest.raises(TransportError, match=f"rank {source} has answered what it was not asked"):
+    with pytest.raises(TransportError, match=f"rank {source} sent a reply without a request"):
         asking.hear()
 
 

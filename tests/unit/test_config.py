@@ -169,7 +169,7 @@ def test_counts_that_slurm_writes_in_short(text, numbers):
 
 @pytest.mark.parametrize("text", ["", "2(x3", "x", "-1", "2,", "2(3)", "2 (x3)", "\u0664"])
 def test_counts_of_another_form_are_refused(text):
-    with pytest.raises(ConfigError, match=re.escape(f"SLURM_TASKS_PER_NODE={text!r} is not of Slurm's form")):
+    with pytest.raises(ConfigError, match=re.escape(f"SLURM_TASKS_PER_NODE={text!r} is not in Slurm's form")):
         parse_counts("SLURM_TASKS_PER_NODE", text)
 
 

@@ -58,12 +58,12 @@ OTHERS = {
     "NAG": "write 'sgd' with nesterov=True, momentum=0.9",
     "LBSGD": "write 'lars'",
     "ccSGD": "write 'sgd'",
-    "SGLD": "MXNet's is not here",
-    "DCASGD": "MXNet's is not here",
-    "FTML": "MXNet's is not here",
-    "LANS": "MXNet's is not here",
-    "AdaBelief": "MXNet's is not here",
-    "GroupAdaGrad": "MXNet's is not here",
+    "SGLD": "mpikv lacks this optimizer of MXNet",
+    "DCASGD": "mpikv lacks this optimizer of MXNet",
+    "FTML": "mpikv lacks this optimizer of MXNet",
+    "LANS": "mpikv lacks this optimizer of MXNet",
+    "AdaBelief": "mpikv lacks this optimizer of MXNet",
+    "GroupAdaGrad": "mpikv lacks this optimizer of MXNet",
 }
 
 WARMUP = {"base_lr": 0.01, "warmup_steps": 0, "warmup_begin_lr": 0, "warmup_mode": "linear"}

@@ -201,7 +201,7 @@ def test_an_optimizer_that_fails_in_the_middle(rounds):
     if rounds:
         owner.ledger.push(0, 1, 0, unit(2, 0))
         owner.ledger.pull(0, 2, 0)
-    with pytest.raises(HalfUpdated, match=r"key 'a' has failed in the middle, by MemoryError.*may be half changed"):
+    with pytest.raises(HalfUpdated, match=r"key 'a' failed halfway: MemoryError.*may be half changed"):
         owner.ledger.push(1, 3, 0, unit(2, 1))
     assert owner.answers.keys() == ({1, 3} if rounds else {3})
     assert all(isinstance(answer, HalfUpdated) for _, _, answer in owner.answers.values())

@@ -55,7 +55,7 @@ def test_rows_are_looked_up_by_number(rows, data):
 def test_what_is_no_number_of_a_row():
     rows = RowSparse([1, 3], np.ones((2, 2)), (5, 2))
     for number in (5, -1, [0, 5]):
-        with pytest.raises(IndexError, match="is not in an array of 5 rows"):
+        with pytest.raises(IndexError, match="is outside of an array of 5 rows"):
             rows[number]
     for wrong in (slice(2), (1, 0), None, "1", 1.0, ...):
         with pytest.raises(TypeError, match="by their numbers, not by "):
@@ -63,7 +63,7 @@ def test_what_is_no_number_of_a_row():
     with pytest.raises(ValueMismatch, match="integers"):
         rows[True]
     for wrong in ([[1], [3]], [[1, 3]], np.array([[1], [3]]), np.empty((0, 2), int)):
-        with pytest.raises(ValueMismatch, match="one-dimensional, and these have 2 dimensions"):
+        with pytest.raises(ValueMismatch, match="must have one dimension, not 2"):
             rows[wrong]
     for attempt in (iter, reversed, lambda rows: 3 in rows, list):
         with pytest.raises(TypeError):
@@ -85,7 +85,7 @@ def test_sums_of_several(every, in_pairs):
 def test_lengths_and_numbers_are_not_bent_into_shape():
     with pytest.raises(TypeError, match="float"):
         RowSparse([0], np.ones((1, 2)), (6.9, 2))
-    with pytest.raises(ValueMismatch, match="one-dimensional, and these have 2 dimensions"):
+    with pytest.raises(ValueMismatch, match="must have one dimension, not 2"):
         RowSparse(np.array([[0, 1]]), np.ones((2, 2)), (6, 2))
     assert RowSparse([0], np.ones((1, 2)), np.array([6, 2])).shape == (6, 2)
 
@@ -98,13 +98,13 @@ def test_half_precision_is_rounded_once():
 @pytest.mark.parametrize(
     ("ids", "error", "text"),
     [
-        ([-1], IndexError, "row -1 is not in an array of 3 rows"),
-        ([0, 3], IndexError, "row 3 is not in an array of 3 rows"),
-        ([0.5], ValueMismatch, "numbers of rows are integers"),
-        ([float("nan")], ValueMismatch, "numbers of rows are integers"),
-        (np.array([2**63 + 1], np.uint64), ValueMismatch, "numbers of rows are integers"),
-        (["a"], ValueMismatch, "numbers of rows are integers"),
-        ([True], ValueMismatch, "numbers of rows are integers"),
+        ([-1], IndexError, "row -1 is outside of an array of 3 rows"),
+        ([0, 3], IndexError, "row 3 is outside of an array of 3 rows"),
+        ([0.5], ValueMismatch, "row numbers must be integers"),
+        ([float("nan")], ValueMismatch, "row numbers must be integers"),
+        (np.array([2**63 + 1], np.uint64), ValueMismatch, "row numbers must be integers"),
+        (["a"], ValueMismatch, "row numbers must be integers"),
+        ([True], ValueMismatch, "row numbers must be integers"),
         ("ab", TypeError, "expected an array, got str"),
     ],
 )

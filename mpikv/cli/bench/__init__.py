@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         delivered = _deliver(jobs, options) if jobs else 0
         if status:
             size = options.sizes[len(jobs)]
-            left = ", nor was any after it" if len(jobs) + 1 < len(options.sizes) else ""
+            left = "; the later jobs were not started" if len(jobs) + 1 < len(options.sizes) else ""
             _complain(
                 f"the job of {size} rank{'s' * (size > 1)} failed with status {status} and was not measured{left}"
             )

@@ -156,10 +156,10 @@ def _parser() -> argparse.ArgumentParser:
         dest="scaling",
         metavar="N,N",
         type=lambda text: [_positive(part) for part in text.split(",")],
-        help="one job for each of these numbers of ranks; the sets, unless --suite or --only says otherwise",
+        help="run one job for each number of ranks; measures the sets unless --suite or --only is given",
     )
-    add("--suite", choices=(*SUITES, "all"), help="what to measure, in general (default all)")
-    add("--only", metavar="NAME,NAME", help=f"what to measure, in particular: {', '.join(_KNOWN)}")
+    add("--suite", choices=(*SUITES, "all"), help="group of measurements (default all)")
+    add("--only", metavar="NAME,NAME", help=f"single measurements: {', '.join(_KNOWN)}")
     add(
         "--optimizer",
         metavar="NAME,NAME",
@@ -167,8 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--transport", choices=TRANSPORTS, help="of the store (default auto); on GPUs by which ranks agree")
     add("--rounds", metavar="N", type=_positive, default=0, help="of each case (default 41; sets: 15)")
-    add("--quick", action="store_true", help="few rounds and small sets: to see that it works, not how fast")
-    add("--no-pin", dest="pin", action="store_false", help="leave it to the system which core runs which rank")
+    add("--quick", action="store_true", help="few rounds and small sets, to check that it works, not its speed")
+    add("--no-pin", dest="pin", action="store_false", help="do not pin ranks to cores")
     add("--json", metavar="FILE", type=Path, help="write everything, with the times of each round")
     add("--plot", metavar="FILE.png", type=Path, help="draw the times of all sizes (needs matplotlib)")
     add("--report", type=Path, help=argparse.SUPPRESS)

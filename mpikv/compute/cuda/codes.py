@@ -63,7 +63,7 @@ def code_of(codec: Any) -> Code:
     if not has_code(codec):
         raise Unsupported(
             f"compression {codec.settings()} has no CUDA kernel (known: 1bit, 2bit, bf16, fp16); use one of these, or "
-            "let the codec do its work on the host"
+            "run the codec on the host"
         )
     inside = _inside(codec)
     return Code(_CODES[type(inside)], getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))

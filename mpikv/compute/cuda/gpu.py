@@ -92,9 +92,9 @@ def choose_gpu(count: int, local_rank: int, local_size: int, sharing: bool, visi
     if local_size > count:
         told = f" of CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
         raise TransportUnavailable(
-            f"{local_size} ranks of this host need a GPU each and see {count}{told}; start {count} per host, as by "
-            f"'mpikv run -n {count}', or use 'dist_sync' with host arrays (MPIKV_GPU_SHARING=1 lets ranks share a GPU, "
-            "for tests)"
+            f"the {local_size} ranks of this host need one GPU each and see {count}{told}; start {count} per host, as "
+            f"by 'mpikv run -n {count}', or use 'dist_sync' with host arrays (MPIKV_GPU_SHARING=1 lets ranks share a "
+            "GPU, for tests)"
         )
     return local_rank
 
@@ -138,9 +138,7 @@ def gpu_of(value: Any) -> CupyGpu:
     """
     kind, ordinal = map(int, value.__dlpack_device__())
     if kind not in (_DEVICE, _MANAGED):
-        raise Unsupported(
-            f"the array is on DLPack's device ({kind}, {ordinal}), of which nothing is known here; copy it to the host"
-        )
+        raise Unsupported(f"the array is on an unknown DLPack device ({kind}, {ordinal}); copy it to the host")
     if ordinal not in _known.gpus:
         cupy = _find_cupy("arrays of GPUs")
         try:
@@ -204,7 +202,7 @@ def _find_cupy(what: str = "sums on GPUs") -> Any:
 
 def _count(cupy: Any, visible: str | None) -> int:
     """Return how many GPUs this process sees, 1 at least."""
-    why, advice = "the driver sees none", "nvidia-smi shows which there are"
+    why, advice = "the driver sees none", "nvidia-smi lists the GPUs of this host"
     try:
         if count := cupy.cuda.runtime.getDeviceCount():
             return int(count)
@@ -520,7 +518,7 @@ class CupyGraph:
     @_failing("CUDA failed on {0}, in a graph")
     def launch(self) -> None:
         if (graph := self._graph) is None:  # another thread gives it up
-            raise TransportError(f"what was recorded on {self.gpu.name} was given up")
+            raise TransportError(f"the graph recorded on {self.gpu.name} was discarded")
         graph.launch()
 
     def close(self) -> None:

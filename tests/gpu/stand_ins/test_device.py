@@ -335,7 +335,7 @@ def test_who_expects_a_gpu_is_told_that_there_is_none(comm: Any, why: str, gpus:
     with caplog.at_level("INFO", logger="mpikv"), mpikv.create("device", comm=comm) as kv:
         assert not kv.is_capable("gpu")
     (said,) = [record for record in caplog.records if "store 'device'" in record.getMessage()]
-    assert said.getMessage() == "store 'device' is on the host, as a rank finds: there is none here"
+    assert said.getMessage() == "store 'device' is on the host, because a rank reports: there is none here"
     warns = rank == 0 and (why == "CuPy without a GPU" or (why == "a GPU of one rank" and size > 1))
     assert said.levelname == ("WARNING" if warns else "INFO")
 
@@ -413,11 +413,11 @@ def test_a_call_in_a_capture_is_refused_everywhere(comm, wait):
         if kv.rank == 0:
             with stream:
                 stream.begin_capture()
-                with pytest.raises(Unsupported, match="push: the present stream is captured"):
+                with pytest.raises(Unsupported, match="push: the current stream is being captured"):
                     kv.push("w", gradient, wait=wait)
                 stream.end_capture()
         else:
-            with pytest.raises(PeerFailed, match=r"rank 0 .*the present stream is captured"):
+            with pytest.raises(PeerFailed, match=r"rank 0 .*the current stream is being captured"):
                 kv.push("w", gradient)
         kv.push("w", gradient)
         assert on_host(kv.pull("w")).tolist() == [kv.size] * 5

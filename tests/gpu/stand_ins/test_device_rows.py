@@ -247,7 +247,7 @@ def test_rows_of_a_gpu_stay_there_and_are_summed_from_left_to_right(
                 expected[number] = value.astype(dtype)
             assert on_host(rows.to_dense()).tobytes() == expected.tobytes()
             assert on_host(rows.values).tobytes() == expected[sorted(sums)].tobytes()
-        with pytest.raises(TypeError, match="not brought to the host unasked"):
+        with pytest.raises(TypeError, match="not copied to the host implicitly"):
             np.asarray(rows)
 
 
@@ -263,7 +263,7 @@ def test_rows_with_gaps_between_them_are_copied(gpu: FakeGpu) -> None:
 
 @pytest.mark.ranks(1)
 def test_rows_of_a_gpu_without_a_store() -> None:
-    with pytest.raises(Unsupported, match="of which this process has no store; create the store first"):
+    with pytest.raises(Unsupported, match="this process has no store on that GPU; create the store first"):
         RowSparse([0], FakeGpu().upload(np.ones((1, 2))), (6, 2))
 
 

@@ -259,7 +259,7 @@ def test_a_graph_runs_when_it_is_launched(gpu):
             graph.launch()
     gpu.checker.assert_clean()
     graph.close()
-    with stream, pytest.raises(TransportError, match="was given up"):
+    with stream, pytest.raises(TransportError, match="was discarded"):
         graph.launch()
 
 
@@ -360,7 +360,7 @@ def test_waiting_keeps_graphs_and_closing_ends_them(gpu):
         graph.launch()
     assert (memory.to_host(array) == 7).all()
     memory.order.close()
-    with memory.order.stream, pytest.raises(TransportError, match="was given up"):
+    with memory.order.stream, pytest.raises(TransportError, match="was discarded"):
         graph.launch()
 
 

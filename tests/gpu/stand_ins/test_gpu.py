@@ -54,7 +54,7 @@ def test_a_rank_has_the_gpu_of_its_number(count, local_rank, local_size, sharing
 
 def test_too_few_gpus():
     with pytest.raises(
-        TransportUnavailable, match=r"^4 ranks of this host need a GPU each and see 2; start 2 per host"
+        TransportUnavailable, match=r"^the 4 ranks of this host need one GPU each and see 2; start 2 per host"
     ):
         choose_gpu(2, 0, 4, False, None)
     with pytest.raises(TransportUnavailable, match=r"see 2 of CUDA_VISIBLE_DEVICES='0,1'; .*MPIKV_GPU_SHARING=1"):
@@ -97,7 +97,7 @@ def test_without_a_gpu():
     code = f"import mpikv\nfrom mpikv.compute.cuda import gpu\ntry: {use}\nexcept mpikv.MPIKVError as e: print(e)\n"
     text, seconds = run(f"exec({code!r})", CUDA_VISIBLE_DEVICES="")
     assert re.search(r"^CuPy \S+ is installed, but no GPU can be used here \(.+, with CUDA_VISIBLE_DEVICES=''\)", text)
-    assert re.search("install NVIDIA's driver, 580 or newer|nvidia-smi shows which", text)
+    assert re.search("install NVIDIA's driver, 580 or newer|nvidia-smi lists the GPUs", text)
     assert seconds < 1
 
 
@@ -504,7 +504,7 @@ def test_the_gpu_of_an_array(monkeypatch):
     assert gpu_of(SimpleNamespace(__dlpack_device__=lambda: (13, 1))) is gpu  # memory that moves
     gpu.download(array, out := np.empty(3))
     assert (out == array.host).all()
-    with pytest.raises(Unsupported, match=r"DLPack's device \(10, 0\), of which nothing is known here"):
+    with pytest.raises(Unsupported, match=r"an unknown DLPack device \(10, 0\); copy it"):
         gpu_of(SimpleNamespace(__dlpack_device__=lambda: (10, 0)))
 
 
@@ -704,7 +704,7 @@ def test_the_gpu_of_a_rank(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", standin)
     assert find_gpu(1, 2).name == "cuda:1"
     assert standin.present == 1
-    with pytest.raises(TransportUnavailable, match="3 ranks of this host need a GPU each and see 2"):
+    with pytest.raises(TransportUnavailable, match="the 3 ranks of this host need one GPU each and see 2"):
         find_gpu(1, 3)
     assert find_gpu(2, 3, sharing=True).name == "cuda:0"
     standin.cuda.runtime.getDeviceCount = lambda: 0

@@ -473,7 +473,7 @@ def test_that_a_codec_works_on_the_host_is_said_once(gpu, comm, compression, cap
         kv.set_gradient_compression("2bit")
         kv.push("w", gpu.upload(np.ones((20, 20), F32)))
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [
-        "compression topk(ratio=0.01) with error feedback does its work on the host"
+        "compression topk(ratio=0.01) with error feedback runs on the host"
     ]
 
 

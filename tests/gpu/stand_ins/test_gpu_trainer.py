@@ -308,7 +308,9 @@ def test_gradients_are_added_up_as_on_the_host(gpu: FakeGpu, dtype: Any, given: 
 @pytest.mark.ranks(1)
 def test_mistakes(gpu: FakeGpu) -> None:
     weight = Parameter(gpu.upload(np.ones(3)))
-    with pytest.raises(ValueMismatch, match="a gradient on the host for a parameter on fake:0; copy it there first"):
+    with pytest.raises(
+        ValueMismatch, match="the gradient is on the host and a parameter on fake:0; copy the gradient there first"
+    ):
         weight.grad = np.ones(3)
     with pytest.raises(ValueMismatch, match=r"a gradient of shape \(2,\)"):
         weight.grad = gpu.upload(np.ones(2))
@@ -320,7 +322,7 @@ def test_mistakes(gpu: FakeGpu) -> None:
     with pytest.raises(ValueMismatch, match="a gradient on fake:0 for a parameter on the host"):
         Parameter(np.ones(3)).grad = gpu.upload(np.ones(3))
     whole = gpu.upload(np.ones(6))
-    with pytest.raises(ValueMismatch, match="'a' and 'b' lie over the same memory"):
+    with pytest.raises(ValueMismatch, match="'a' and 'b' overlap in memory"):
         Trainer({"a": whole[:4], "b": whole[3:]}, "sgd")
     added = Parameter(gpu.upload(np.ones(3, np.float32)), grad_req="add")
     added.grad = gpu.upload(np.ones(3, np.float32))

@@ -113,7 +113,7 @@ def test_forms_and_casts(comm: Any, gpu: Any) -> None:
             np.testing.assert_array_equal(out, np.full((2, 3), 2 * kv.size))
         with pytest.raises(ValueMismatch, match="out of key 'w' has shape"):
             kv.pull("w", out=gpu.empty((3, 2), np.float64))
-        with pytest.raises(ValueMismatch, match="only one kind is cast"):
+        with pytest.raises(ValueMismatch, match="only dtypes of one kind are cast"):
             kv.push("w", gpu.upload(np.ones((2, 3), np.int64)))
 
 
@@ -148,7 +148,7 @@ def test_it_is_said_once(comm: Any, gpu: Any, caplog: pytest.LogCaptureFixture) 
             for _ in range(3):
                 kv.pushpull("w", gpu.upload(np.ones(3)))
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"an array on {gpu.name} is used with a store of the host")
+    assert record.getMessage().startswith(f"an array on {gpu.name} is used with a host store")
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -205,7 +205,7 @@ def test_calls_that_nobody_waits_for(comm: Any, gpu: Any) -> None:
             lambda: kv.push("w", gpu.upload(np.ones(3)), wait=False),
             lambda: kv.pull("w", out=gpu.upload(np.ones(3)), wait=False),
         ):
-            with pytest.raises(Unsupported, match="with wait=False a store of the host takes arrays of the host"):
+            with pytest.raises(Unsupported, match="with wait=False a host store takes host arrays only"):
                 work().wait()
         assert kv.pushpull("w", np.ones(3), wait=False).wait()[0] == kv.size
 
@@ -249,6 +249,6 @@ def test_without_what_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
         kv.init("w", np.ones(3))
         with pytest.raises(TransportUnavailable, match="push: arrays of GPUs need the package CuPy"):
             kv.push("w", foreign)
-        with pytest.raises(Unsupported, match=r"DLPack's device \(8, 0\), of which nothing is known"):
+        with pytest.raises(Unsupported, match=r"an unknown DLPack device \(8, 0\)"):
             kv.push("w", other)
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.ones(3))

@@ -509,7 +509,9 @@ def test_who_connects_when_nobody_waits_any_more_queues_nothing(group, nccl, mon
 @pytest.mark.ranks(2, 3)
 def test_nccl_refuses_what_was_told_too_late(group, nccl):
     nccl.fail_at[1] = 5
-    with pytest.raises(TransportError, match=r"invalid usage.*nothing may use NCCL before the first store"):
+    with pytest.raises(
+        TransportError, match=r"invalid usage.*create the first store on GPUs before any other use of NCCL"
+    ):
         joined(group, nccl, timeout=TIMEOUT)
 
 
