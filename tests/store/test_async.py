@@ -164,7 +164,7 @@ def test_settings_that_differ():
         assert kv.optimizer.learning_rate == 1.0
         if kv.rank == 1:
             kv.optimizer.learning_rate = 2.0
-            with pytest.raises(ConfigError, match="an option of the optimizer was set"):
+            with pytest.raises(ConfigError, match="an option of the optimizer was changed"):
                 kv.push("clocks", unit(kv))
         else:
             kv.push("clocks", unit(kv))

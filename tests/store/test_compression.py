@@ -588,7 +588,7 @@ def test_other_dtypes_are_refused(comm, dtype):
 def test_lists_of_one_call_are_of_one_length(comm):
     with mpikv.create(comm=comm, compression="2bit") as kv:
         kv.init(["a", "b"], [np.zeros(4, F32)] * 2)
-        with pytest.raises(ValueMismatch, match="the keys bring 1 and 2 arrays"):
+        with pytest.raises(ValueMismatch, match="the keys have lists of 1 and 2 arrays"):
             kv.push(["a", "b"], [[np.ones(4, F32)], [np.ones(4, F32)] * 2])
 
 

@@ -85,7 +85,7 @@ def test_what_a_scope_has_not(kv):
             kv.scope(name)
     with pytest.raises(KeyNotInitialized, match="net/w"):
         scope.pull("w")
-    with pytest.raises(AttributeError, match="a Scope has no 'save'; the store that this is a scope of has 'save'"):
+    with pytest.raises(AttributeError, match="a Scope has no 'save'; the store of this scope has 'save'"):
         scope.save("path")
     with pytest.raises(AttributeError, match=r"a Scope has no 'saves'$"):
         _ = scope.saves

@@ -316,7 +316,7 @@ def test_other_dtypes_and_lists_of_other_lengths(gpu, comm):
         kv.set_gradient_compression("1bit")
         with pytest.raises(Unsupported, match="key 'n' has dtype int32"):
             kv.push("n", np.ones(4, np.int32))
-        with pytest.raises(ValueMismatch, match="the keys bring 1 and 2 arrays"):
+        with pytest.raises(ValueMismatch, match="the keys have lists of 1 and 2 arrays"):
             kv.push(["v", "w"], [[np.ones(4, F32)], [np.ones(4, F32)] * 2])
         kv.push("w", np.ones(4, F32))
         np.testing.assert_array_equal(on_host(kv.pull("w")), np.full(4, kv.size))

@@ -703,13 +703,13 @@ def test_ranks_have_one_version_of_nccl(group, nccl):
 def test_ranks_have_the_same_settings(group, nccl, monkeypatch):
     if group.rank == 1:
         monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert "rank 0 is given {} and rank 1 {'NCCL_ALGO': 'Ring'}" in refused(group, nccl)
+    assert "rank 0 has {} and rank 1 has {'NCCL_ALGO': 'Ring'}" in refused(group, nccl)
 
 
 @pytest.mark.ranks(1, 2, 3)
 def test_calls_that_return_before_they_have_begun_are_refused(group, nccl, monkeypatch):
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
-    assert "NCCL_COMM_BLOCKING=0 is set" in refused(group, nccl)
+    assert "NCCL_COMM_BLOCKING=0 makes NCCL's calls return" in refused(group, nccl)
 
 
 def test_every_dtype_that_can_be_stored_has_a_wire():
