@@ -54,7 +54,11 @@ def refused() -> Numbers:
     own = os.environ.get("NCCL_HOSTID", "")
     for name, variables, why in (
         ("two_ranks_on_a_gpu", {"NCCL_HOSTID": "one-host"}, "ranks 0 and 1 use one GPU"),
-        ("not_blocking", {"NCCL_COMM_BLOCKING": "0", "NCCL_HOSTID": own}, "NCCL_COMM_BLOCKING=0 is set"),
+        (
+            "not_blocking",
+            {"NCCL_COMM_BLOCKING": "0", "NCCL_HOSTID": own},
+            "NCCL_COMM_BLOCKING=0 makes NCCL's calls return",
+        ),
     ):
         os.environ.update(variables)
         begin = time.perf_counter()
