@@ -44,8 +44,8 @@ def check_outside(what: str) -> None:
     """
     if get_ident() in UPDATING:
         raise Unsupported(
-            f"{what}: an updater runs only on the owner of a value, so the other ranks would not make this call; create "
-            "and call other stores before the push, or after it"
+            f"{what}: an updater runs only on the owner of a value, so the other ranks would not make this call; "
+            "create and call other stores before the push, or after it"
         )
 
 
