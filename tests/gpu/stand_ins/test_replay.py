@@ -209,7 +209,7 @@ LACKS: dict[str, tuple[str, dict[str, Any], Callable[[Both], Any]]] = {
         {},
         lambda both: [kv.set_gradient_compression("fp16") for kv in (both.here, both.there)],
     ),
-    "order": ("fixed order", {"deterministic": True}, lambda both: None),
+    "order": ("deterministic sums allocate", {"deterministic": True}, lambda both: None),
     "several": ("several arrays", {}, lambda both: both.here.capture("w", [both.sent[0]] * 2, both.outs[0])),
     "host in": (
         "pushed is the host's, of key 'w'",
