@@ -1041,7 +1041,7 @@ def test_parameters_that_overlap():
     for one, other in [(whole[:3], whole[2:]), (whole[::-1], whole), (whole[:, 1:3], whole[:, 2:4])]:
         with pytest.raises(ValueMismatch, match="'a' and 'b' overlap in memory"):
             mpikv.Trainer({"a": one, "b": other}, "sgd")
-    with pytest.raises(ValueMismatch, match="same memory"):
+    with pytest.raises(ValueMismatch, match="'a' and 'b' overlap in memory, in part or as two objects"):
         mpikv.Trainer({"a": Parameter(whole), "b": Parameter(whole)}, "sgd")
     columns = mpikv.Trainer({str(column): whole[:, column] for column in range(6)}, "sgd")
     assert len(columns.params) == 6
@@ -1073,7 +1073,7 @@ def test_gradients_of_a_shared_parameter_are_added_in_float32():
     trainer.set_grads({"a": np.full(1, 60000, np.float16), "b": np.full(1, 60000, np.float16)})
     np.testing.assert_array_equal(trainer.params["a"].grad, [120000 // 64 * 64])
     for bad in (np.ones(2, np.float16), np.ones(1, int)):
-        with pytest.raises(ValueMismatch, match=r"a gradient of shape .* for parameter 'a' of shape \(1,\)"):
+        with pytest.raises(ValueMismatch, match=r"a gradient of shape .* does not fit parameter 'a' of shape \(1,\)"):
             trainer.set_grads({"a": np.ones(1, np.float16), "b": bad})
 
 
