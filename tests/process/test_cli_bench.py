@@ -457,7 +457,7 @@ def test_jobs_that_were_measured_are_told_when_a_later_one_fails(
     assert [job["ranks"] for job in json.loads((tmp_path / "all.json").read_text())["jobs"]] == [1]
     assert "mpikv 1, 1 rank" in said.out.replace(mpikv.__version__, "1")
     assert said.err == (
-        "mpikv bench: the job of 2 ranks failed with status 9 and was not measured, nor was any after it\n"
+        "mpikv bench: the job of 2 ranks failed with status 9 and was not measured; the later jobs were not started\n"
     )
 
 
