@@ -622,7 +622,7 @@ def test_ranks_with_other_parameters(comm, on_store):
 def test_a_gradient_that_does_not_fit_on_one_rank(comm, on_store):
     kv, trainer, params = start(comm, on_store)
     with kv:
-        with pytest.raises(ValueMismatch, match=r"shape \(2,\) for parameter 'w' of shape \(3,\)"):
+        with pytest.raises(ValueMismatch, match=r"shape \(2,\) does not fit parameter 'w' of shape \(3,\)"):
             trainer.params["w"].grad = np.ones(2)
         with pytest.raises(TypeError, match="expected an array"):
             trainer.params["w"].grad = [1.0, 2.0, 3.0]
