@@ -86,6 +86,7 @@ class StatusBoard:
         """The number of the call that this rank has begun: all that changes when it makes the same call again."""
         self.text = b""
         """What this rank's slot says."""
+        # The types of numpy allow a dtype without fields; this one has them.
         self._text = own[slot.fields["text"][1] :]  # type: ignore[index]
 
     def write(self, number: int, text: bytes) -> None:

@@ -35,3 +35,17 @@ def test_ranks_compile_at_once_and_the_next_job_does_not(tmp_path):
         kept.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").rglob("*.nb?")})
     assert [name.partition("-")[0] for name in sorted(kept[0])] == ["rules._momentum"] * 2
     assert kept[0] == kept[1]
+
+
+@pytest.mark.deadline(60)
+def test_a_full_disk(tmp_path):
+    # No file may have any content.
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", full + TRAINING],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

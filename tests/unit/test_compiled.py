@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
 
 import numpy as np
@@ -194,27 +191,3 @@ def test_without_a_directory_for_what_was_compiled(monkeypatch):
     start_anew(monkeypatch)
     compiled.prepare(optimizers.SGD(), np.dtype(np.float32), False)
     assert len(signatures(optimizers.SGD(), "float32")) == 1
-
-
-TRAINING = """
-import numpy as np, mpikv
-with mpikv.create(kernels="numba") as kv:
-    kv.init("w", np.zeros(3))
-    kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
-    kv.push("w", np.ones(3))
-    assert (kv.pull("w") == -0.5 * kv.size).all()
-"""
-
-
-@pytest.mark.deadline(60)
-def test_a_full_disk(tmp_path):
-    # No file may have any content.
-    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", full + TRAINING],
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
