@@ -37,6 +37,8 @@ LAYERS = (
     "async_store",
     "create",
     "train",
+    "torch",
+    "jax",
     "__init__",
     "testing",
     "cli",
@@ -52,6 +54,7 @@ UNSEEN = {("engine", "transports"), ("sparse", "transports"), ("verbs", "transpo
 
 NUMBA = {"compute/numba/codecs", "compute/numba/compiling", "compute/numba/rules", "compute/numba/half_rules"}
 CUPY = {"compute/cuda/loading", "compute/cuda/gpu"}
+FRAMEWORKS = {"torch", "jax"}
 MPI = {"cluster/mpi_library", "cli/bench/worker"}
 ENVIRONMENT = {"config", "cli/launchers", "cli/rank", "cli/bench/torch_peer", "compute/cuda/sharing"}
 SPEAKING = {"__main__", "cli", "testing/explore"}
@@ -119,6 +122,8 @@ def foreign_imports(tree: ast.Module, module: str, package: Path) -> Offences:
     for library, line in libraries(tree).items():
         allowed = {"mpi4py": MPI, "numba": NUMBA, "llvmlite": NUMBA, "cupy": CUPY}.get(library)
         if allowed is not None and module not in allowed:
+            yield line, f"imports {library}"
+        if library in FRAMEWORKS and module.partition("/")[0] != library:
             yield line, f"imports {library}"
 
 
@@ -194,6 +199,8 @@ def test_mpikv_keeps_the_rules() -> None:
         ("arrays/float16", "import cupy", "imports cupy"),
         ("compute/kernels", "def late():\n    import numba", "imports numba"),
         ("optimizers/adam", "import llvmlite.binding", "imports llvmlite"),
+        ("arrays/arrays", "def late():\n    import torch", "imports torch"),
+        ("torch/data", "import jax.numpy", "imports jax"),
         ("store/kvstore", "os.environ.get('HOME')", "reads the environment"),
         ("store/kvstore", "os.getenv('HOME')", "reads the environment"),
         ("store/kvstore", "from os import environ", "reads the environment"),
@@ -214,6 +221,7 @@ def test_each_rule_can_fail(tmp_path: Path, module: str, source: str, complaint:
         ("compute/cuda/gpu", "def late():\n    import cupy\n    from cupy.cuda import nccl"),
         ("engine/plan", "from .keys import Entry\nfrom ..errors import MPIKVError"),
         ("transports/shm", "from . import local\nfrom .local import LocalTransport\nfrom ..protocols import Array"),
+        ("torch/data", "import torch\nfrom ..create import create"),
         ("cli/run", "from .. import __version__\nfrom . import launchers\nprint()"),
         ("store/kvstore", "try:\n    pass\nexcept Exception as error:\n    raise ValueError from error"),
         ("store/kvstore", "import numpy\nfrom os import path\nself.print()"),

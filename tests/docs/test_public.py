@@ -17,7 +17,7 @@ import pytest
 
 import mpikv
 
-from .test_layers import NUMBA
+from .test_layers import FRAMEWORKS, NUMBA
 
 PACKAGE = Path(__file__).parents[2] / "mpikv"
 PUBLIC = sorted(getattr(mpikv, "__all__", ()))
@@ -87,6 +87,10 @@ def gaps(name: str, function: Callable[..., Any]) -> list[str]:
 def module(name: str) -> ModuleType:
     if name.removeprefix("mpikv.").replace(".", "/") in NUMBA:
         pytest.importorskip("numba", reason="numba is not installed: pip install 'mpikv[numba]'")
+    if (framework := name.split(".")[1:2]) and framework[0] in FRAMEWORKS:
+        pytest.importorskip(
+            framework[0], reason=f"{framework[0]} is not installed: pip install 'mpikv[{framework[0]}]'"
+        )
     return importlib.import_module(name)
 
 

@@ -1,0 +1,26 @@
+"""Training of PyTorch models: gradients are averaged over ranks while backward computes them.
+
+A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to start it::
+
+    import mpikv.torch
+    mpikv.torch.attach(model, optimizer)        # after both are made, before the first step
+    sampler = mpikv.torch.sampler(dataset)      # this rank's share of the data
+
+It is made of the public store alone. Tensors lie on the host.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ..errors import TransportUnavailable
+
+if find_spec("torch") is None:
+    raise TransportUnavailable(
+        "mpikv.torch needs PyTorch, which is not installed; pip install 'mpikv[torch]' installs it"
+    )
+
+from .attached import Attached, attach
+from .data import broadcast, sampler
+
+__all__ = ["Attached", "attach", "broadcast", "sampler"]

@@ -1,0 +1,364 @@
+"""A model whose gradients are averaged over ranks, and the call that makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..create import create
+from ..errors import ConfigError, MPIKVError, Unsupported, known_names
+from ..options import check_whole
+from ..store.kvstore import KVStore
+from .backward import BackwardSync
+from .data import fill_from_root
+from .model_buffers import ModelBuffers
+from .sharded import ShardedStep, check_shardable
+from .tensors import check_dense
+
+__all__ = ["Attached", "attach"]
+
+_UPDATES = ("local", "store")
+_BUFFERS = ("root", "each")
+
+_taken: Any = WeakTensorKeyDictionary()
+"""The parameters that have hooks."""
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    *,
+    kv: KVStore | None = None,
+    update: Literal["local", "store"] = "local",
+    average: bool = True,
+    compression: Any = None,
+    bucket_bytes: int = 25 << 20,
+    buffers: Literal["root", "each"] = "root",
+) -> Attached:
+    """Have all ranks train one model: every ``backward()`` averages the gradients over ranks.
+
+    Collective, after model and optimizer are made and before the first step. Parameters and buffers of every rank
+    become the root's. From then on the ranks call ``backward()`` and ``optimizer.step()`` equally often; when
+    ``backward()`` returns, each ``parameter.grad`` is the mean over ranks, so that clipping, scaling and the step see
+    what one process with the whole batch would. The forward pass is left alone: a rank may evaluate by itself.
+
+    The exchange of a bucket begins when backward has computed its last gradient. A gradient that only some ranks have
+    counts as zero on the others; one that no rank has stays None. Gradients lie in memory of the store.
+
+    Args:
+        model: a ``torch.nn.Module``, the same on every rank, whose tensors lie on the host.
+        optimizer: a ``torch.optim.Optimizer`` of the model's parameters, or a list of them; None: only gradients are
+            averaged.
+        kv: a store without an updater and without compression, whose ranks take part and which stays the caller's;
+            None: one of all ranks of the launch, which is closed at the end of the program.
+        update: ``local``: every rank updates all weights and has all of the optimizer's state. ``store``: each rank
+            updates its part, has the state of that part alone, and sends the new weights to the others, which moves
+            twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has all of the state.
+        average: whether gradients are the mean over ranks, or else the sum.
+        compression: as in :meth:`mpikv.KVStore.set_gradient_compression`; of gradients alone.
+        bucket_bytes: how many bytes of gradients are added up in one call, once the first, smaller call was made.
+        buffers: ``root``: after each backward every rank's buffers, such as the running means of batch normalization,
+            become the root's. ``each``: each rank has its own.
+
+    Returns:
+        What ends the attachment, and what is needed now and then.
+
+    Raises:
+        ConfigError: an option has a bad value; a parameter is attached already, or is not the model's; the optimizer
+            has made a step before.
+        Unsupported: the optimizer cannot run on parts of the weights; a tensor is not on the host, or is sparse.
+        RankMismatch: ranks have other models or options.
+        PeerFailed: another rank raised one of these.
+
+    Later calls raise these on every rank, too: a backward where ranks are in different passes, a sparse gradient, a
+    parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged.
+
+    Example:
+        >>> import mpikv.torch, torch
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> attached = mpikv.torch.attach(model, optimizer)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> model.weight.grad
+        tensor([[1., 1.]])
+        >>> optimizer.step()
+        >>> attached.detach()
+    """
+    own = kv is None
+    if kv is None:
+        kv = create()
+    try:
+        return Attached(
+            kv,
+            own,
+            model,
+            optimizer,
+            update=update,
+            average=average,
+            compression=compression,
+            bucket_bytes=bucket_bytes,
+            buffers=buffers,
+        )
+    except MPIKVError:
+        if own:
+            kv.close()
+        raise
+
+
+class Attached:
+    """A model whose gradients are averaged over the ranks of a store. Made by :func:`attach`."""
+
+    def __init__(
+        self,
+        kv: KVStore,
+        own: bool,
+        model: Any,
+        optimizer: Any,
+        *,
+        update: str,
+        average: bool,
+        compression: Any,
+        bucket_bytes: int,
+        buffers: str,
+    ) -> None:
+        """Collective. Use :func:`attach`."""
+        self.kv = kv
+        """The store, for its rank, its size and its other facts."""
+        self._own, self._model = own, model
+        given = [] if optimizer is None else optimizer
+        self._optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+        named = dict(model.named_parameters())
+        try:
+            _check_options(kv, update, buffers, bucket_bytes)
+            for one in self._optimizers:
+                _check_optimizer(one, named, sharded=update == "store")
+            for name, parameter in named.items():
+                _check_parameter(name, parameter)
+        except (MPIKVError, TypeError) as error:
+            kv.raise_on_all_ranks(error, "attach")
+        options = f"update={update}, average={bool(average)}, bucket_bytes={bucket_bytes}, buffers={buffers}"
+        kv.check_equal(f"{options}, {_outline(model)}", "attach")
+        fill_from_root(kv, "*attach/", model.state_dict(keep_vars=True))
+        sums = kv
+        if compression is not None:
+            sums = kv.group(range(kv.size)) or kv
+            sums.set_gradient_compression(compression)
+        self._sums, self._average = sums, average
+        prefix = f"torch{len(kv)}/" if len(kv) else ""
+        model_buffers = ModelBuffers(kv, prefix, model) if buffers == "root" else None
+        self._sync = BackwardSync(kv, sums, prefix, 1 / kv.size if average else 1.0, bucket_bytes, model_buffers)
+        self._stepped = {id(one): 0 for one in self._optimizers}
+        self._handles = [one.register_step_pre_hook(partial(self._before_step, id(one))) for one in self._optimizers]
+        self._sharded = [ShardedStep(kv, prefix, one) for one in self._optimizers] if update == "store" else []
+        self._watch(named)
+
+    def __repr__(self) -> str:
+        update = "store" if self._sharded else "local"
+        return (
+            f"<mpikv.torch.Attached {type(self._model).__name__} rank {self.kv.rank}/{self.kv.size} update={update} "
+            f"{len(self._sync.gradients)} parameters>"
+        )
+
+    def add(self, name: str, parameter: Any) -> None:
+        """Average the gradient of a parameter that the model has got since, as of a layer that was put in or made
+        trainable, from the next backward on.
+
+        Collective. Its values become the root's. An optimizer that is to update it is given it before, by
+        ``add_param_group``.
+
+        Raises:
+            ConfigError: it is attached already.
+            RankMismatch: ranks gave other names, shapes or dtypes.
+        """
+        try:
+            if name in {gradient.name for gradient in self._sync.gradients}:
+                raise ConfigError(f"add: a parameter {name!r} is attached already; give this one another name")
+            _check_parameter(name, parameter)
+        except MPIKVError as error:
+            self.kv.raise_on_all_ranks(error, "add")
+        fill_from_root(self.kv, "*attach/", {name: parameter})
+        self._watch({name: parameter})
+
+    def _watch(self, named: dict[str, Any]) -> None:
+        trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
+        for sharded, optimizer in zip(self._sharded, self._optimizers, strict=bool(self._sharded)):
+            members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            sharded.divide((name, one) for name, one in trained if one in members)
+        self._sync.watch(trained)
+        for _, one in trained:
+            _taken[one] = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients on their rank in this block: all but the last backward of several that make up a step.
+
+        Local. The next backward outside of it averages what they have added up to.
+
+        Example:
+            >>> import mpikv.torch, torch
+            >>> model = torch.nn.Linear(2, 1, bias=False)
+            >>> attached = mpikv.torch.attach(model)
+            >>> with attached.no_sync():
+            ...     model(torch.ones(1, 2)).sum().backward()
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> model.weight.grad
+            tensor([[2., 2.]])
+        """
+        before, self._sync.paused = self._sync.paused, True
+        try:
+            yield
+        finally:
+            self._sync.paused = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have unequal numbers of batches in this block.
+
+        Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros, and the mean is
+        over all ranks all the same. When all have left, every rank has the weights, buffers and optimizer state of one
+        that made the most steps. Gradients are exchanged without overlap meanwhile.
+
+        Raises:
+            Unsupported: with ``update="store"``, where a rank that has left would have to go on updating; or with
+                ``compression``.
+        """
+        if self._sharded or self._sums is not self.kv:
+            self.kv.raise_on_all_ranks(
+                Unsupported(
+                    "join needs update='local' and no compression; or give all ranks equally many batches, as "
+                    "mpikv.torch.sampler does"
+                ),
+                "join",
+            )
+        sync = self._sync
+        unsettled = [gradient for gradient in reversed(sync.gradients) if gradient.buffer is None]
+        if unsettled:
+            sync.settle(unsettled)
+        sync.blocking = True
+        try:
+            with self.kv.join():
+                yield
+            self._catch_up()
+        finally:
+            sync.blocking = False
+
+    def _catch_up(self) -> None:
+        """Give all ranks what one has that has made the most passes."""
+        kv, sync = self.kv, self._sync
+        if kv.comm is None:
+            return
+        kv.barrier()  # so that no rank waits in MPI for one that does not come
+        numbers = kv.comm.allgather(sync.number)
+        leader = int(np.argmax(numbers))
+        if min(numbers) == numbers[leader]:
+            return
+        state = None
+        if kv.rank == leader:
+            state = self._model.state_dict(), [one.state_dict() for one in self._optimizers]
+        state = kv.comm.bcast(state, leader)
+        if sync.number < numbers[leader]:
+            model_state, optimizer_states = state
+            self._model.load_state_dict(model_state)
+            for one, one_state in zip(self._optimizers, optimizer_states, strict=True):
+                one.load_state_dict(one_state)
+        sync.number = numbers[leader]
+
+    def detach(self) -> None:
+        """End the averaging: remove the hooks, and give gradients and optimizer memory of their own.
+
+        Collective. A store that :func:`attach` made is closed.
+        """
+        for handle in self._handles:
+            handle.remove()
+        for sharded in self._sharded:
+            sharded.release()
+        self._sync.release()
+        for gradient in self._sync.gradients:
+            del _taken[gradient.parameter]
+        if self._sums is not self.kv:
+            self._sums.close()
+        if self._own:
+            self.kv.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what is known of the exchange. Local.
+
+        ``passes``: how many backward passes were exchanged; ``bucket_bytes``: the bytes of each bucket, in the order in
+        which they are sent; ``seconds_waited``: how long ends of passes have waited for other ranks and for sums.
+        """
+        sync = self._sync
+        return {
+            "passes": sync.number,
+            "bucket_bytes": [bucket.nbytes for bucket in sync.buckets],
+            "seconds_waited": sync.seconds_waited,
+        }
+
+    def _before_step(self, optimizer: int, _: Any, arguments: Sequence[Any], options: Any) -> None:
+        """A hook: see that the gradients of the step are the sums of this step."""
+        if self._sync.kept_back:
+            self.kv.raise_on_all_ranks(
+                ConfigError(
+                    "optimizer.step: gradients have stayed on their rank, as the last backward was in no_sync(); make "
+                    "the last backward of a step outside of it"
+                ),
+                "step",
+            )
+        has_closure = bool(arguments) or options.get("closure") is not None  # in which backward is still to come
+        if self._stepped[optimizer] == self._sync.number and not has_closure and not self._sync.blocking:
+            self.kv.check_equal("optimizer.step without a backward since the last one", "step")
+        self._stepped[optimizer] = self._sync.number
+
+
+def _check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
+    if update not in _UPDATES:
+        raise ConfigError(known_names("update", update, _UPDATES))
+    if buffers not in _BUFFERS:
+        raise ConfigError(known_names("buffers", buffers, _BUFFERS))
+    check_whole("bucket_bytes", bucket_bytes, 1)
+    if not kv._assigns or kv.compression is not None:
+        raise ConfigError(
+            "the store has an updater or compresses, and gradients are only added up in it; pass a store without, and "
+            "compression= to attach"
+        )
+
+
+def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"attach: the optimizer is a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
+    own = set(named.values())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter not in own:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, so that "
+                    "its gradient would stay on its rank; attach the module that has it"
+                )
+    if any(state.get("step", 1) for state in optimizer.state.values()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has made a step, or loaded its state; attach the model before the first step, "
+            "and call optimizer.load_state_dict after attach"
+        )
+    if sharded:
+        check_shardable(optimizer)
+
+
+def _check_parameter(name: str, parameter: Any) -> None:
+    if parameter in _taken:
+        raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
+    check_dense(name, parameter)
+
+
+def _outline(model: Any) -> str:
+    """Return what must be the same on every rank of a model's parameters."""
+    return "; ".join(
+        f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+        + ("" if one.is_contiguous() else f" strides {one.stride()}")
+        + ("" if one.requires_grad else " frozen")
+        for name, one in model.named_parameters()
+    )

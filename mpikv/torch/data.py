@@ -1,0 +1,87 @@
+"""What ranks need of data: a share of a dataset each, and tensors that begin alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from ..cluster.connecting import connect
+from ..config import Config
+from ..create import create
+from ..store.kvstore import KVStore
+
+__all__ = ["broadcast", "sampler"]
+
+
+def sampler(
+    dataset: Any, *, kv: KVStore | None = None, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> Any:
+    """Return a sampler that gives each rank its own share of a dataset, all shares being of one length.
+
+    Collective. Give it to a ``DataLoader``, with the batch of one rank: the batch of all ranks divided by
+    ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew.
+
+    Args:
+        dataset: anything that has a length, the same on every rank.
+        kv: a store of the ranks among which the data are shared; None: all ranks of the launch.
+        shuffle: whether the order is random, by ``seed`` and the epoch.
+        seed: the same on every rank.
+        drop_last: whether the last elements are left out if they cannot be shared out evenly. False gives some
+            elements twice, in place of those that are missing.
+
+    Returns:
+        A ``torch.utils.data.DistributedSampler``.
+
+    Example:
+        >>> import mpikv.torch
+        >>> list(mpikv.torch.sampler(range(3), shuffle=False))
+        [0, 1, 2]
+    """
+    if kv is not None:
+        size, rank = kv.size, kv.rank
+    else:
+        group = connect(None, Config())
+        size, rank = group.size, group.rank
+        group.close()
+    return DistributedSampler(dataset, size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
+    """Fill tensors of every rank with the root's, in place.
+
+    Collective. :func:`attach` does this for a model; call it for what else must begin alike.
+
+    Args:
+        tensors: a ``torch.nn.Module``, whose parameters and buffers are meant, or a dict or a list of tensors, of the
+            same shapes and dtypes on every rank.
+        kv: a store without an updater, of the ranks that take part; None: all ranks of the launch.
+
+    Returns:
+        ``tensors``.
+
+    Raises:
+        RankMismatch: ranks have other tensors.
+
+    Example:
+        >>> import mpikv.torch, torch
+        >>> mpikv.torch.broadcast([torch.ones(2)])
+        [tensor([1., 1.])]
+    """
+    if kv is None:
+        with create() as own:
+            return broadcast(tensors, kv=own)
+    module = isinstance(tensors, torch.nn.Module)
+    named = tensors.state_dict(keep_vars=True) if module else tensors
+    fill_from_root(kv, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
+    return tensors
+
+
+def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:
+    """Fill tensors with the root's. Collective."""
+    with torch.no_grad():
+        rows = {f"{prefix}{name}": tensor.detach() for name, tensor in named.items() if tensor.numel()}
+        if rows:
+            kv.broadcast(rows)
+            kv.delete(list(rows))

@@ -1,0 +1,100 @@
+"""The gradients of a model's parameters, in the store's memory, and the order in which they are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+from ..protocols import Array
+from .tensors import tensor_over
+
+__all__ = ["Bucket", "Gradient", "fill_buckets"]
+
+
+class Gradient:
+    """A parameter's gradient: ``parameter.grad`` from a first pass on lies in the store's buffer."""
+
+    __slots__ = ("bucket", "buffer", "name", "parameter")
+
+    def __init__(self, name: str, parameter: Any) -> None:
+        self.name, self.parameter = name, parameter
+        self.buffer: Any = None
+        """A tensor over this rank's buffer of the key, once there is one."""
+        self.bucket: Bucket
+
+    def give_memory(self, array: Array) -> None:
+        self.buffer = tensor_over(array, self.parameter)
+
+    def stage(self, scale: float) -> bool:
+        """Put what ``parameter.grad`` holds, times ``scale``, into the buffer; return whether it holds anything.
+
+        What it held is replaced by the buffer, where the sum comes.
+
+        Raises:
+            Unsupported: the gradient is not one that can be added up.
+        """
+        grad, buffer = self.parameter.grad, self.buffer
+        if grad is buffer:
+            if scale != 1.0:
+                grad.mul_(scale)
+            return True
+        if grad is None:
+            buffer.zero_()
+            return False
+        self._check(grad)
+        torch.mul(grad, scale, out=buffer)
+        self.parameter.grad = buffer
+        return True
+
+    def _check(self, grad: Any) -> None:
+        if grad.layout != torch.strided:
+            raise Unsupported(
+                f"the gradient of {self.name!r} is sparse, and ranks would have to add up all of it; make it dense, as "
+                "torch.nn.Embedding(sparse=False) does, or push rows: mpikv.RowSparse"
+            )
+        if grad.requires_grad:
+            raise Unsupported(
+                f"the gradient of {self.name!r} has a graph of its own (create_graph=True), lost in the exchange; "
+                "call backward in no_sync() for it, or use torch.autograd.grad"
+            )
+        if grad.device != self.buffer.device or grad.dtype != self.buffer.dtype or grad.shape != self.buffer.shape:
+            raise Unsupported(
+                f"the gradient of {self.name!r} is {_kind(grad)} and was {_kind(self.buffer)} when the model was "
+                "attached; call detach(), and attach the model as it is now"
+            )
+
+
+class Bucket:
+    """Gradients that are added up in one call."""
+
+    def __init__(self, gradients: Sequence[Gradient], arrays: Sequence[Array]) -> None:
+        self.names, self.arrays = [one.name for one in gradients], list(arrays)
+        self.gradients, self.missing = gradients, len(gradients)
+        self.nbytes = sum(array.nbytes for array in arrays)
+        for gradient, array in zip(gradients, arrays, strict=True):
+            gradient.bucket = self
+            gradient.give_memory(array)
+
+
+def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[list[Gradient]]:
+    """Return the gradients in their order, in groups that are closed when they have so many bytes or more.
+
+    The first is small, so that its exchange begins early.
+    """
+    groups: list[list[Gradient]] = []
+    filled, room = 0, 0
+    for gradient in gradients:
+        if filled >= room:
+            room = min(first, most) if not groups else most
+            filled = 0
+            groups.append([])
+        groups[-1].append(gradient)
+        filled += gradient.parameter.numel() * gradient.parameter.element_size()
+    return groups
+
+
+def _kind(tensor: Any) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"

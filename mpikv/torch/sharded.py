@@ -1,0 +1,271 @@
+"""An optimizer's step in shards: each rank updates its part of the weights, keeps the state of that part alone, and
+sends it to the others.
+
+The optimizer itself runs, on slices of weights and gradients, so that its rule, its options, its groups and its
+schedules are PyTorch's. This is stage 1 of ZeRO: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training
+Trillion Parameter Models, SC 2020, https://arxiv.org/abs/1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError, Unsupported
+from ..protocols import Array
+from ..store.kvstore import KVStore
+from .tensors import row_of, tensor_over
+
+__all__ = ["ShardedStep", "check_shardable"]
+
+_ELEMENTWISE = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""Optimizers of torch that update each element by itself, so that a rank can have any part of a parameter."""
+
+_WHOLE = ("Adafactor", "Muon")
+"""Optimizers of torch that update each parameter by itself, so that a rank has some parameters and not others."""
+
+
+def _kinds(names: Sequence[str]) -> tuple[type[Any], ...]:
+    return tuple(getattr(torch.optim, name) for name in names if hasattr(torch.optim, name))
+
+
+def check_shardable(optimizer: Any) -> None:
+    """Raise Unsupported unless the optimizer's parameters can be updated in parts.
+
+    >>> check_shardable(torch.optim.LBFGS([torch.zeros(2)]))
+    Traceback (most recent call last):
+    mpikv.errors.Unsupported: update='store' ...
+    """
+    if type(optimizer) not in _kinds(_ELEMENTWISE + _WHOLE):
+        raise Unsupported(
+            f"update='store' runs an optimizer on parts of the weights, and cannot know whether {type(optimizer)!r} "
+            f"may be; pass update='local', or one of torch.optim's {', '.join(_ELEMENTWISE + _WHOLE)}"
+        )
+
+
+@dataclass
+class _Part:
+    """What this rank owns of a parameter."""
+
+    key: str
+    parameter: Any
+    low: int
+    high: int
+    """In the order of memory."""
+    whole: bool
+    """Whether ranks own all of a parameter or nothing, in which case the part has the parameter's shape."""
+    shard: Any = None
+    """What the optimizer has in the parameter's place; None where the part is empty."""
+    buffer: Any = None
+    """A tensor over this rank's buffer of the key, zero but for the part."""
+
+    def of(self, tensor: Any) -> Any:
+        """Return this rank's part of a tensor that has the form of the parameter."""
+        return tensor.detach() if self.whole else row_of(tensor)[self.low : self.high]
+
+
+class ShardedStep:
+    """Has an optimizer's ``step`` update this rank's part and exchange the weights. All ranks call it alike."""
+
+    def __init__(self, kv: KVStore, prefix: str, optimizer: Any) -> None:
+        self._kv, self._prefix, self._optimizer = kv, prefix, optimizer
+        self._is_whole = type(optimizer) in _kinds(_WHOLE)
+        self._parts: dict[Any, _Part] = {}
+        self._wrapped = optimizer.step
+        self._full_state: Any = None
+
+        @wraps(self._wrapped)
+        def step(closure: Any = None) -> Any:
+            return self._step(closure)
+
+        optimizer.step = step
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(self._gather_state),
+            optimizer.register_state_dict_post_hook(self._drop_state),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._cut_state()),
+        ]
+
+    def release(self) -> None:
+        """Make the optimizer what it was, with all of the state on every rank. Collective."""
+        state = self._gathered()
+        for handle in self._handles:
+            handle.remove()
+        self._optimizer.step = self._wrapped
+        self._optimizer.state = state
+        self._kv.delete([part.key for part in self._parts.values()])
+
+    def divide(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Divide these parameters among ranks. Collective. They have the root's values already."""
+        parts = [
+            _Part(f"{self._prefix}{name}*weight", parameter, low, high, self._is_whole)
+            for (name, parameter), (low, high) in self._bounds(list(named))
+        ]
+        if not parts:
+            return
+        keys = [part.key for part in parts]
+        self._kv.init(keys, [row_of(part.parameter) for part in parts])
+        buffers: Sequence[Array] = self._kv.buffer(keys)
+        for part, array in zip(parts, buffers, strict=True):
+            part.buffer = tensor_over(array, part.parameter)
+            self._parts[part.parameter] = part
+            if part.high > part.low:
+                part.shard = torch.nn.Parameter(part.of(part.parameter))
+        self._cut_state()
+
+    def _bounds(self, named: Sequence[tuple[str, Any]]) -> Iterator[tuple[tuple[str, Any], tuple[int, int]]]:
+        sizes = [parameter.numel() for _, parameter in named]
+        if self._is_whole:
+            owners = _balance([_work(parameter) for _, parameter in named], self._kv.size)
+            for one, size, owner in zip(named, sizes, owners, strict=True):
+                yield one, (0, size if owner == self._kv.rank else 0)
+            return
+        total, begin = sum(sizes), 0
+        low, high = (total * rank // self._kv.size for rank in (self._kv.rank, self._kv.rank + 1))
+        for one, size in zip(named, sizes, strict=True):
+            yield one, (min(max(low - begin, 0), size), min(max(high - begin, 0), size))
+            begin += size
+
+    # --- A step
+
+    def _step(self, closure: Any) -> Any:
+        # These optimizers call it once, first; in the step it would see shards in place of the parameters.
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        groups = self._optimizer.param_groups
+        changed = [self._part_of(one) for group in groups for one in group["params"] if one.grad is not None]
+        with self._shards_in_place():
+            self._wrapped()
+        if changed:
+            self._exchange(changed)
+        return loss
+
+    def _part_of(self, parameter: Any) -> _Part:
+        part = self._parts.get(parameter)
+        if part is None:
+            raise ConfigError(
+                f"the optimizer was given a parameter of shape {tuple(parameter.shape)} after it was attached; call "
+                "attached.add(name, parameter) on every rank, too"
+            )
+        return part
+
+    @contextmanager
+    def _shards_in_place(self) -> Iterator[None]:
+        """Have the optimizer's groups hold this rank's shards meanwhile."""
+        groups = self._optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        for group in groups:
+            parts = [self._parts[parameter] for parameter in group["params"] if parameter.grad is not None]
+            owned = [part for part in parts if part.shard is not None]
+            for part in owned:
+                part.shard.data, part.shard.grad = part.of(part.parameter.data), part.of(part.parameter.grad)
+            group["params"] = [part.shard for part in owned]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+            for part in self._parts.values():
+                if part.shard is not None:
+                    part.shard.grad = None
+
+    def _exchange(self, parts: Sequence[_Part]) -> None:
+        """Give every rank all parts: a sum to which each part's owner alone contributes."""
+        for part in parts:
+            if part.shard is not None:
+                part.of(part.buffer).copy_(part.of(part.parameter))
+        self._kv.pushpull([part.key for part in parts], None, [row_of(part.parameter) for part in parts])
+
+    # --- State
+
+    def _cut_state(self) -> None:
+        """Keep this rank's part of the state of whole parameters, as the optimizer's constructor or a checkpoint made
+        it. Local.
+        """
+        state = self._optimizer.state
+        for part in self._parts.values():
+            whole = state.pop(part.parameter, None)
+            if whole and part.shard is not None:
+                state[part.shard] = {name: _cut(part, name, value) for name, value in whole.items()}
+
+    def _gather_state(self, optimizer: Any) -> None:
+        self._full_state, optimizer.state = optimizer.state, self._gathered()
+
+    def _drop_state(self, optimizer: Any, _: Any) -> None:
+        optimizer.state, self._full_state = self._full_state, None
+
+    def _gathered(self) -> Any:
+        """Return the state of whole parameters, put together from all ranks' parts. Collective."""
+        kv, state = self._kv, self._optimizer.state
+        own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
+        kv.check_equal(f"state_dict of {type(self._optimizer).__name__}", "state_dict")
+        pieces = [own] if kv.comm is None else kv.comm.allgather(own)
+        whole = type(state)(state.default_factory) if hasattr(state, "default_factory") else type(state)()
+        for key, value in state.items():
+            if not any(key is part.shard for part in self._parts.values()):
+                whole[key] = value
+        for part in self._parts.values():
+            found = [piece[part.key] for piece in pieces if piece.get(part.key)]
+            if found:
+                whole[part.parameter] = _joined(part.parameter, found)
+        return whole
+
+
+def _cut(part: _Part, name: str, value: Any) -> Any:
+    """Return the part of what the optimizer keeps of a parameter: of one number for each element, those of the part."""
+    if part.whole or name == "step" or not isinstance(value, torch.Tensor) or value.shape != part.parameter.shape:
+        return value
+    in_order = torch.empty_strided(value.shape, part.parameter.stride(), dtype=value.dtype).copy_(value)
+    return part.of(in_order).clone()
+
+
+def _joined(parameter: Any, pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of a parameter from that of its parts, in the order of ranks."""
+    first, joined = pieces[0], {}
+    for name, value in first.items():
+        shared_out = isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape != parameter.shape
+        if shared_out and sum(piece[name].numel() for piece in pieces) == parameter.numel():
+            row = torch.cat([piece[name] for piece in pieces])
+            value = torch.as_strided(row, parameter.shape, parameter.stride())
+        joined[name] = value
+    return joined
+
+
+def _work(parameter: Any) -> float:
+    """Return how many multiplications an update takes, by which parameters are shared out: those of Muon's products of
+    matrices for a matrix, else one for each element.
+    """
+    if parameter.dim() != 2:
+        return float(parameter.numel())
+    short, long = sorted(parameter.shape)
+    return float(short * short * (2 * long + short) + short * long)
+
+
+def _balance(works: Sequence[float], ranks: int) -> list[int]:
+    """Return an owner for each work: the largest first, to the rank that has least.
+
+    Reference: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Applied Mathematics 17, 1969.
+
+    >>> _balance([1.0, 5.0, 2.0, 3.0], 2)
+    [0, 0, 1, 1]
+    """
+    loads, owners = [0.0] * ranks, [0] * len(works)
+    for place in sorted(range(len(works)), key=lambda place: -works[place]):
+        owners[place] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[place]] += works[place]
+    return owners
