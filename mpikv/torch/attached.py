@@ -48,8 +48,10 @@ def attach(
     ``backward()`` returns, each ``parameter.grad`` is the mean over ranks, so that clipping, scaling and the step see
     what one process with the whole batch would. The forward pass is left alone: a rank may evaluate by itself.
 
-    The exchange of a bucket begins when backward has computed its last gradient. A gradient that only some ranks have
-    counts as zero on the others; one that no rank has stays None. Gradients lie in memory of the store.
+    The exchange of a bucket begins when backward has computed its last gradient. Where all ranks are on one host, and
+    backward keeps all of its cores busy, all gradients are exchanged at the end, which is faster there. A gradient that
+    only some ranks have counts as zero on the others; one that no rank has stays None. Gradients lie in memory of the
+    store.
 
     Args:
         model: a ``torch.nn.Module``, the same on every rank, whose tensors lie on the host.
@@ -152,7 +154,10 @@ class Attached:
         self._sums, self._average = sums, average
         prefix = f"torch{len(kv)}/" if len(kv) else ""
         model_buffers = ModelBuffers(kv, prefix, model) if buffers == "root" else None
-        self._sync = BackwardSync(kv, sums, prefix, 1 / kv.size if average else 1.0, bucket_bytes, model_buffers)
+        overlaps = not kv.any_rank(not _has_spare_core(kv))
+        self._sync = BackwardSync(
+            kv, sums, prefix, 1 / kv.size if average else 1.0, bucket_bytes if overlaps else None, model_buffers
+        )
         self._stepped = {id(one): 0 for one in self._optimizers}
         self._handles = [one.register_step_pre_hook(partial(self._before_step, id(one))) for one in self._optimizers]
         self._sharded = [ShardedStep(kv, prefix, one) for one in self._optimizers] if update == "store" else []
@@ -240,13 +245,13 @@ class Attached:
         unsettled = [gradient for gradient in reversed(sync.gradients) if gradient.buffer is None]
         if unsettled:
             sync.settle(unsettled)
-        sync.blocking = True
+        sync.joined = True
         try:
             with self.kv.join():
                 yield
             self._catch_up()
         finally:
-            sync.blocking = False
+            sync.joined = False
 
     def _catch_up(self) -> None:
         """Give all ranks what one has that has made the most passes."""
@@ -310,7 +315,7 @@ class Attached:
                 "step",
             )
         has_closure = bool(arguments) or options.get("closure") is not None  # in which backward is still to come
-        if self._stepped[optimizer] == self._sync.number and not has_closure and not self._sync.blocking:
+        if self._stepped[optimizer] == self._sync.number and not has_closure and not self._sync.joined:
             self.kv.check_equal("optimizer.step without a backward since the last one", "step")
         self._stepped[optimizer] = self._sync.number
 
@@ -352,6 +357,12 @@ def _check_parameter(name: str, parameter: Any) -> None:
     if parameter in _taken:
         raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
     check_dense(name, parameter)
+
+
+def _has_spare_core(kv: KVStore) -> bool:
+    """Return whether the store's thread can run beside backward, or has other hosts to wait for."""
+    group = kv._group
+    return not group.one_host or group.host_cores // len(group.host_ranks) > torch.get_num_threads()
 
 
 def _outline(model: Any) -> str:

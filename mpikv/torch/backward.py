@@ -41,10 +41,12 @@ class BackwardSync:
         sums: KVStore,
         prefix: str,
         scale: float,
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         model_buffers: ModelBuffers | None,
     ) -> None:
-        """``sums`` adds up gradients, and ``kv`` all else; they are two where gradients are compressed."""
+        """``sums`` adds up gradients, and ``kv`` all else; they are two where gradients are compressed. Without
+        ``bucket_bytes`` a pass sends all gradients at its end.
+        """
         self._kv, self._sums, self._prefix, self._scale = kv, sums, prefix, scale
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
         self.gradients: list[Gradient] = []
@@ -55,8 +57,10 @@ class BackwardSync:
         """Whether gradients stay on their rank."""
         self.kept_back = False
         """Whether some have, since the last exchange."""
-        self.blocking = False
-        """Whether calls are waited for where they are made, as they must be in ``join``."""
+        self.overlaps = bucket_bytes is not None
+        """Whether buckets are sent while backward goes on."""
+        self.joined = False
+        """Whether ranks may have left, and calls without waiting cannot be made."""
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
         self._task: int | None = None
@@ -103,7 +107,8 @@ class BackwardSync:
         if gradient.buffer is not None:
             self._stage(gradient)
             gradient.bucket.missing -= 1
-            self._send(complete=True)
+            if self.overlaps and not self.joined:
+                self._send(complete=True)
 
     def _begin(self, task: int) -> None:
         """Begin a pass, also where an exception has cut the one before short."""
@@ -137,8 +142,9 @@ class BackwardSync:
             if complete and bucket.missing:
                 return
             self._sent += 1
-            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=self.blocking)
-            if not self.blocking:
+            queued = self.overlaps and not self.joined
+            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=not queued)
+            if queued:
                 self._works.append(work)
 
     def _finish(self) -> None:
@@ -151,8 +157,8 @@ class BackwardSync:
                 for gradient in arrived:
                     self._stage(gradient)
             brought = [gradient in self._arrived or self._stage(gradient) for gradient in self.gradients]
-            self._send(complete=False)
             began = perf_counter()
+            self._send(complete=False)
             for work in self._works:
                 work.wait()
             self._take_census(brought)
@@ -173,7 +179,10 @@ class BackwardSync:
         names = [gradient.name for gradient in gradients]
         self._sums.init(names, [row_of(gradient.parameter) for gradient in gradients])
         arrays = dict(zip(names, self._sums.buffer(names), strict=True))
-        for group in fill_buckets(gradients, _FIRST_BUCKET, self._bucket_bytes):
+        groups = [gradients]
+        if self._bucket_bytes is not None:
+            groups = fill_buckets(gradients, _FIRST_BUCKET, self._bucket_bytes)
+        for group in groups:
             self.buckets.append(Bucket(group, [arrays[gradient.name] for gradient in group]))
         self._totals = np.zeros(_HEAD + len(self.gradients), np.int64)
         kv.init(self._census_key, self._totals, overwrite=True)
@@ -188,7 +197,7 @@ class BackwardSync:
         self._census[:_HEAD] = 1, self.number, self.number**2
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]
-        if self._model_buffers is not None and not self.blocking:
+        if self._model_buffers is not None and not self.joined:
             self._model_buffers.add_to(names, values, outs)
         self._kv.pushpull(names, values, outs)
         ranks, passes, squares = self._totals[:_HEAD]
