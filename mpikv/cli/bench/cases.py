@@ -32,6 +32,8 @@ class Comparison:
     peer: str
     bound: float | None = None
     """The ratio that is wanted at most, where this project has set itself one for these circumstances."""
+    beyond: str | None = None
+    """A case whose work both do, too, where the times beyond its time are compared."""
 
 
 @dataclass

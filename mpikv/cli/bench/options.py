@@ -17,8 +17,12 @@ from .rules import RULES
 
 __all__ = ["Options", "parse"]
 
-SUITES = {"latency": ("push-pull", "allreduce", "sizes"), "sets": ("resnet50", "bert-base", "many")}
-GROUPS = (*SUITES["latency"], *SUITES["sets"])
+SUITES = {
+    "latency": ("push-pull", "allreduce", "sizes"),
+    "sets": ("resnet50", "bert-base", "many"),
+    "torch": ("resnet18", "bert-small", "muon"),
+}
+GROUPS = tuple(name for suite in SUITES.values() for name in suite)
 GPU_SUITES = {"latency": ("sizes", "kernels"), "sets": ("resnet50", "bert-base", "small", "many")}
 GPU_GROUPS = (*GPU_SUITES["latency"], *GPU_SUITES["sets"])
 _KNOWN = dict.fromkeys((*GROUPS, *GPU_GROUPS))
@@ -29,16 +33,20 @@ every result; print the ratios first. All cases are timed in turns within one ru
 most differences: compare ratios, and times within one run only."""
 
 EPILOG = """\
-what is measured (--suite latency is the first three, sets the others):
+what is measured (--suite latency is the first three, sets the next three, torch the last three):
   push-pull  a single key of 64 B and a list of 100, SGD-momentum, beside Comm.Allreduce and an update per key
   allreduce  the sum of one array of 64 MB, beside one Comm.Allreduce
   sizes      push, pull and pushpull of 64 B to 64 MB without an updater, beside Comm.Allreduce
   resnet50   the 161 arrays of a ResNet-50 (102 MB) in one pushpull
   bert-base  the 199 arrays of a BERT-base (438 MB)
   many       10,000 arrays of 1 to 100 floats
-The last three, with an optimizer: from private arrays to private arrays, and in place, beside Reduce, update and Bcast
+These three, with an optimizer: from private arrays to private arrays, and in place, beside Reduce, update and Bcast
 per key, beside PyTorch's gloo with DDP's buckets and a fused update, and beside a copy of the same bytes; and the
 memory of each rank.
+  resnet18   a training step of a ResNet-18 in PyTorch (45 MB): alone, with mpikv.torch, and with DDP over gloo
+  bert-small the same of a transformer with six layers (90 MB)
+  muon       an update by PyTorch's Muon: of all matrices, and shared out among ranks
+One thread computes on each rank. What mpikv.torch adds to a step is compared with what DDP adds.
 
 On GPUs (--device gpu), one rank for each, arrays stay there, and times are those of the GPU's clock, with the host's
 time until a call returns beside them:

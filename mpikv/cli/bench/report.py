@@ -50,7 +50,7 @@ def lines(document: Report) -> Iterator[str]:
         yield from _table([("goal", "ours", "peer", "ratio", "bound"), *rows])
         if any(row[-1] for row in rows):
             yield "bound: what this project wants the ratio to be at most, on two ranks with a core each; no limit."
-        if any("PyTorch" in row[0] for row in rows):
+        if any("PyTorch gloo" in row[0] for row in rows):
             yield "PyTorch hides its exchange behind the backward pass; this compares exchange and update alone."
     if len(jobs) > 1:
         yield f"\nmedians by the number of ranks (each rank brings as much: more ranks, more work){shared}"
@@ -95,9 +95,8 @@ def _ranks(job: Report) -> str:
 def _ratios(job: Report, *, several: bool) -> Iterator[tuple[str, ...]]:
     ranks = f", {_ranks(job)}" if several else ""
     for group in job["groups"]:
-        medians = {case["name"]: case["median"] for case in group["cases"]}
         for one in group["comparisons"]:
-            times = [medians[one[side]] for side in ("ours", "peer")]
+            times = one["ours_median"], one["peer_median"]
             wrong = one["ours"] in group["wrong"] or one["peer"] in group["wrong"]
             ratio = "wrong" if wrong else f"{one['ratio']:.2f}"
             bound = "" if one["bound"] is None else f"≤ {one['bound']:.2f}"

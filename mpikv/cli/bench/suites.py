@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from .cases import Group
-from .options import Options
+from .options import SUITES, Options
 from .rules import RULES
 from .sets import whole_set
 from .single import hundred_keys, one_key, one_large_array, sizes
+from .torch_steps import training_steps
 
 __all__ = ["groups"]
 
@@ -24,6 +25,8 @@ def groups(comm: Any, options: Options) -> Iterator[Group]:
             yield one_large_array(comm, options)
         elif name == "sizes":
             yield from sizes(comm, options)
+        elif name in SUITES["torch"]:
+            yield training_steps(comm, options, name)
         else:
             for optimizer in options.optimizers:
                 yield whole_set(comm, options, name, RULES[optimizer])

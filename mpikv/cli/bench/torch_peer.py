@@ -19,24 +19,35 @@ from ...protocols import Array
 from .gpus import RankGpu
 from .rules import Rule
 
-__all__ = ["TorchBuckets", "torch_problem"]
+__all__ = ["TorchBuckets", "connect_torch", "gloo_problem", "torch_problem"]
 
 # DDP's defaults, in bytes: a small bucket first, so that the first exchange begins early.
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 
-def torch_problem(comm: Any, rule: Rule, own: RankGpu | None = None) -> str:
-    """Return why the comparison with PyTorch cannot be made, or nothing. Collective. ``own`` is the rank's GPU."""
+def gloo_problem(comm: Any) -> str:
+    """Return why ranks cannot be connected by PyTorch's gloo, or nothing. Collective."""
+    if why := _host_problem(comm):
+        return why
+    return "" if import_module("torch.distributed").is_gloo_available() else "this PyTorch has no gloo"
+
+
+def _host_problem(comm: Any) -> str:
     if not all(comm.allgather(find_spec("torch") is not None)):
         return "PyTorch is not installed"
     if len(set(comm.allgather(platform.node()))) > 1:
         return "it is compared on one host only"
+    return ""
+
+
+def torch_problem(comm: Any, rule: Rule, own: RankGpu | None = None) -> str:
+    """Return why the comparison with PyTorch cannot be made, or nothing. Collective. ``own`` is the rank's GPU."""
+    if why := (gloo_problem if own is None else _host_problem)(comm):
+        return why
     if rule.name == "lamb":
         return "PyTorch has no LAMB"
-    torch, distributed = import_module("torch"), import_module("torch.distributed")
-    if own is None and not distributed.is_gloo_available():
-        return "this PyTorch has no gloo"
-    if own is not None and (why := _gpu_problem(comm, torch, distributed, own)):
+    torch = import_module("torch")
+    if own is not None and (why := _gpu_problem(comm, torch, import_module("torch.distributed"), own)):
         return why
     try:
         _optimizer([torch.zeros(1, device=_device(own))], rule, comm.size)
@@ -57,6 +68,24 @@ def _device(own: RankGpu | None) -> str:
     return "cpu" if own is None else f"cuda:{own.gpu.ordinal}"
 
 
+def connect_torch(comm: Any, library: str) -> Any:
+    """Connect the ranks of one host by a library of PyTorch's; return its module ``distributed``. Collective."""
+    # The only way to name the interface: gloo takes that of the host's name otherwise, or none.
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed = import_module("torch.distributed")
+
+    def store(port: int, *, master: bool) -> Any:
+        return distributed.TCPStore("127.0.0.1", port, comm.size, master, wait_for_workers=False)
+
+    # Port 0: the system chooses one that is free.
+    own = store(0, master=True) if comm.rank == 0 else None
+    port = comm.bcast(own.port if own else None)
+    distributed.init_process_group(
+        library, store=own or store(port, master=False), rank=comm.rank, world_size=comm.size
+    )
+    return distributed
+
+
 class TorchBuckets:
     """Gradients as views of flat buckets, in reverse order; an asynchronous all_reduce of each; a fused optimizer.
 
@@ -74,7 +103,7 @@ class TorchBuckets:
             self._torch.set_num_threads(1)
         else:
             self._torch.cuda.set_device(own.gpu.ordinal)
-        self._connect(comm, "gloo" if own is None else "nccl")
+        self._distributed = connect_torch(comm, "gloo" if own is None else "nccl")
         with self._on_stream():
             self._weights = [self._torch.ones(gradient.shape, device=self._device) for gradient in gradients]
             self._buckets = self._fill_buckets(gradients)
@@ -87,21 +116,6 @@ class TorchBuckets:
         stream = cuda.ExternalStream(self._own.stream.handle, device=self._device)
         context: AbstractContextManager[object] = cuda.stream(stream)
         return context
-
-    def _connect(self, comm: Any, library: str) -> None:
-        # The only way to name the interface: gloo takes that of the host's name otherwise, or none.
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        distributed = self._distributed = import_module("torch.distributed")
-
-        def store(port: int, *, master: bool) -> Any:
-            return distributed.TCPStore("127.0.0.1", port, comm.size, master, wait_for_workers=False)
-
-        # Port 0: the system chooses one that is free.
-        own = store(0, master=True) if comm.rank == 0 else None
-        port = comm.bcast(own.port if own else None)
-        distributed.init_process_group(
-            library, store=own or store(port, master=False), rank=comm.rank, world_size=comm.size
-        )
 
     def _fill_buckets(self, gradients: Sequence[Array]) -> list[Any]:
         """Return the buckets, and make each gradient the view of its part of one."""

@@ -240,12 +240,17 @@ def _check(comm: Any, cases: list[Case], group: Group) -> dict[str, str]:
 
 def _compare(cases: list[Report], group: Group) -> list[Report]:
     """Return the wanted ratios of which both sides were measured."""
-    medians = {case["name"]: case["median"] for case in cases}
-    return [
-        vars(one) | {"ratio": medians[one.ours] / medians[one.peer]}
-        for one in group.comparisons
-        if one.ours in medians and one.peer in medians
-    ]
+    seconds = {case["name"]: np.array(case["seconds"]) for case in cases}
+
+    def median(case: str, beyond: str | None) -> float:
+        return float(np.median(seconds[case] if beyond is None else seconds[case] - seconds[beyond]))
+
+    compared = []
+    for one in group.comparisons:
+        if one.ours in seconds and one.peer in seconds:
+            ours, peer = (median(case, one.beyond) for case in (one.ours, one.peer))
+            compared.append(vars(one) | {"ratio": ours / peer, "ours_median": ours, "peer_median": peer})
+    return compared
 
 
 def _case_report(case: Case, group: Group) -> Report:

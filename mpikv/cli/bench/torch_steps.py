@@ -1,0 +1,212 @@
+"""Training steps of PyTorch models: what the exchange of gradients adds to a step, beside DDP over gloo, and an update
+that is shared out among ranks, beside the whole one.
+
+What makes DDP fast in a real step, which hides the exchange behind the backward pass, is part of what is timed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from ...protocols import Array
+from .cases import Comparison, Factory, Group, Skipped, unless
+from .keysets import KeySet
+from .options import Options
+from .torch_peer import connect_torch, gloo_problem
+
+__all__ = ["training_steps"]
+
+_ROUNDS, _QUICK_ROUNDS = 21, 2
+
+# Of each rank: images, and sentences of so many words.
+_IMAGES, _SENTENCES, _WORDS = 8, 4, 64
+
+
+def training_steps(comm: Any, options: Options, name: str) -> Group:
+    """Return the group of that name."""
+    torch_is_missing = find_spec("torch") is None
+    title, build = _MODELS[name]
+    shapes = () if torch_is_missing else tuple(tuple(one.shape) for one in build(options.quick)[0].parameters())
+    keys = KeySet(title, shapes)
+    cases, comparisons = (_update_cases if name == "muon" else _step_cases)(comm, options, title, build)
+    return Group(
+        name,
+        f"{title} ({keys.nbytes / 1e6:.3g} MB), a training step" if name != "muon" else f"{title}, an update by Muon",
+        keys,
+        None,
+        options.rounds or (_QUICK_ROUNDS if options.quick else _ROUNDS),
+        {case: unless(lambda: gloo_problem(comm), factory) for case, factory in cases.items()},
+        comparisons,
+        # Each rank: weights, gradients and momentum of each case, and what is made on the way.
+        needed_bytes=keys.nbytes * comm.size * 5 * len(cases),
+    )
+
+
+Model = Callable[[bool], "tuple[Any, tuple[Any, ...]]"]
+"""Makes a model and a batch for it; True makes small ones."""
+
+
+def _step_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[dict[str, Factory], list[Comparison]]:
+    def case(attach: Callable[[Any, Any], Any]) -> Factory:
+        return lambda: partial(_TrainingStep, build, options.quick, attach)
+
+    cases = {
+        "alone": case(lambda model, optimizer: None),
+        "attach": case(_attach("local")),
+        "attach, store": case(_attach("store")),
+        "torch DDP": case(partial(_DDP, comm)),
+    }
+    bound = 0.5 if comm.size == 2 and not options.quick else None
+    goal = f"{title}: added to a step by attach / by PyTorch DDP, gloo"
+    return cases, [Comparison(goal, "attach", "torch DDP", bound, beyond="alone")]
+
+
+def _update_cases(comm: Any, options: Options, title: str, build: Model) -> tuple[dict[str, Factory], list[Comparison]]:
+    def case(attach: Callable[[Any, Any], Any]) -> Factory:
+        def make() -> Callable[[], _Update]:
+            if not hasattr(import_module("torch.optim"), "Muon"):
+                raise Skipped(f"PyTorch {import_module('torch').__version__} has no Muon")
+            return partial(_Update, build, options.quick, attach)
+
+        return make
+
+    cases = {"whole": case(lambda model, optimizer: None), "attach, store": case(_attach("store"))}
+    bound = 0.65 if comm.size == 2 and not options.quick else None
+    goal = f"{title}, Muon: update shared out / whole on each rank"
+    return cases, [Comparison(goal, "attach, store", "whole", bound)]
+
+
+def _attach(update: str) -> Callable[[Any, Any], Any]:
+    return lambda model, optimizer: import_module("mpikv.torch").attach(model, optimizer, update=update)
+
+
+class _DDP:
+    """A model in PyTorch's DistributedDataParallel over gloo."""
+
+    def __init__(self, comm: Any, model: Any, optimizer: Any) -> None:
+        self._distributed = connect_torch(comm, "gloo")
+        self.model = import_module("torch.nn.parallel").DistributedDataParallel(model)
+
+    def detach(self) -> None:
+        self._distributed.destroy_process_group()
+
+
+class _TrainingStep:
+    """Forward, backward and the step of SGD with momentum."""
+
+    exact = None
+
+    def __init__(self, build: Model, quick: bool, attach: Callable[[Any, Any], Any]) -> None:
+        """Collective. One thread computes on each rank."""
+        torch = import_module("torch")
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self._model, self._batch = build(quick)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4, momentum=0.9)
+        self._attached = attach(self._model, self._optimizer)
+        self._forward: Any = getattr(self._attached, "model", self._model)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._forward(*self._batch).square().mean().backward()
+        self._optimizer.step()
+
+    def results(self) -> list[Array]:
+        return []
+
+    def close(self) -> None:
+        if self._attached is not None:
+            self._attached.detach()
+
+
+class _Update:
+    """The step of Muon on the matrices of a model, whose gradients stay as they are."""
+
+    exact = None
+
+    def __init__(self, build: Model, quick: bool, attach: Callable[[Any, Any], Any]) -> None:
+        """Collective. One thread computes on each rank."""
+        torch = import_module("torch")
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model, batch = build(quick)
+        matrices = [one for one in model.parameters() if one.dim() == 2]
+        self._optimizer = torch.optim.Muon(matrices, lr=1e-4)
+        self._attached = attach(model, self._optimizer)
+        model(*batch).square().mean().backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def results(self) -> list[Array]:
+        return []
+
+    def close(self) -> None:
+        if self._attached is not None:
+            self._attached.detach()
+
+
+def _resnet18(quick: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Return ResNet-18 for images of 32 x 32, and a batch."""
+    torch = import_module("torch")
+    nn = torch.nn
+    narrow = 8 if quick else 1
+
+    def block(inner: int, width: int, stride: int) -> Any:
+        first = nn.Conv2d(inner, width, 3, stride, 1, bias=False)
+        second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        body = nn.Sequential(first, nn.BatchNorm2d(width), nn.ReLU(), second, nn.BatchNorm2d(width))
+        if stride == 1 and inner == width:
+            return _residual(body, nn.Identity())
+        return _residual(body, nn.Sequential(nn.Conv2d(inner, width, 1, stride, bias=False), nn.BatchNorm2d(width)))
+
+    widths = [64 // narrow, 128 // narrow, 256 // narrow, 512 // narrow]
+    layers = [nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
+    for inner, width in zip([widths[0], *widths], widths, strict=False):
+        layers += [block(inner, width, 1 if width == widths[0] else 2), block(width, width, 1)]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+    return model, (torch.randn(_IMAGES, 3, 32, 32),)
+
+
+def _residual(body: Any, shortcut: Any) -> Any:
+    torch = import_module("torch")
+
+    class Residual(torch.nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.shortcut = body, shortcut
+
+        def forward(self, values: Any) -> Any:
+            return torch.relu(self.body(values) + self.shortcut(values))
+
+    return Residual()
+
+
+def _bert(quick: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Return six layers like BERT's, of half its width, with all of its words, and a batch."""
+    torch = import_module("torch")
+    nn = torch.nn
+    width, words = (48, 500) if quick else (384, 30522)
+    layer = nn.TransformerEncoderLayer(width, 6, 4 * width, dropout=0.0, activation="gelu", batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(words, width), encoder, nn.Linear(width, 2))
+    return model, (torch.randint(0, words, (_SENTENCES, _WORDS)),)
+
+
+def _perceptron(quick: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Return eight square matrices, and a batch."""
+    torch = import_module("torch")
+    width = 64 if quick else 768
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(8)))
+    return model, (torch.randn(_IMAGES, width),)
+
+
+_MODELS: dict[str, tuple[str, Model]] = {
+    "resnet18": ("ResNet-18", _resnet18),
+    "bert-small": ("BERT of half width, 6 layers", _bert),
+    "muon": ("8 matrices of 768 x 768", _perceptron),
+}
