@@ -65,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: the test needs a GPU, CuPy and NCCL, and is skipped where one is missing")
     config.addinivalue_line("markers", "feature(*names): the test shows these rows of tests/support/features.py")
     config.addinivalue_line(
+        "markers", "one_library: what the test shows does not depend on the MPI library; it runs with one of them"
+    )
+    config.addinivalue_line(
         "markers", "processes: the test needs processes, threads that nobody simulates, or real time"
     )
     launch = launch_of()

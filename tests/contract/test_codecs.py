@@ -24,6 +24,8 @@ from mpikv.errors import ConfigError
 from mpikv.testing import ElementwiseCodecContract, TensorCodecContract
 from mpikv.testing.codec import together
 
+pytestmark = pytest.mark.one_library
+
 F32 = np.float32
 
 

@@ -127,6 +127,7 @@ def test_a_fault_ends_as_promised(real: Mapping[str, Mapping[str, Any]], fault: 
     assert real[fault]["problems"] == []
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize("fault", SIMULATED)
 def test_a_fault_of_a_simulated_rank_ends_as_promised(virtual: Mapping[str, Mapping[str, Any]], fault: str) -> None:
     assert virtual[fault]["problems"] == []
@@ -145,6 +146,7 @@ def test_a_trial_can_fail(request: pytest.FixtureRequest, kind: str) -> None:
 # --- Kills in saves
 
 
+@pytest.mark.one_library
 @pytest.mark.feature("recovery")
 @pytest.mark.parametrize(("place", "repeat"), [((), "12"), (("--simulated",), "30")])
 def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], repeat: str) -> None:
@@ -156,6 +158,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], r
     assert place or "beside a draft" in done.stdout
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "30")])
 def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...], repeat: str) -> None:
     done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
@@ -166,6 +169,7 @@ def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ..
 # --- Random programs
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_some_programs(size: str) -> None:
     done = chaos("soak", "--minutes", "0.03", "--seed", "7", "--ranks", size)
@@ -174,6 +178,7 @@ def test_some_programs(size: str) -> None:
     assert "fault text for an array" in done.stdout
 
 
+@pytest.mark.one_library
 def test_some_programs_on_simulated_ranks() -> None:
     done = chaos("soak", "--simulated", "--minutes", "0.1", "--seed", "7", "--ranks", "2", "3", "5")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -188,12 +193,14 @@ def test_a_wrong_sum_is_found(tmp_path: Path) -> None:
     assert "again:  scripts/chaos soak --seed 7 --number" in done.stdout
 
 
+@pytest.mark.one_library
 def test_a_leak_is_found(tmp_path: Path) -> None:
     done = chaos("soak", "--minutes", "0.1", "--seed", "7", "--ranks", "1", scripts=planted(tmp_path, LEAKY))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "open files rose from" in done.stdout
 
 
+@pytest.mark.one_library
 def test_a_missing_wait_of_simulated_ranks_is_found_and_found_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,8 @@ import numpy as np
 import mpikv
 from mpikv import schedules
 
+pytestmark = pytest.mark.one_library
+
 folder, part = sys.argv[1:]
 
 def gradient(number, share):

@@ -19,7 +19,7 @@ from support.launching import Job, abandoned, launch, processes_in, remove_aband
 
 from mpikv.cli.launchers import clean
 
-pytestmark = pytest.mark.deadline(180)
+pytestmark = [pytest.mark.deadline(180), pytest.mark.one_library]
 
 TESTS = Path(__file__).parents[1]
 

@@ -14,6 +14,8 @@ from support.launching import why_no_mpi
 
 from mpikv.cli.launchers import clean
 
+pytestmark = pytest.mark.one_library
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/train_synthetic.py"
 SMALL = ("--gigabytes", "0.004", "--steps", "3")

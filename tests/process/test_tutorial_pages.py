@@ -11,6 +11,8 @@ import pytest
 from support.launching import why_no_mpi
 from support.pages import blocks, read_tutorial
 
+pytestmark = pytest.mark.one_library
+
 
 def run_commands(folder: Path, page: str) -> list[tuple[str, str, str]]:
     """Run a page's commands with output, in order; return each with what it printed and what the page shows."""
