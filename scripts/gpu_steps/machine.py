@@ -40,9 +40,14 @@ def versions() -> Numbers:
 
     from mpikv.cli.launchers import environment, find_launcher, find_library
     from mpikv.compute.cuda.gpu import survey
+    from mpikv.errors import MPIKVError
 
     found = survey()
-    library = find_library(environment())
+    try:
+        library = find_library(environment())
+        mpi, launcher = library.version, str(find_launcher(library, environment()).path)
+    except MPIKVError as error:
+        mpi, launcher = "none", str(error)
     gpu = cupy.cuda.runtime.getDeviceProperties(0)
     return {
         "gpus": found.devices,
@@ -54,8 +59,8 @@ def versions() -> Numbers:
         "cupy": found.cupy,
         "nccl": found.nccl,
         "nccl_file": loaded("libnccl"),
-        "mpi": library.version,
-        "launcher": str(find_launcher(library, environment()).path),
+        "mpi": mpi,
+        "launcher": launcher,
         "python": sys.version.split()[0],
         "numpy": version_of("numpy"),
         "torch": version_of("torch"),

@@ -24,15 +24,26 @@ def tests(ranks: int) -> Callable[[], Numbers]:
         marked = "gpu and ranks" if ranks > 1 else "gpu"
         arguments = ["-m", "pytest", "tests/gpu/real", "-m", marked, f"--ranks={ranks}", "-q", "--no-header"]
         arguments += ["-p", "no:cacheprovider", "--color=no", "--tb=short"]
-        # The limit of the step ends it: what is said here must be said before.
-        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines() or [""]
-        if done.returncode or " passed" not in lines[-1]:
+        status, lines = streamed([sys.executable, *arguments])
+        if status or " passed" not in lines[-1]:
             why = [line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))] or lines[-10:]
-            raise AssertionError("\n".join([*why, done.stderr[-500:]])[-3000:])
+            raise AssertionError("\n".join(why)[-3000:])
         return {"pytest": lines[-1].strip("= "), "skipped": [line for line in lines if line.startswith("SKIPPED")]}
 
     return run
+
+
+def streamed(command: list[str]) -> tuple[int, list[str]]:
+    """Return the exit status of a program and the lines that it prints. Each is passed on at once, as the limit of the
+    step may end both.
+    """
+    lines = [""]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            print(line, end="", file=sys.stderr, flush=True)
+    return process.returncode, lines
 
 
 def environment(ranks: int) -> dict[str, str]:

@@ -38,6 +38,13 @@ class Step:
     environ: Variables = field(default_factory=dict)
     one_gpu: bool = False
     """Whether ranks are to use one GPU, even where there are more."""
+    jobs: bool = False
+    """Whether it starts jobs of its own."""
+
+    @property
+    def needs_mpi(self) -> bool:
+        """Whether it can only be run where there is an MPI library."""
+        return self.jobs or self.ranks > 1
 
 
 def count_gpus() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import doctest
+import json
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
@@ -84,7 +86,7 @@ def nothing() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dies", "status", "output", "expected"),
     [
-        (False, 0, 'noise\n{"ms": 1.5}\n', {"status": "ok", "numbers": {"ms": 1.5}}),
+        (False, 0, 'noise\n{"ms": 1.5}\n{noise\n7\n', {"status": "ok", "numbers": {"ms": 1.5}}),
         (False, 0, '{"skip": "no torch"}\n', {"status": "skip", "reason": "no torch"}),
         (True, 137, '{"s": 5.1}\n', {"status": "ok", "numbers": {"s": 5.1}}),
         (False, 137, '{"s": 5.1}\n', {"status": "fail", "reason": "exit status 137", "numbers": {"s": 5.1}}),
@@ -108,10 +110,29 @@ def test_a_step_that_hangs_is_ended(check, monkeypatch):
     )
     assert check.run([sys.executable, "-c", code], dict(os.environ), 0.5)[0] is None
     assert time.monotonic() - begin < 5
-    assert check.take("/no/python", "versions", check.STEPS["versions"], 3)["status"] == "skip"
 
 
-def test_the_page_and_the_numbers(check, tmp_path):
+def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
+    found = check.take("kernels", check.STEPS["kernels"], {}, 3)
+    assert found == {
+        "status": "skip",
+        "seconds": 0.0,
+        "reason": "it takes about 6 s, and 3 s were left",
+        "unreached": True,
+    }
+    monkeypatch.setattr(check.bare, "has_mpi", lambda environ: False)
+    for name, step in check.STEPS.items():
+        several = re.search(r"_[24](_as_|$)", name) and name not in module("questions").TOGETHER
+        assert step.needs_mpi == bool(several or name == "bench_1"), name
+    assert "no MPI library" in check.take("sums_2", check.STEPS["sums_2"], {}, 100)["reason"]
+
+
+@pytest.fixture
+def book(check, tmp_path):
+    return lambda code="12345678": check.Book(tmp_path, "NVIDIA H200", code)
+
+
+def test_the_page_and_the_numbers(check, book, tmp_path):
     records = {
         "versions": {"status": "ok", "seconds": 1.0, "numbers": {"gpus": ["NVIDIA H200"], "memory_GB": 150.1}},
         "sums_2": {
@@ -123,18 +144,100 @@ def test_the_page_and_the_numbers(check, tmp_path):
         },
         "tests_4": {"status": "skip", "seconds": 0.0, "reason": "no time was left"},
     }
-    path = check.write(tmp_path, records)
-    assert path.name == "nvidia-h200.md"
-    assert check.json.loads((tmp_path / "nvidia-h200.json").read_text()) == records
-    text = path.read_text()
+    for name, found in records.items():
+        book().add(name, found)  # each by a command of its own
+    coded = {name: found | {"sources": "12345678"} for name, found in records.items()}
+    assert json.loads((tmp_path / "nvidia-h200.json").read_text()) == coded
+    text = book().page.read_text()
     for line in (
         "# mpikv on NVIDIA H200",
-        "| sums_2 | fail: exit status 1 | 60.0 |",
-        "| tests_4 | skip: no time was left | 0.0 |",
+        "| sums_2 | fail: exit status 1 | 60.0 | 12345678 |",
+        "| tests_4 | skip: no time was left | 0.0 | 12345678 |",
         "| gpus | NVIDIA H200 |",
         "E  wrong",
     ):
         assert line in text.splitlines()
+
+
+def test_which_steps_a_later_command_runs(book):
+    done, unreached = {"status": "ok", "seconds": 1.0, "numbers": {"ms": 1}}, {"status": "skip", "unreached": True}
+    unreached |= {"seconds": 0.0, "reason": "it takes about 6 s, and 3 s were left"}
+    assert book().lacks("kernels")
+    book().add("kernels", unreached)
+    assert book().lacks("kernels")
+    book().add("kernels", done)
+    assert not book().lacks("kernels")
+    assert book("of other code").lacks("kernels")
+    book("of other code").add("kernels", unreached)
+    assert book().records["kernels"]["numbers"] == {"ms": 1}
+
+
+def test_the_code_of_a_record(check):
+    assert check.record.sources() == check.record.sources()
+    assert re.fullmatch("[0-9a-f]{8}", check.record.sources())
+
+
+# --- A bare machine
+
+
+def wheel(folder: Path, name: str, **files: str) -> Path:
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as packed:
+        for place, text in {**files, f"{name}-1.0.dist-info/METADATA": ""}.items():
+            packed.writestr(place, text)
+    return path
+
+
+def test_what_is_missing_is_unpacked(check, tmp_path, monkeypatch):
+    wheels = [
+        wheel(tmp_path, "present", **{"numpy/__init__.py": "wrong"}),
+        wheel(tmp_path, "absent", **{"absent_module.py": "found = 1"}),
+        wheel(tmp_path, "library", **{f"library-1.0.data/data/{one}": "#!/bin/sh" for one in LIBRARY}),
+        wheel(tmp_path, "mpikv", **{"mpikv/__init__.py": "old", "absent_too.py": ""}),
+    ]
+    monkeypatch.setattr(check.bare, "has_mpi", lambda environ: False)
+    folder = tmp_path / "unpacked"
+    assert check.bare.unpack_missing(wheels, folder) == [wheels[1], wheels[2]]
+    environ = check.bare.environment(folder)
+    data = folder / "library-1.0.data/data"
+    assert environ["MPI4PY_LIBMPI"] == str(data / "lib/libmpi.so.12")
+    assert os.access(shutil.which("mpiexec", path=environ["PATH"]), os.X_OK)
+    assert shutil.which("mpiexec", path=environ["PATH"]) == str(data / "bin/mpiexec")
+    code = "import absent_module, mpikv; print(absent_module.found, mpikv.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == f"1 {ROOT / 'mpikv/__init__.py'}\n"
+
+
+LIBRARY = ("bin/mpiexec", "lib/libmpi.so", "lib/libmpi.so.12")
+
+
+def test_where_nothing_is_missing_nothing_is_unpacked(check, tmp_path, monkeypatch):
+    wheels = [wheel(tmp_path, "library", **{f"library-1.0.data/data/{one}": "" for one in LIBRARY})]
+    monkeypatch.setattr(check.bare, "has_mpi", lambda environ: True)
+    (tmp_path / "unpacked").mkdir()
+    assert check.bare.unpack_missing(wheels, tmp_path / "unpacked") == []
+    assert "MPI4PY_LIBMPI" not in set(check.bare.environment(tmp_path / "unpacked")) - set(os.environ)
+    monkeypatch.setattr(check.bare, "NEEDED", ("numpy", "no_such_package"))
+    assert check.bare.lacking(tmp_path / "unpacked") == ["no_such_package"]
+
+
+@has_cupy
+def test_steps_fail_for_want_of_a_gpu_alone(tmp_path):
+    names = ["versions", "graph", "sums_2", "duplicate_2", "synthetic_1", "bench_1"]
+    for some in (names[:3], names[3:]):
+        done = subprocess.run(
+            [sys.executable, SCRIPT, "--no-gpu", "--steps", ",".join(some), "--out", tmp_path],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=18,
+            check=False,
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+    records = json.loads((tmp_path / "no-gpu.json").read_text())
+    assert sorted(records) == sorted(names)
+    for name, found in records.items():
+        assert re.search("no GPU can be used here|CUDA driver", found["output"]), (name, found)
 
 
 @pytest.mark.usefixtures("check")
@@ -235,7 +338,7 @@ def test_aims_of_which_a_figure_is_missing():
 
 
 def test_the_page_begins_with_the_aims(check):
-    lines = check.page("a GPU", {}).splitlines()
+    lines = check.record.page("a GPU", {}).splitlines()
     assert lines.index("## Aims") < lines.index("## Steps")
     assert sum(line.endswith("| not measured |") for line in lines) == len(module("aims").AIMS)
 
@@ -244,9 +347,9 @@ def test_the_page_begins_with_the_aims(check):
 
 
 def test_there_is_time_for_all_steps(check):
-    assert sum(step.expected for step in check.STEPS.values()) < check.TOTAL - 20
+    assert sum(step.expected for step in check.STEPS.values()) < check.BUDGET - 20
     for name, step in check.STEPS.items():
-        assert step.expected < step.seconds < check.TOTAL, name
+        assert step.expected < step.seconds < check.BUDGET, name
         assert (step.ranks > 1) <= name.split("_as_")[0].endswith(f"_{step.ranks}"), name
 
 
