@@ -1,0 +1,87 @@
+"""Gradients that are means over ranks: in place of ``jax.value_and_grad``, or before an optimizer of optax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+
+from ..errors import TransportUnavailable
+from ..store.kvstore import KVStore
+from .exchange import pushpull
+
+__all__ = ["all_reduce", "value_and_grad"]
+
+
+def value_and_grad(
+    f: Callable[..., Any], kv: KVStore, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes the value and the gradient of ``f``, both as means over ranks.
+
+    Local; each call of the function is collective, as :func:`pushpull`. Value and gradient travel in one exchange. If
+    all ranks have equally many examples and ``f`` is a mean over them, the result is that of one process with all of
+    them. It may be called in ``jax.jit``. If ``f`` raises on one rank, every rank raises.
+
+    Args:
+        f: a function that returns a number, as ``jax.value_and_grad`` takes it, the same on every rank.
+        kv: as in :func:`pushpull`. Compression of the store applies to the value, too.
+        argnums: which arguments to differentiate by, as in ``jax.value_and_grad``.
+        has_aux: whether ``f`` returns a pair of which the second is returned as it is on this rank.
+
+    Returns:
+        A function of the arguments of ``f`` that returns ``(value, gradient)``, or ``((value, aux), gradient)``.
+
+    Raises:
+        ConfigError, ValueMismatch, RankMismatch, PeerFailed: the function does, as :func:`pushpull`.
+
+    Example:
+        >>> import mpikv.jax, jax.numpy as jnp
+        >>> kv = mpikv.create("allreduce")
+        >>> mpikv.jax.value_and_grad(lambda w, x: (w * x).sum(), kv)(jnp.ones(2), 3.0)
+        (Array(6., dtype=float32), Array([3., 3.], dtype=float32))
+    """
+    local = jax.value_and_grad(f, argnums, has_aux)
+
+    @wraps(f)
+    def averaged(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value, gradient = local(*args, **kwargs)
+        except Exception as error:
+            kv.raise_on_all_ranks(error, "value_and_grad")
+        if not has_aux:
+            return pushpull(kv, (value, gradient), average=True)
+        value, aux = value
+        value, gradient = pushpull(kv, (value, gradient), average=True)
+        return (value, aux), gradient
+
+    return averaged
+
+
+def all_reduce(kv: KVStore) -> Any:
+    """Return a transformation of optax that replaces updates by their means over ranks. It has no state.
+
+    Local; each ``update`` is collective, as :func:`pushpull`, and may be called in ``jax.jit``. Chain it before an
+    optimizer, and every rank makes the same step.
+
+    Returns:
+        An ``optax.GradientTransformation``.
+
+    Raises:
+        TransportUnavailable: optax is not installed.
+
+    Example:
+        >>> import mpikv.jax, jax.numpy as jnp, optax
+        >>> optimizer = optax.chain(mpikv.jax.all_reduce(mpikv.create("allreduce")), optax.sgd(0.5))
+        >>> updates, state = optimizer.update(jnp.ones(2), optimizer.init(jnp.ones(2)))
+        >>> updates
+        Array([-0.5, -0.5], dtype=float32)
+    """
+    try:
+        import optax
+    except ImportError as error:
+        raise TransportUnavailable(
+            f"all_reduce needs optax, which cannot be imported ({error}); pip install 'mpikv[jax]' installs it"
+        ) from error
+    return optax.stateless(lambda updates, params: pushpull(kv, updates, average=True))
