@@ -29,6 +29,7 @@ myst_heading_anchors = 3
 
 add_module_names = False
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["jax", "optax", "torch"]  # which are large, and of which the site needs nothing
 autodoc_default_options = {"members": True, "show-inheritance": True}
 maximum_signature_line_length = 88
 # Types in signatures: of Python, of other packages, and of modules that no caller names. They have no pages here.

@@ -102,21 +102,25 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str) -> Any:
                 _check_mean(name, leaf)
     except Exception as error:
         kv.raise_on_all_ranks(error, verb)
-    call = partial(_call_store, kv, verb, names, kv.size if result == "mean" else 1)
-    if _is_traced(leaves):
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf)) for leaf in leaves]
+    traced = _is_traced(leaves)
+    dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
+    call = partial(_call_store, kv, verb, names, dtypes, kv.size if result == "mean" else 1)
+    if traced:
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         return structure.unflatten(io_callback(call, shapes, leaves, ordered=True))
     jax.effects_barrier()  # another thread may be in an exchange of a compiled function
     return structure.unflatten(_like(leaves, call(leaves)))
 
 
-def _call_store(kv: Any, verb: str, names: list[str], divisor: int, leaves: Sequence[Any]) -> list[Array]:
+def _call_store(
+    kv: Any, verb: str, names: list[str], dtypes: Sequence[Any], divisor: int, leaves: Sequence[Any]
+) -> list[Array]:
     """Exchange leaves on the host. Collective. JAX calls it too, from any thread."""
     if not names:
         kv.check_equal("a tree without leaves", verb)
         return []
     try:
-        arrays = [leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf) for leaf in leaves]
+        arrays = [_on_host(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     except Exception as error:
         kv.raise_on_all_ranks(error, verb)
     if verb == "pushpull" and not isinstance(kv, AllReduce):
@@ -129,6 +133,17 @@ def _call_store(kv: Any, verb: str, names: list[str], divisor: int, leaves: Sequ
         for out in outs:
             np.divide(out, divisor, out=out)
     return outs
+
+
+def _on_host(leaf: Any, dtype: Any) -> Array:
+    """Return the array of numpy over the memory of a leaf on the host, or over a copy of it."""
+    array: Array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
+    if array.dtype != dtype:
+        raise ConfigError(
+            f"JAX has made {array.dtype} of {dtype} in the thread that calls the store, as jax.enable_x64 holds in one "
+            "thread alone; call jax.config.update('jax_enable_x64', True) at the beginning of the program"
+        )
+    return array
 
 
 def _make_room(kv: Any, names: Sequence[str], arrays: Sequence[Array]) -> None:

@@ -16,6 +16,7 @@ from mpikv.config import VARIABLES_ONLY, Config
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 MODULES = ["optimizers", "schedules", "codecs", "testing"]
+FRAMEWORKS = ["jax"]
 
 
 def listed(page: str) -> list[str]:
@@ -37,8 +38,10 @@ def test_every_public_name_has_a_page() -> None:
     assert set(inner) <= set(MODULES)
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [*MODULES, *FRAMEWORKS])
 def test_every_public_name_of_a_module_has_a_page(module: str) -> None:
+    if module in FRAMEWORKS:
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'mpikv[{module}]'")
     assert sorted(listed(module)) == sorted(import_module(f"mpikv.{module}").__all__)
 
 
