@@ -136,7 +136,12 @@ def _call_store(
 
 
 def _on_host(leaf: Any, dtype: Any) -> Array:
-    """Return the array of numpy over the memory of a leaf on the host, or over a copy of it."""
+    """Return the array of numpy over the memory of a leaf on the host, or over a copy of it.
+
+    >>> _on_host(np.ones(2, np.float32), np.dtype(np.float64))
+    Traceback (most recent call last):
+    mpikv.errors.ConfigError: JAX has made float32 of float64 in the thread that calls the store, as ...
+    """
     array: Array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     if array.dtype != dtype:
         raise ConfigError(
