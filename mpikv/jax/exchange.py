@@ -17,10 +17,11 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ..arrays.arrays import aligned
-from ..errors import ConfigError, ValueMismatch
+from ..errors import ConfigError, ValueMismatch, a_kind
 from ..protocols import Array
 from ..store.allreduce_store import AllReduce
 from ..store.kvstore import KVStore
+from ..store.plugins import KVStoreBase
 
 __all__ = ["broadcast", "pushpull"]
 
@@ -91,19 +92,22 @@ def broadcast(kv: KVStore, tree: Tree) -> Tree:
 
 def _exchange(kv: Any, tree: Any, verb: str, result: str) -> Any:
     """Return the ``result`` of all ranks' trees: their sum, mean, or the root's."""
+    _check_store(kv, verb)
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     # A place, as a class of the caller's own may give two leaves one path.
     names = [f"jax/{result}/{place}{jax.tree_util.keystr(path)}" for place, (path, _) in enumerate(pairs)]
     try:
-        _check_store(kv)
+        if verb == "pushpull":
+            _check_sums(kv)
         leaves = [_as_array(leaf) for _, leaf in pairs]
         if result == "mean":
             for name, leaf in zip(names, leaves, strict=True):
                 _check_mean(name, leaf)
+        traced = _is_traced(leaves)
+        # In a compiled function JAX makes 32-bit numbers of numpy's, too.
+        dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     except Exception as error:
         kv.raise_on_all_ranks(error, verb)
-    traced = _is_traced(leaves)
-    dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     call = partial(_call_store, kv, verb, names, dtypes, kv.size if result == "mean" else 1)
     if traced:
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
@@ -161,7 +165,12 @@ def _make_room(kv: Any, names: Sequence[str], arrays: Sequence[Array]) -> None:
         known.update(changed)
 
 
-def _check_store(kv: Any) -> None:
+def _check_store(kv: Any, verb: str) -> None:
+    if not isinstance(kv, KVStoreBase):
+        raise TypeError(f"{verb}: kv is {a_kind(kv)}, not a store; pass mpikv.create('allreduce')")
+
+
+def _check_sums(kv: Any) -> None:
     if not (kv._in_rounds and kv._assigns):
         raise ConfigError(
             f"the store {kv.type!r} has an updater or takes each rank's push by itself, so that it makes no sums; pass "

@@ -175,8 +175,11 @@ def test_stores_that_make_no_sums(comm):
         kv.set_optimizer("sgd")
         with pytest.raises(ConfigError, match="the store 'local' has an updater"):
             mpikv_jax.pushpull(kv, jnp.ones(2))
+        assert (mpikv_jax.broadcast(kv, jnp.full(2, kv.rank + 1.0)) == 1).all()
     with mpikv.create("dist_async", comm=comm) as kv, pytest.raises(ConfigError, match="'dist_async'"):
         mpikv_jax.pushpull(kv, jnp.ones(2))
+    with pytest.raises(TypeError, match="kv is a dict, not a store"):
+        mpikv_jax.pushpull({}, jnp.ones(2))
 
 
 @pytest.mark.ranks(2)
