@@ -199,10 +199,11 @@ def _is_traced(leaves: Sequence[Any]) -> bool:
 
 def _like(leaves: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
     """Return new arrays of the host as ones of the library, and on the devices, of each leaf."""
-    # One call for all. It takes over memory of the host that is aligned.
-    placed = jax.device_put(
-        list(arrays), [leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None for leaf in leaves]
-    )
+    # Older versions do not say whether an array is committed to its devices.
+    places = [
+        leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None for leaf in leaves
+    ]
+    placed = jax.device_put(list(arrays), places)  # in one call; it takes over memory of the host that is aligned
     return [
         array[()] if isinstance(leaf, np.generic) else array if isinstance(leaf, np.ndarray) else own
         for leaf, array, own in zip(leaves, arrays, placed, strict=True)
