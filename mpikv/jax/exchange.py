@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ..arrays.arrays import aligned
-from ..errors import ConfigError, ValueMismatch, a_kind
+from ..errors import ConfigError, Unsupported, ValueMismatch, a_kind
 from ..protocols import Array
 from ..store.allreduce_store import AllReduce
 from ..store.kvstore import KVStore
@@ -26,6 +26,9 @@ from ..store.plugins import KVStoreBase
 __all__ = ["broadcast", "pushpull"]
 
 Tree = TypeVar("Tree")
+
+# Found by trying: 0.7.0 aborts in XLA, 0.7.2 does not.
+_COMPILES = (0, 7, 2)
 
 _known: Any = WeakKeyDictionary()
 """The shape and the dtype of each key that was made here, for each store that needs ``init``."""
@@ -56,12 +59,13 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False) -> Tree:
 
     Raises:
         ConfigError: the store has an updater, or makes no sums, as ``dist_async``.
+        Unsupported: it is called in ``jax.jit`` with JAX before 0.7.2.
         ValueMismatch: a leaf's dtype cannot be summed, or has no mean, as int32.
         TypeError: a leaf is no array and no number.
         RankMismatch: ranks gave other trees, or other values of ``average``.
         PeerFailed: another rank raised one of these.
 
-    Inside of ``jax.jit`` the last four may come as a ``jax.errors.JaxRuntimeError`` with the error's name and text.
+    Inside of ``jax.jit`` these may come as a ``jax.errors.JaxRuntimeError`` with the error's name and text.
     The store can be used again in either case.
 
     Example (one rank; on n ranks each leaf is n times as large):
@@ -103,7 +107,8 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str) -> Any:
         if result == "mean":
             for name, leaf in zip(names, leaves, strict=True):
                 _check_mean(name, leaf)
-        traced = _is_traced(leaves)
+        if traced := _is_traced(leaves):
+            _check_compiling()
         # In a compiled function JAX makes 32-bit numbers of numpy's, too.
         dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     except Exception as error:
@@ -175,6 +180,14 @@ def _check_sums(kv: Any) -> None:
         raise ConfigError(
             f"the store {kv.type!r} has an updater or takes each rank's push by itself, so that it makes no sums; pass "
             "mpikv.create('allreduce')"
+        )
+
+
+def _check_compiling() -> None:
+    if jax.__version_info__ < _COMPILES:
+        raise Unsupported(
+            f"JAX {jax.__version__} ends the process where a compiled function has a product of matrices and a call of "
+            "the host; take JAX 0.7.2 or newer, or exchange arrays outside of jax.jit"
         )
 
 

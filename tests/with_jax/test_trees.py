@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, PeerFailed, RankMismatch, ValueMismatch
+from mpikv import ConfigError, PeerFailed, RankMismatch, Unsupported, ValueMismatch
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'mpikv[jax]'")
 jnp = jax.numpy
@@ -189,6 +189,14 @@ def test_values_of_a_store_and_sums_beside_them(comm):
         assert (mpikv_jax.pushpull(kv, {"w": jnp.ones(3)})["w"] == kv.size).all()
         assert (mpikv_jax.pushpull(kv.scope("inner"), jnp.ones(4)) == kv.size).all()
         assert kv.keys() == ("w", "jax/sum/0['w']", "inner/jax/sum/0")
+
+
+@pytest.mark.ranks(2)
+def test_versions_that_cannot_compile_a_call(kv, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 0))
+    assert (mpikv_jax.pushpull(kv, jnp.ones(2)) == kv.size).all()
+    with pytest.raises(Unsupported, match=r"take JAX 0\.7\.2 or newer"):
+        jax.jit(lambda x: mpikv_jax.pushpull(kv, x))(jnp.ones(2))
 
 
 @pytest.mark.ranks(2)
