@@ -11,14 +11,14 @@ It is made of the public store alone. Tensors lie on the host.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from ..errors import TransportUnavailable
 
-if find_spec("torch") is None:
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
     raise TransportUnavailable(
-        "mpikv.torch needs PyTorch, which is not installed; pip install 'mpikv[torch]' installs it"
-    )
+        f"mpikv.torch needs PyTorch, which cannot be imported ({error}); pip install 'mpikv[torch]' installs it"
+    ) from error
 
 from .attached import Attached, attach
 from .data import broadcast, sampler
