@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..codecs import create as create_codec
 from ..create import create
-from ..errors import ConfigError, MPIKVError, Unsupported, known_names
+from ..errors import ConfigError, MPIKVError, Unsupported, a_kind, known_names
 from ..options import check_whole
 from ..store.kvstore import KVStore
 from .backward import BackwardSync
@@ -28,6 +31,9 @@ _BUFFERS = ("root", "each")
 
 _taken: Any = WeakTensorKeyDictionary()
 """The parameters that have hooks."""
+
+_prefixes: WeakKeyDictionary[KVStore, count[int]] = WeakKeyDictionary()
+"""The number of the next model of a store."""
 
 
 def attach(
@@ -135,9 +141,12 @@ class Attached:
         self._own, self._model = own, model
         given = [] if optimizer is None else optimizer
         self._optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
-        named = dict(model.named_parameters())
         try:
             _check_options(kv, update, buffers, bucket_bytes)
+            codec = create_codec(compression)
+            if not isinstance(model, torch.nn.Module):
+                raise TypeError(f"the model is {a_kind(model)}, and not a torch.nn.Module")
+            named = dict(model.named_parameters())
             for one in self._optimizers:
                 _check_optimizer(one, named, sharded=update == "store")
             for name, parameter in named.items():
@@ -145,22 +154,23 @@ class Attached:
         except (MPIKVError, TypeError) as error:
             kv.raise_on_all_ranks(error, "attach")
         options = f"update={update}, average={bool(average)}, bucket_bytes={bucket_bytes}, buffers={buffers}"
-        kv.check_equal(f"{options}, {_outline(model)}", "attach")
-        fill_from_root(kv, "*attach/", model.state_dict(keep_vars=True))
+        kinds = ", ".join(type(one).__name__ for one in self._optimizers)
+        kv.check_equal(f"{options}, compression={codec}, optimizer={kinds}, {_outline(model)}", "attach")
+        fill_from_root(kv, "*attach/", {**named, **dict(model.named_buffers())})
         sums = kv
         if compression is not None:
             sums = kv.group(range(kv.size)) or kv
             sums.set_gradient_compression(compression)
-        self._sums, self._average = sums, average
-        prefix = f"torch{len(kv)}/" if len(kv) else ""
-        model_buffers = ModelBuffers(kv, prefix, model) if buffers == "root" else None
+        self._sums = sums
+        number = next(_prefixes.setdefault(kv, count()))
+        self._prefix = f"torch{number}/" if number or len(kv) else ""
+        model_buffers = ModelBuffers(kv, self._prefix, model) if buffers == "root" else None
         overlaps = not kv.any_rank(not _has_spare_core(kv))
-        self._sync = BackwardSync(
-            kv, sums, prefix, 1 / kv.size if average else 1.0, bucket_bytes if overlaps else None, model_buffers
-        )
+        self._sync = BackwardSync(kv, sums, self._prefix, average, bucket_bytes if overlaps else None, model_buffers)
         self._stepped = {id(one): 0 for one in self._optimizers}
         self._handles = [one.register_step_pre_hook(partial(self._before_step, id(one))) for one in self._optimizers]
-        self._sharded = [ShardedStep(kv, prefix, one) for one in self._optimizers] if update == "store" else []
+        sharded = self._optimizers if update == "store" else []
+        self._sharded = [ShardedStep(kv, self._prefix, one, self._sync.complete) for one in sharded]
         self._watch(named)
 
     def __repr__(self) -> str:
@@ -181,8 +191,9 @@ class Attached:
             ConfigError: it is attached already.
             RankMismatch: ranks gave other names, shapes or dtypes.
         """
+        self._sync.complete()
         try:
-            if name in {gradient.name for gradient in self._sync.gradients}:
+            if self._prefix + name in {gradient.name for gradient in self._sync.gradients}:
                 raise ConfigError(f"add: a parameter {name!r} is attached already; give this one another name")
             _check_parameter(name, parameter)
         except MPIKVError as error:
@@ -242,16 +253,17 @@ class Attached:
                 "join",
             )
         sync = self._sync
+        sync.complete()
         unsettled = [gradient for gradient in reversed(sync.gradients) if gradient.buffer is None]
         if unsettled:
             sync.settle(unsettled)
-        sync.joined = True
+        sync.blocking = True
         try:
             with self.kv.join():
                 yield
             self._catch_up()
         finally:
-            sync.joined = False
+            sync.blocking = False
 
     def _catch_up(self) -> None:
         """Give all ranks what one has that has made the most passes."""
@@ -299,25 +311,32 @@ class Attached:
         """
         sync = self._sync
         return {
-            "passes": sync.number,
+            "passes": sync.passes,
             "bucket_bytes": [bucket.nbytes for bucket in sync.buckets],
             "seconds_waited": sync.seconds_waited,
         }
 
     def _before_step(self, optimizer: int, _: Any, arguments: Sequence[Any], options: Any) -> None:
         """A hook: see that the gradients of the step are the sums of this step."""
-        if self._sync.kept_back:
-            self.kv.raise_on_all_ranks(
-                ConfigError(
-                    "optimizer.step: gradients have stayed on their rank, as the last backward was in no_sync(); make "
-                    "the last backward of a step outside of it"
-                ),
-                "step",
-            )
-        has_closure = bool(arguments) or options.get("closure") is not None  # in which backward is still to come
-        if self._stepped[optimizer] == self._sync.number and not has_closure and not self._sync.joined:
-            self.kv.check_equal("optimizer.step without a backward since the last one", "step")
-        self._stepped[optimizer] = self._sync.number
+        sync = self._sync
+        sync.complete()
+        closure = arguments[1] if len(arguments) > 1 else options.get("closure")  # the first is the optimizer
+        has_closure = closure is not None  # in which backward is still to come
+        try:
+            if sync.kept_back and not has_closure:
+                sync.next_store.raise_on_all_ranks(
+                    ConfigError(
+                        "gradients have stayed on their rank, as the last backward was in no_sync(); make the last "
+                        "backward of a step outside of it"
+                    ),
+                    "optimizer.step",
+                )
+            if self._stepped[optimizer] == sync.passes and not has_closure and not sync.blocking:
+                sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
+        except MPIKVError:
+            sync.miss()
+            raise
+        self._stepped[optimizer] = sync.passes
 
 
 def _check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
@@ -366,10 +385,11 @@ def _has_spare_core(kv: KVStore) -> bool:
 
 
 def _outline(model: Any) -> str:
-    """Return what must be the same on every rank of a model's parameters."""
+    """Return what must be the same on every rank of a model's parameters and buffers."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return "; ".join(
         f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
         + ("" if one.is_contiguous() else f" strides {one.stride()}")
-        + ("" if one.requires_grad else " frozen")
-        for name, one in model.named_parameters()
+        + (" trained" if one.requires_grad else " fixed")
+        for name, one in named.items()
     )

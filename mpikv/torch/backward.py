@@ -3,19 +3,25 @@
 A pass is one call of ``backward()``. Its first hook begins it, and the engine's callback after its last gradient ends
 it. Ranks send buckets in one order, which the root found in the first pass. A gradient that this rank's graph has not
 reached is sent as it is, or as zeros, so that ranks may use different parts of a model.
+
+A pass makes the same calls on every rank: one for each bucket, and the census. Where an error cuts it short, the calls
+that are left are made before the next collective call, so that ranks are at the same call again.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
+from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from ..errors import MPIKVError, RankMismatch, Unsupported
+from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported
 from ..store.kvstore import KVStore
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
@@ -29,6 +35,9 @@ _FIRST_BUCKET = 1 << 20
 # What the census counts before it counts gradients: ranks, their passes, and the squares of these.
 _HEAD = 3
 
+# In place of its number, of a pass that an error has cut short; and of the engine's number of one that never began.
+_CUT = -1
+
 
 class BackwardSync:
     """Hooks that add up the gradients of parameters over the ranks of a store. All methods but those of hooks are
@@ -40,27 +49,27 @@ class BackwardSync:
         kv: KVStore,
         sums: KVStore,
         prefix: str,
-        scale: float,
+        average: bool,
         bucket_bytes: int | None,
         model_buffers: ModelBuffers | None,
     ) -> None:
         """``sums`` adds up gradients, and ``kv`` all else; they are two where gradients are compressed. Without
-        ``bucket_bytes`` a pass sends all gradients at its end.
+        ``bucket_bytes`` all are sent together, at the end of a pass.
         """
-        self._kv, self._sums, self._prefix, self._scale = kv, sums, prefix, scale
+        self._kv, self._sums, self._prefix, self._average = kv, sums, prefix, average
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
         self.gradients: list[Gradient] = []
         self.buckets: list[Bucket] = []
         self.number = 0
-        """How many passes have begun."""
+        """How many passes have begun since ranks were in step, the same on every rank."""
+        self.passes = 0
+        """How many have begun in all."""
         self.paused = False
         """Whether gradients stay on their rank."""
         self.kept_back = False
         """Whether some have, since the last exchange."""
-        self.overlaps = bucket_bytes is not None
-        """Whether buckets are sent while backward goes on."""
-        self.joined = False
-        """Whether ranks may have left, and calls without waiting cannot be made."""
+        self.blocking = False
+        """Whether calls are waited for where they are made, as they must be in ``join``."""
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
         self._task: int | None = None
@@ -77,14 +86,24 @@ class BackwardSync:
             self.gradients.append(gradient)
             hook = partial(self._take, gradient)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if not self._average:
+                # A sum is the mean of as many times as much: what was summed before, and is added to, stays as it is.
+                self._handles.append(parameter.register_hook(partial(torch.mul, self._kv.size)))
 
     def release(self) -> None:
-        """Remove the hooks, and give each gradient memory of its own. Local."""
+        """Remove the hooks, give each gradient memory of its own, and the store's back."""
+        self.complete()
         for handle in self._handles:
             handle.remove()
         for gradient in self.gradients:
             if gradient.buffer is not None and gradient.parameter.grad is gradient.buffer:
                 gradient.parameter.grad = gradient.buffer.clone()
+        names = [name for bucket in self.buckets for name in bucket.names]
+        if names:
+            self._sums.delete(names)
+            self._kv.delete(self._census_key)
+        if self._model_buffers is not None:
+            self._model_buffers.release()
 
     # --- One pass
 
@@ -97,27 +116,32 @@ class BackwardSync:
         if task != self._task:
             self._begin(task)
         if gradient in self._arrived:
-            self._refuse(
-                Unsupported(
-                    f"backward computed the gradient of {gradient.name!r} twice in one pass, the second time after it "
-                    "was sent; with torch.utils.checkpoint pass use_reentrant=False"
-                )
-            )
+            self._refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
         self._arrived[gradient] = None
-        if gradient.buffer is not None:
+        if gradient.buffer is None:
+            self._check(gradient)
+        else:
             self._stage(gradient)
             gradient.bucket.missing -= 1
-            if self.overlaps and not self.joined:
-                self._send(complete=True)
+            self._send(complete=True)
 
     def _begin(self, task: int) -> None:
-        """Begin a pass, also where an exception has cut the one before short."""
-        self._reset()
+        nested = _is_nested(sys._getframe())
+        if not nested:
+            self.complete()
+            self.number += 1
+            self.passes += 1
         self._task = task
-        self.number += 1
+        if nested:
+            self._refuse(
+                Unsupported(
+                    "a backward in the backward of a torch.autograd.Function has computed gradients, of which others "
+                    "are still to come; with torch.utils.checkpoint pass use_reentrant=False"
+                )
+            )
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def _reset(self) -> None:
+    def _end(self) -> None:
         self._task, self._sent = None, 0
         self._arrived.clear()
         self._works.clear()
@@ -127,13 +151,25 @@ class BackwardSync:
     def _stage(self, gradient: Gradient) -> bool:
         try:
             with torch.no_grad():
-                return gradient.stage(self._scale)
+                return gradient.stage(1 / self._kv.size)
+        except MPIKVError as error:
+            self._refuse(error)
+
+    def _check(self, gradient: Gradient) -> None:
+        try:
+            gradient.check()
         except MPIKVError as error:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
-        self._reset()
-        self._sums.raise_on_all_ranks(error, "backward")
+        """Raise an error in place of the next call of the pass."""
+        self.number = 0
+        store = self.next_store
+        if self._sent < len(self.buckets):
+            self._sent += 1
+        else:
+            self._end()
+        store.raise_on_all_ranks(error, "backward")
 
     def _send(self, complete: bool) -> None:
         """Send buckets in their order: those that are complete, or all."""
@@ -142,30 +178,75 @@ class BackwardSync:
             if complete and bucket.missing:
                 return
             self._sent += 1
-            queued = self.overlaps and not self.joined
-            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=not queued)
-            if queued:
+            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=self.blocking)
+            if not self.blocking:
                 self._works.append(work)
 
     def _finish(self) -> None:
         """The engine's callback: complete the pass, so that every gradient is the sum when backward returns."""
         try:
-            new = [gradient for gradient in self.gradients if gradient.buffer is None]
-            if new:
-                arrived = [gradient for gradient in self._arrived if gradient.buffer is None]
-                self.settle([*arrived, *(gradient for gradient in reversed(new) if gradient not in self._arrived)])
-                for gradient in arrived:
-                    self._stage(gradient)
-            brought = [gradient in self._arrived or self._stage(gradient) for gradient in self.gradients]
             began = perf_counter()
-            self._send(complete=False)
+            brought = self._send_rest()
             for work in self._works:
                 work.wait()
+            self._end()
             self._take_census(brought)
             self.seconds_waited += perf_counter() - began
             self.kept_back = False
-        finally:
-            self._reset()
+        except MPIKVError:
+            self.number = 0
+            raise
+
+    def _send_rest(self) -> list[bool]:
+        """Send what is left, zeros for gradients that are not there; return which are."""
+        settled = [gradient for gradient in self.gradients if gradient.buffer is not None]
+        brought = {gradient: gradient in self._arrived or self._stage(gradient) for gradient in settled}
+        self._send(complete=False)
+        if len(settled) < len(self.gradients):
+            arrived = [gradient for gradient in self._arrived if gradient.buffer is None]
+            unused = [one for one in reversed(self.gradients) if one.buffer is None and one not in self._arrived]
+            self._settle_new([*arrived, *unused])
+            brought |= {gradient: self._stage(gradient) for gradient in (*arrived, *unused)}
+            self._send(complete=False)
+        return [brought[gradient] for gradient in self.gradients]
+
+    def _settle_new(self, order: Sequence[Gradient]) -> None:
+        try:
+            self.settle(order)
+        except MPIKVError:
+            self._end()  # no rank has a call left
+            raise
+
+    # --- A pass that was cut short
+
+    def miss(self) -> None:
+        """Note that a call of this rank has failed, as that of ranks in a pass had to. Local."""
+        self.number = 0
+        if self._task is None and self.buckets:
+            self._task, self._sent = _CUT, 1
+
+    @property
+    def next_store(self) -> KVStore:
+        """The store on which the next call of a pass is made."""
+        return self._sums if self._sent < len(self.buckets) else self._kv
+
+    def complete(self) -> None:
+        """Make the calls that are left of a pass that was cut short."""
+        if self._task is None:
+            return
+        self.number = 0
+        rest, works = self.buckets[self._sent :], self._works.copy()
+        self._end()
+        for bucket in rest:
+            unused = [np.empty_like(array) for array in bucket.arrays]
+            works.append(self._sums.pushpull(bucket.names, None, unused, wait=False))
+        for work in works:
+            with suppress(RankMismatch, PeerFailed, NotFinite):  # where ranks are in other passes
+                work.wait()
+        if any(gradient.buffer is None for gradient in self.gradients):
+            self._kv.check_equal("a backward that was cut short, before the first that was not", "backward")
+        else:
+            self._compare(_CUT, np.zeros(len(self.gradients), np.int64))
 
     # --- What ranks agree about
 
@@ -194,23 +275,36 @@ class BackwardSync:
 
     def _take_census(self, brought: Sequence[bool]) -> None:
         """Find out whether all ranks are in the same pass, and which gradients no rank has."""
-        self._census[:_HEAD] = 1, self.number, self.number**2
-        self._census[_HEAD:] = brought
-        names, values, outs = [self._census_key], [self._census], [self._totals]
-        if self._model_buffers is not None and not self.joined:
-            self._model_buffers.add_to(names, values, outs)
-        self._kv.pushpull(names, values, outs)
-        ranks, passes, squares = self._totals[:_HEAD]
-        if passes != ranks * self.number or squares != ranks * self.number**2:
-            number, self.number = self.number, 0  # on every rank, so that all can go on
-            raise RankMismatch(
-                f"backward: rank {self._kv.rank} is in pass {number}, and other ranks are not, so the gradients are of "
-                f"different steps (mean pass: {passes / ranks:.2f}); a rank has left out a backward, or caught an "
-                "exception in one; leave it out on every rank, or use join() [rank "
-                f"{self._kv.rank}]"
-            )
+        self._compare(self.number, brought)
         if all(brought):
             return
         for gradient, count in zip(self.gradients, self._totals[_HEAD:], strict=True):
             # None where no rank has one, as in one process: the optimizer then leaves the parameter alone.
             gradient.parameter.grad = gradient.buffer if count else None
+
+    def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
+        self._census[:_HEAD] = 1, number, number**2
+        self._census[_HEAD:] = brought
+        names, values, outs = [self._census_key], [self._census], [self._totals]
+        if self._model_buffers is not None and not self.blocking:
+            self._model_buffers.add_to(names, values, outs)
+        self._kv.pushpull(names, values, outs)
+        if len(names) > 1 and self._model_buffers is not None:
+            self._model_buffers.take()
+        ranks, passes, squares = self._totals[:_HEAD]
+        if passes != ranks * number or squares != ranks * number**2:
+            self.number = 0  # on every rank, so that all can go on
+            here = "has had an exception in a backward" if number == _CUT else f"is in pass {number}"
+            raise RankMismatch(
+                f"backward: rank {self._kv.rank} {here}, and other ranks are not, so the gradients are of different "
+                "steps; a rank has left out a backward, or caught an exception in one; leave it out on every rank, or "
+                f"use join() [rank {self._kv.rank}/{self._kv.size}]"
+            )
+
+
+def _is_nested(frame: FrameType | None) -> bool:
+    """Return whether the engine runs in a function that it has called: its own backward is then not over."""
+    function = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not function:
+        frame = frame.f_back
+    return frame is not None

@@ -17,16 +17,20 @@ __all__ = ["Bucket", "Gradient", "fill_buckets"]
 class Gradient:
     """A parameter's gradient: ``parameter.grad`` from a first pass on lies in the store's buffer."""
 
-    __slots__ = ("bucket", "buffer", "name", "parameter")
+    __slots__ = ("bucket", "buffer", "kind", "memory", "name", "parameter")
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
-        self.buffer: Any = None
+        self.kind = _kind(parameter)
+        self.memory: Any = None
         """A tensor over this rank's buffer of the key, once there is one."""
+        self.buffer: Any = None
+        """The same for ``parameter.grad``, which others may give other memory, as ``model.double()`` does."""
         self.bucket: Bucket
 
     def give_memory(self, array: Array) -> None:
-        self.buffer = tensor_over(array, self.parameter)
+        self.memory = tensor_over(array, self.parameter)
+        self.buffer = self.memory.detach()
 
     def stage(self, scale: float) -> bool:
         """Put what ``parameter.grad`` holds, times ``scale``, into the buffer; return whether it holds anything.
@@ -37,19 +41,23 @@ class Gradient:
             Unsupported: the gradient is not one that can be added up.
         """
         grad, buffer = self.parameter.grad, self.buffer
-        if grad is buffer:
+        kept = buffer.data_ptr() == self.memory.data_ptr()
+        if grad is buffer and kept:
             if scale != 1.0:
                 grad.mul_(scale)
             return True
         if grad is None:
-            buffer.zero_()
+            self.memory.zero_()
             return False
-        self._check(grad)
-        torch.mul(grad, scale, out=buffer)
-        self.parameter.grad = buffer
+        self.check()
+        torch.mul(grad, scale, out=self.memory)
+        self.buffer = buffer if kept else self.memory.detach()
+        self.parameter.grad = self.buffer
         return True
 
-    def _check(self, grad: Any) -> None:
+    def check(self) -> None:
+        """Raise Unsupported unless the gradient is one that can be added up, of the form that was attached."""
+        grad = self.parameter.grad
         if grad.layout != torch.strided:
             raise Unsupported(
                 f"the gradient of {self.name!r} is sparse, and ranks would have to add up all of it; make it dense, as "
@@ -60,9 +68,9 @@ class Gradient:
                 f"the gradient of {self.name!r} has a graph of its own (create_graph=True), lost in the exchange; "
                 "call backward in no_sync() for it, or use torch.autograd.grad"
             )
-        if grad.device != self.buffer.device or grad.dtype != self.buffer.dtype or grad.shape != self.buffer.shape:
+        if _kind(grad) != self.kind:
             raise Unsupported(
-                f"the gradient of {self.name!r} is {_kind(grad)} and was {_kind(self.buffer)} when the model was "
+                f"the gradient of {self.name!r} is {_form(_kind(grad))} and was {_form(self.kind)} when the model was "
                 "attached; call detach(), and attach the model as it is now"
             )
 
@@ -96,5 +104,10 @@ def fill_buckets(gradients: Iterable[Gradient], first: int, most: int) -> list[l
     return groups
 
 
-def _kind(tensor: Any) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)} on {tensor.device}"
+def _kind(tensor: Any) -> tuple[Any, Any, Any]:
+    return tensor.dtype, tensor.shape, tensor.device
+
+
+def _form(kind: tuple[Any, Any, Any]) -> str:
+    dtype, shape, device = kind
+    return f"{dtype}{list(shape)} on {device}"

@@ -8,10 +8,11 @@ Trillion Parameter Models, SC 2020, https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -84,18 +85,21 @@ class _Part:
 class ShardedStep:
     """Has an optimizer's ``step`` update this rank's part and exchange the weights. All ranks call it alike."""
 
-    def __init__(self, kv: KVStore, prefix: str, optimizer: Any) -> None:
-        self._kv, self._prefix, self._optimizer = kv, prefix, optimizer
+    def __init__(self, kv: KVStore, prefix: str, optimizer: Any, settle: Callable[[], None]) -> None:
+        """``settle`` sees that ranks are at the same call, before one that is not in a step."""
+        self._kv, self._prefix, self._optimizer, self._settle = kv, prefix, optimizer, settle
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
         self._full_state: Any = None
+        self._released = False
 
         @wraps(self._wrapped)
-        def step(closure: Any = None) -> Any:
+        def step(_: Any, closure: Any = None) -> Any:
             return self._step(closure)
 
-        optimizer.step = step
+        # A method, as torch's schedules take it apart and put a counter around it.
+        self._method = optimizer.step = MethodType(step, optimizer)
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._gather_state),
             optimizer.register_state_dict_post_hook(self._drop_state),
@@ -107,8 +111,9 @@ class ShardedStep:
         state = self._gathered()
         for handle in self._handles:
             handle.remove()
-        self._optimizer.step = self._wrapped
-        self._optimizer.state = state
+        if self._optimizer.step is self._method:
+            self._optimizer.step = self._wrapped
+        self._optimizer.state, self._released = state, True
         self._kv.delete([part.key for part in self._parts.values()])
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -145,10 +150,15 @@ class ShardedStep:
     # --- A step
 
     def _step(self, closure: Any) -> Any:
+        if self._released:  # and a schedule has kept this method
+            return self._wrapped(closure)
         # These optimizers call it once, first; in the step it would see shards in place of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
         groups = self._optimizer.param_groups
-        changed = [self._part_of(one) for group in groups for one in group["params"] if one.grad is not None]
+        try:
+            changed = [self._part_of(one) for group in groups for one in group["params"] if one.grad is not None]
+        except ConfigError as error:
+            self._kv.raise_on_all_ranks(error, "optimizer.step")
         with self._shards_in_place():
             self._wrapped()
         if changed:
@@ -212,6 +222,7 @@ class ShardedStep:
     def _gathered(self) -> Any:
         """Return the state of whole parameters, put together from all ranks' parts. Collective."""
         kv, state = self._kv, self._optimizer.state
+        self._settle()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
         kv.check_equal(f"state_dict of {type(self._optimizer).__name__}", "state_dict")
         pieces = [own] if kv.comm is None else kv.comm.allgather(own)

@@ -1,0 +1,556 @@
+"""Whatever is done wrong, on every rank or on the last one alone, each rank raises a named error in time, and training
+goes on afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+import mpikv
+from mpikv import ConfigError, PeerFailed, RankMismatch, Stalled, Unsupported
+
+from .training import assert_close, attach, functional, loss_of, network, nn, optim, torch, train
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+SEVERAL = pytest.mark.ranks(2, 3)
+
+
+@pytest.fixture
+def kv(comm):
+    with mpikv.create(comm=comm, timeout=5) as kv:
+        yield kv
+
+
+@pytest.fixture(params=["local", "store"])
+def update(request):
+    return request.param
+
+
+def sgd(model: Any, **options: Any) -> Any:
+    return optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def is_last(kv: Any) -> bool:
+    return kv.rank == kv.size - 1
+
+
+def fails(kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
+    """Check that the call, which every rank makes, raises on each."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+def last_fails(
+    kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any], others: Callable[[], Any]
+) -> None:
+    """Check that the last rank's call raises, and that the others learn of it in theirs."""
+    if is_last(kv):
+        fails(kv, kind, pattern, call)
+    else:
+        fails(kv, PeerFailed, pattern, others)
+
+
+def differ(kv: Any, call: Callable[[], Any], others: Callable[[], Any]) -> str:
+    """Check that every rank raises RankMismatch where the last one makes another call; return its text."""
+    with pytest.raises(RankMismatch) as caught:
+        (call if is_last(kv) else others)()
+    return str(caught.value)
+
+
+def check_trains(kv: Any, model: Any, optimizer: Any) -> None:
+    """Train on, as one process that begins where the root is."""
+    state = deepcopy([model.state_dict(), optimizer.state_dict()])
+    model_state, optimizer_state = state if kv.comm is None else kv.comm.bcast(state, 0)
+    alone = network()
+    alone.load_state_dict(model_state)
+    own = type(optimizer)(alone.parameters(), lr=0.1)
+    own.load_state_dict(optimizer_state)
+    train(model, optimizer, range(100, 103), kv)
+    train(alone, own, range(100, 103))
+    assert_close(model, alone)
+
+
+def check_attaches(kv: Any) -> None:
+    """Attach another model to the same store and train it."""
+    model = network(7)
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    check_trains(kv, model, optimizer)
+    attached.detach()
+
+
+# --- What attach refuses
+
+
+def test_a_model_is_attached_once(kv, update):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update)
+    fails(kv, ConfigError, r"'0.weight' is attached already; call detach\(\)", lambda: attach(model, kv=kv))
+    check_trains(kv, model, optimizer)
+    fails(kv, ConfigError, "attached already", lambda: attach(model, kv=kv))
+
+
+@SEVERAL
+def test_a_model_is_attached_twice_on_one_rank(kv):
+    model, other = network(), network(1)
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv)
+    last_fails(kv, ConfigError, "is attached already", lambda: attach(model, kv=kv), lambda: attach(other, kv=kv))
+    check_trains(kv, model, optimizer)
+    check_attaches(kv)
+
+
+def test_a_part_of_an_attached_model(kv):
+    model = network()
+    attached = attach(model, kv=kv)
+    fails(kv, ConfigError, "'weight' is attached already", lambda: attach(model[0], kv=kv))
+    attached.detach()
+    attach(model[0], kv=kv).detach()
+
+
+@pytest.mark.parametrize("make", [sgd, lambda model: optim.Adam(model.parameters())])
+def test_an_optimizer_that_has_made_a_step(kv, update, make):
+    model = network()
+    optimizer = make(model)
+    train(model, optimizer, range(1))
+    fails(kv, ConfigError, "has made a step", lambda: attach(model, optimizer, kv=kv, update=update))
+    check_attaches(kv)
+
+
+@SEVERAL
+def test_an_optimizer_that_has_made_a_step_on_one_rank(kv):
+    model = network()
+    optimizer = sgd(model)
+    if is_last(kv):
+        train(model, optimizer, range(1))
+    last_fails(kv, ConfigError, "has made a step", *[lambda: attach(model, optimizer, kv=kv)] * 2)
+    check_attaches(kv)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"update": "stor"}, ConfigError, r"unknown update 'stor' \(known: local, store\); did you mean 'store'"),
+        ({"buffers": "all"}, ConfigError, r"unknown buffers 'all' \(known: each, root\)"),
+        ({"bucket_bytes": 0}, ConfigError, "bucket_bytes"),
+        ({"bucket_bytes": 1.5}, (ConfigError, TypeError), "bucket_bytes"),
+        ({"compression": "fp8"}, ConfigError, "fp8"),
+        ({"compression": {"type": "2bit", "treshold": 1}}, ConfigError, "treshold"),
+    ],
+    ids=["update", "buffers", "bucket_bytes", "float", "compression", "its-option"],
+)
+def test_a_bad_option(kv, options, kind, text):
+    model = network()
+    with pytest.raises(kind, match=text):
+        attach(model, kv=kv, **options)
+    if kv.size > 1:
+        with pytest.raises(kind if is_last(kv) else (PeerFailed, RankMismatch)):
+            attach(model, kv=kv, **(options if is_last(kv) else {}))
+    check_attaches(kv)
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    ("here", "elsewhere"),
+    [
+        ({"update": "store"}, {"update": "local"}),
+        ({"average": False}, {"average": True}),
+        ({"buffers": "each"}, {"buffers": "root"}),
+        ({"bucket_bytes": 64}, {"bucket_bytes": 65}),
+        ({"compression": "fp16"}, {"compression": None}),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_ranks_have_other_options(kv, here, elsewhere):
+    model = network()
+    optimizer = sgd(model)
+    text = differ(
+        kv, lambda: attach(model, optimizer, kv=kv, **here), lambda: attach(model, optimizer, kv=kv, **elsewhere)
+    )
+    assert next(iter(here)) in text
+    check_attaches(kv)
+
+
+def frozen() -> Any:
+    model = network()
+    model[0].weight.requires_grad = False
+    return model
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double(), r"\[6, 4\]"),
+        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), "1.weight"),
+        (frozen, "0.weight.* fixed"),
+        (lambda: network(0, torch.float32), "float32"),
+        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)).double(), "2.weight"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)).double(),
+            "1.running",
+        ),
+    ],
+    ids=["shape", "name", "frozen", "dtype", "missing", "buffer"],
+)
+def test_ranks_have_other_models(kv, update, make, text):
+    odd, usual = make(), network()
+    message = differ(
+        kv,
+        lambda: attach(odd, sgd(odd), kv=kv, update=update),
+        lambda: attach(usual, sgd(usual), kv=kv, update=update),
+    )
+    assert re.search(text, message), message
+    check_attaches(kv)
+
+
+@SEVERAL
+def test_ranks_have_other_optimizers(kv, update):
+    model = network()
+    message = differ(
+        kv,
+        lambda: attach(model, optim.AdamW(model.parameters()), kv=kv, update=update),
+        lambda: attach(model, sgd(model), kv=kv, update=update),
+    )
+    assert "AdamW" in message
+    assert "SGD" in message
+    check_attaches(kv)
+
+
+def test_an_optimizer_of_another_model(kv):
+    model, other = network(), nn.Linear(2, 8)
+    fails(kv, ConfigError, r"a parameter of shape \(8, 2\) that is not the model's", lambda: attach(model, sgd(other)))
+    if kv.size > 1:
+        wrong = [lambda: attach(model, sgd(other), kv=kv), lambda: attach(model, sgd(model), kv=kv)]
+        last_fails(kv, ConfigError, "not the model's", *wrong)
+    check_attaches(kv)
+
+
+@pytest.mark.parametrize("wrong", [0.1, "sgd", {"lr": 0.1}], ids=repr)
+def test_what_is_no_optimizer(kv, wrong):
+    model = network()
+    fails(kv, TypeError, "not a torch.optim.Optimizer", lambda: attach(model, wrong, kv=kv))
+    if kv.size > 1:
+        last_fails(kv, TypeError, "Optimizer", lambda: attach(model, wrong, kv=kv), lambda: attach(model, kv=kv))
+    check_attaches(kv)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "model", [1.0]], ids=repr)
+def test_what_is_no_model(kv, wrong):
+    fails(kv, TypeError, "torch.nn.Module", lambda: attach(wrong, kv=kv))
+    if kv.size > 1:
+        model = network()
+        last_fails(kv, TypeError, "Module", lambda: attach(wrong, kv=kv), lambda: attach(model, kv=kv))
+    check_attaches(kv)
+
+
+def test_an_optimizer_that_cannot_run_on_parts(kv):
+    model = network()
+    fails(
+        kv,
+        Unsupported,
+        r"LBFGS.*update='local'",
+        lambda: attach(model, optim.LBFGS(model.parameters()), kv=kv, update="store"),
+    )
+
+    class Own(optim.SGD):
+        pass
+
+    fails(kv, Unsupported, "Own", lambda: attach(model, Own(model.parameters()), kv=kv, update="store"))
+    check_attaches(kv)
+
+
+def test_a_store_that_updates_or_compresses(kv):
+    for verb, option in (("set_optimizer", "sgd"), ("set_gradient_compression", "fp16")):
+        with mpikv.create(comm=kv.comm, timeout=5) as other:
+            getattr(other, verb)(option)
+            fails(kv, ConfigError, "has an updater or compresses", lambda other=other: attach(network(), kv=other))
+    check_attaches(kv)
+
+
+def test_a_tensor_that_does_not_fill_its_memory(kv):
+    model = nn.Linear(3, 2, bias=False)
+    model.weight = nn.Parameter(torch.zeros(3).expand(2, 3))
+    fails(kv, Unsupported, r"strides \(0, 1\)", lambda: attach(model, kv=kv))
+    check_attaches(kv)
+
+
+def test_a_parameter_on_another_device(kv):
+    model = nn.Linear(3, 2, device="meta")
+    fails(kv, Unsupported, "is on meta.*mpikv.torch needs tensors of the host", lambda: attach(model, kv=kv))
+    if kv.size > 1:
+        here = nn.Linear(3, 2)
+        last_fails(kv, Unsupported, "is on meta", lambda: attach(model, kv=kv), lambda: attach(here, kv=kv))
+    check_attaches(kv)
+
+
+# --- What backward refuses
+
+
+class Lookup(nn.Module):
+    """An embedding whose gradient is sparse when that is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, sparse: bool) -> Any:
+        return self.head(functional.embedding(torch.tensor([1, 3]), self.table.weight, sparse=sparse)).sum()
+
+
+@pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_a_sparse_gradient(kv, update, passes, bucket_bytes):
+    model = Lookup()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update, bucket_bytes=bucket_bytes)
+    for _ in range(passes):
+        model(sparse=False).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    fails(kv, Unsupported, "the gradient of 'table.weight' is sparse", model(sparse=True).backward)
+    optimizer.zero_grad()
+    if kv.size > 1:
+        last_fails(kv, Unsupported, "is sparse", *[model(sparse=is_last(kv)).backward] * 2)
+    optimizer.zero_grad()
+    model(sparse=False).backward()
+    assert_close(model.table.weight.grad[1], model.head.weight[0].detach(), 1e-6)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
+@pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
+def test_a_model_that_changed_its_dtype(kv, update, passes, zero):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, update=update)
+    train(model, optimizer, range(passes), kv)
+    if zero:
+        optimizer.zero_grad()
+    model.float()
+    pattern = r"'2.bias' is torch.float32\[3\] on cpu and was torch.float64\[3\]|'0.weight' .*was torch.float64"
+    fails(kv, Unsupported, pattern, lambda: loss_of(model, 0, kv).backward())
+    attached.detach()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv)
+    train(model, optimizer, range(3), kv)
+
+
+@SEVERAL
+@pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
+@pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
+def test_a_model_that_changed_its_dtype_on_one_rank(kv, update, passes, zero):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update)
+    train(model, optimizer, range(passes), kv)
+    if zero:
+        optimizer.zero_grad()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if is_last(kv):
+        model.float()
+    last_fails(kv, Unsupported, "is torch.float32.*was torch.float64", *[lambda: loss_of(model, 0, kv).backward()] * 2)
+    optimizer.zero_grad()
+    model.double().load_state_dict(saved)
+    check_trains(kv, model, optimizer)
+
+
+@pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
+def test_reentrant_checkpointing(kv, passes):
+    from torch.utils.checkpoint import checkpoint_sequential
+
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, bucket_bytes=1)
+    train(model, optimizer, range(passes), kv)
+    inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+
+    def backward(use_reentrant: bool) -> None:
+        checkpoint_sequential(model, 2, inputs, use_reentrant=use_reentrant).sum().backward()
+
+    fails(kv, Unsupported, "use_reentrant=False", lambda: backward(True))
+    optimizer.zero_grad()
+    backward(use_reentrant=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+def test_a_gradient_with_a_graph(kv):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv)
+    with pytest.warns(UserWarning, match="create_graph"):
+        fails(kv, Unsupported, "create_graph=True", lambda: loss_of(model, 0, kv).backward(create_graph=True))
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+# --- Ranks that are not in step
+
+
+@SEVERAL
+@pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
+def test_a_rank_that_leaves_out_a_backward_and_steps(kv, update, passes):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update, bucket_bytes=64)
+    train(model, optimizer, range(passes), kv)
+    text = differ(kv, optimizer.step, lambda: loss_of(model, 0, kv).backward())
+    assert "optimizer.step without a backward" in text or "step" in text
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+@SEVERAL
+def test_a_rank_that_leaves_out_a_step(kv):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update="store")
+    train(model, optimizer, range(2), kv)
+    loss_of(model, 2, kv).backward()
+    differ(kv, lambda: loss_of(model, 3, kv).backward(), optimizer.step)
+
+
+@SEVERAL
+def test_a_rank_that_has_a_batch_less(comm):
+    def program() -> None:
+        with mpikv.create(comm=comm, timeout=3) as kv:
+            model = network()
+            optimizer = sgd(model)
+            attach(model, optimizer, kv=kv)
+            train(model, optimizer, range(2 if is_last(kv) else 3), kv)
+
+    with pytest.raises((RankMismatch, PeerFailed)):
+        program()
+
+
+def test_a_step_whose_gradients_stayed_here(kv, update):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, update=update)
+    train(model, optimizer, range(2), kv)
+    with attached.no_sync():
+        loss_of(model, 2, kv).backward()
+    fails(kv, ConfigError, r"step: .*no_sync\(\)", optimizer.step)
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+@SEVERAL
+def test_a_step_whose_gradients_stayed_on_one_rank(kv, update):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, update=update)
+    train(model, optimizer, range(2), kv)
+    if is_last(kv):
+        with attached.no_sync():
+            loss_of(model, 2, kv).backward()
+    last_fails(kv, ConfigError, "no_sync", optimizer.step, lambda: loss_of(model, 2, kv).backward())
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+class Unable(torch.autograd.Function):
+    """The identity, whose backward raises when it is told to."""
+
+    @staticmethod
+    def forward(context: Any, value: Any, does: bool) -> Any:
+        context.does = does
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        if context.does:
+            raise ArithmeticError("planted")
+        return gradient, None
+
+
+def break_backward(model: Any, raises: bool) -> None:
+    hidden = model[1](model[0](torch.ones(2, 4, dtype=torch.float64)))
+    model[2](Unable.apply(hidden, raises)).sum().backward()
+
+
+@SEVERAL
+@pytest.mark.parametrize("passes", [0, 1, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, bucket_bytes):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update, bucket_bytes=bucket_bytes)
+    train(model, optimizer, range(passes), kv)
+    optimizer.zero_grad()
+    if is_last(kv):
+        with pytest.raises(ArithmeticError, match="planted"):
+            break_backward(model, True)
+        optimizer.zero_grad()
+        fails(kv, RankMismatch, "backward|pushpull|broadcast", lambda: loss_of(model, 0, kv).backward())
+    else:
+        fails(kv, RankMismatch, "backward|pushpull|broadcast", lambda: break_backward(model, False))
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+@SEVERAL
+def test_an_exception_in_backward_of_one_rank_that_ends(comm):
+    def program(kv: Any) -> None:
+        model = network()
+        optimizer = sgd(model)
+        attach(model, optimizer, kv=kv)
+        train(model, optimizer, range(2), kv)
+        break_backward(model, is_last(kv))
+
+    def program_with_a_store() -> None:
+        with mpikv.create(comm=comm, timeout=3) as kv:
+            program(kv)
+
+    with pytest.raises(ArithmeticError if comm.rank == comm.size - 1 else Stalled):
+        program_with_a_store()
+
+
+# --- What add and join refuse
+
+
+def test_add_refuses_what_is_there(kv):
+    model, second = network(), network(1)
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    other = attach(second, kv=kv)
+    fails(
+        kv, ConfigError, "'0.weight' is attached already", lambda: attached.add("0.weight", nn.Parameter(torch.ones(1)))
+    )
+    fails(kv, ConfigError, "'0.weight' is attached already", lambda: other.add("0.weight", nn.Parameter(torch.ones(1))))
+    fails(kv, ConfigError, "'new' is attached already", lambda: attached.add("new", model[0].weight))
+    if kv.size > 1:
+        length = 2 + is_last(kv)
+        with pytest.raises(RankMismatch):
+            attached.add("new", nn.Parameter(torch.ones(length)))
+    check_trains(kv, model, optimizer)
+
+
+def test_a_parameter_that_the_optimizer_alone_was_given(kv):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update="store")
+    train(model, optimizer, range(1), kv)
+    extra = nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones(2)
+    fails(kv, ConfigError, r"attached.add\(name, parameter\)", optimizer.step)
+
+
+def test_join_needs_weights_that_every_rank_updates(kv):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, update="store")
+    fails(kv, Unsupported, "join needs update='local'", attached.join().__enter__)
+    check_trains(kv, model, optimizer)
