@@ -1,9 +1,10 @@
-"""A hundred small models of random parts, optimizers and settings: their weights on all ranks are those of one process
+"""Small models of random parts, optimizers and settings: their weights on all ranks are those of one process
 with the whole batch.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -15,7 +16,8 @@ from .training import ROWS, assert_close, attach, nn, optim, torch
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 
-MODELS, STEPS, LENGTH, WORDS = 100, 10, 5, 7
+MODELS = int(os.environ.get("RANDOM_MODELS", "20"))
+STEPS, LENGTH, WORDS = 10, 5, 7
 AT_ONCE = 5  # models of a test
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [

@@ -29,10 +29,10 @@ def trained(ranks: int, *options: str) -> tuple[float, float]:
 
 def test_a_training_goes_on_where_it_was_on_other_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "digits.pt")
-    accuracy, weights = trained(1, "--epochs", "4")
-    assert accuracy > 0.9
-    first = trained(2, "--epochs", "2", "--checkpoint", path, "--update", "store")
+    accuracy, weights = trained(1, "--epochs", "3")
+    assert accuracy > 0.85
+    first = trained(2, "--epochs", "1", "--checkpoint", path, "--update", "store")
     assert first[1] < 0.99 * weights
-    resumed = trained(3, "--epochs", "4", "--checkpoint", path)
+    resumed = trained(3, "--epochs", "3", "--checkpoint", path)
     # Of float32, whose rounding differs between numbers of ranks.
     assert resumed == (pytest.approx(accuracy, abs=0.02), pytest.approx(weights, rel=1e-3))
