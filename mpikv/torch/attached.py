@@ -354,7 +354,7 @@ def _check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) ->
 
 def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"attach: the optimizer is a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
+        raise TypeError(f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer")
     own = set(named.values())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
