@@ -14,11 +14,11 @@ from __future__ import annotations
 from ..errors import TransportUnavailable
 
 try:
-    import torch as _torch  # noqa: F401
-except ImportError as error:
+    import torch as _torch
+except ImportError:
     raise TransportUnavailable(
-        f"mpikv.torch needs PyTorch, which cannot be imported ({error}); pip install 'mpikv[torch]' installs it"
-    ) from error
+        "mpikv.torch needs PyTorch, which is not installed; pip install 'mpikv[torch]' installs it"
+    ) from None
 
 from .attached import Attached, attach
 from .data import broadcast, sampler

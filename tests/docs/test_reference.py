@@ -16,7 +16,7 @@ from mpikv.config import VARIABLES_ONLY, Config
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 MODULES = ["optimizers", "schedules", "codecs", "testing"]
-FRAMEWORKS = ["jax", "torch"]
+FRAMEWORKS = ["torch"]
 
 
 def listed(page: str) -> list[str]:
