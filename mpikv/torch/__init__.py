@@ -14,11 +14,11 @@ from __future__ import annotations
 from ..errors import TransportUnavailable
 
 try:
-    import torch as _torch
-except ImportError:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
     raise TransportUnavailable(
-        "mpikv.torch needs PyTorch, which is not installed; pip install 'mpikv[torch]' installs it"
-    ) from None
+        f"mpikv.torch needs PyTorch, which cannot be imported ({error}); pip install 'mpikv[torch]' installs it"
+    ) from error
 
 from .attached import Attached, attach
 from .data import broadcast, sampler

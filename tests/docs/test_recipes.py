@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -62,3 +63,12 @@ def test_a_script_prints_what_the_page_shows(library: str, name: str, tmp_path: 
         assert ran.returncode == 0, ran.stderr
         printed += [line, *ran.stdout.splitlines()]
     assert printed == shown.splitlines()
+
+
+def test_the_messages_on_the_page_on_torch_are_those_of_the_package() -> None:
+    text = (ROOT / "docs/how-to/torch.md").read_text(encoding="utf-8").partition("| it says |")[2].partition("\n\n")[0]
+    quoted = re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+    nodes = [node for path in (ROOT / "mpikv/torch").glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert len(quoted) > 10
+    assert [one for one in quoted if not any(one in text for text in texts)] == []

@@ -45,12 +45,12 @@ def test_it_learns_the_digits(unbroken: dict[int, tuple[float, float]]) -> None:
     assert unbroken[10][1] > 0.97
 
 
-@pytest.mark.parametrize(("update", "ranks"), [("local", 1), ("store", 3)])
+@pytest.mark.parametrize(("first", "then", "ranks"), [("local", "store", 3), ("store", "local", 1)])
 def test_it_goes_on_from_its_file_on_another_number_of_ranks(
-    update: str, ranks: int, tmp_path: Path, unbroken: dict[int, tuple[float, float]]
+    first: str, then: str, ranks: int, tmp_path: Path, unbroken: dict[int, tuple[float, float]]
 ) -> None:
-    arguments = ("--update", update, "--checkpoint", str(tmp_path / "digits.pt"), "--epochs")
-    begun, ended = run(2, *arguments, "1"), run(ranks, *arguments, "3")
+    arguments = ("--checkpoint", str(tmp_path / "digits.pt"), "--epochs")
+    begun, ended = run(2, "--update", first, *arguments, "1"), run(ranks, "--update", then, *arguments, "3")
     assert (list(begun), list(ended)) == ([1], [2, 3])
     for epoch, numbers in (begun | ended).items():
         assert numbers == pytest.approx(unbroken[epoch], abs=TOLERANCE)
