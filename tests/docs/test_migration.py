@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,17 @@ def test_the_names_in_the_tables_are_there() -> None:
     named = re.findall(r"\b(mpikv|kv|trainer|param)\.(\w+)", " ".join(cells))
     homes = {"mpikv": mpikv, "kv": mpikv.KVStore, "trainer": mpikv.Trainer, "param": mpikv.Parameter(_one())}
     assert len(named) > 30
-    packages = {"jax", "torch"}  # which are imported by themselves
+    packages = {"torch"}  # which are imported by themselves
     assert [f"{home}.{name}" for home, name in named if name not in packages and not hasattr(homes[home], name)] == []
+
+
+def test_the_names_of_the_package_for_torch_are_there() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'mpikv[torch]'")
+    package = import_module("mpikv.torch")
+    homes = {"mpikv.torch": package, "attached": package.Attached}
+    named = re.findall(r"\b(mpikv\.torch|attached)\.(\w+)", PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 15
+    assert [f"{home}.{name}" for home, name in named if name != "kv" and not hasattr(homes[home], name)] == []
 
 
 def _one() -> Any:
