@@ -63,7 +63,7 @@ def test_the_figures_of_speed_are_those_of_the_record() -> None:
 
 
 def script_and_output() -> tuple[str, str]:
-    (script,) = (block for block in blocks(README, "python") if ">>>" not in block)
+    (script,) = (block for block in blocks(README, "python") if "mpikv.create" in block)
     command = "$ mpikv run -n 4 first.py\n"
     (output,) = (block.removeprefix(command) for block in blocks(README, "console") if block.startswith(command))
     return script, output
@@ -78,6 +78,14 @@ def test_the_script_prints_what_is_shown(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mpikv", "run", "-n", "4", "first.py"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (0, output), ran.stderr
+
+
+def test_the_lines_for_torch_are_those_of_its_page() -> None:
+    (lines,) = (block for block in blocks(README, "python") if "mpikv.torch" in block)
+    page = (ROOT / "docs" / "how-to" / "torch.md").read_text(encoding="utf-8")
+    code = [line.partition("  #")[0].strip() for line in lines.splitlines()]
+    assert len(code) == 3
+    assert all(line in page for line in code)
 
 
 def test_the_script_runs_without_a_launcher(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""A step gives as many bytes to the store as docs/explanation/torch.md says, as a trace shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.launching import why_no_mpi
+
+from mpikv.cli.launchers import clean
+
+pytest.importorskip("torch", reason="torch is not installed: pip install 'mpikv[torch]'")
+
+pytestmark = [pytest.mark.processes, pytest.mark.deadline(100)]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+SCRIPT = f"""\
+import sys
+import torch
+import mpikv.torch
+
+model = torch.nn.Sequential(torch.nn.Linear(500, 600), torch.nn.BatchNorm1d(600), torch.nn.Linear(600, 2))
+optimizer = torch.optim.Adam(model.parameters())
+mpikv.torch.attach(model, optimizer, update=sys.argv[1])
+for _ in range({STEPS}):
+    optimizer.zero_grad()
+    model(torch.randn(4, 500)).sum().backward()
+    optimizer.step()
+"""
+PARAMETERS = 6
+WEIGHTS = 4 * (500 * 600 + 600 + 2 * 600 + 600 * 2 + 2)
+BUFFERS = 2 * 4 * 600 + 8
+
+
+@pytest.mark.parametrize("update", ["local", "store"])
+def test_bytes_of_a_step(update: str, tmp_path: Path) -> None:
+    if reason := why_no_mpi():
+        pytest.skip(reason)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPIKV_TRACE": "trace"}
+    for command in ["run", "-n", "2", "train.py", update], ["trace", "trace"]:
+        subprocess.run([sys.executable, "-m", "mpikv", *command], cwd=tmp_path, env=environ, check=True, timeout=60)
+    events = json.loads((tmp_path / "trace" / "trace.json").read_text())["traceEvents"]
+    begun = [event for event in events if event["ph"] == "B" and event["pid"] == 0]
+    # The keys and the bytes of a call are in the event after its own.
+    moved = sum(after["args"]["bytes"] for call, after in pairwise(begun) if call["name"] == "pushpull")
+    expected = WEIGHTS + BUFFERS + 8 * (PARAMETERS + 3) + (WEIGHTS if update == "store" else 0)
+    assert moved == STEPS * expected
