@@ -34,7 +34,7 @@ def test_the_names_in_the_tables_are_there() -> None:
     named = re.findall(r"\b(mpikv|kv|trainer|param)\.(\w+)", " ".join(cells))
     homes = {"mpikv": mpikv, "kv": mpikv.KVStore, "trainer": mpikv.Trainer, "param": mpikv.Parameter(_one())}
     assert len(named) > 30
-    packages = {"torch"}  # which are imported by themselves
+    packages = {"jax", "torch"}  # which are imported by themselves
     assert [f"{home}.{name}" for home, name in named if name not in packages and not hasattr(homes[home], name)] == []
 
 

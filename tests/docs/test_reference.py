@@ -16,7 +16,7 @@ from mpikv.config import VARIABLES_ONLY, Config
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 MODULES = ["optimizers", "schedules", "codecs", "testing"]
-FRAMEWORKS = ["torch"]
+FRAMEWORKS = ["jax", "torch"]
 
 
 def listed(page: str) -> list[str]:
