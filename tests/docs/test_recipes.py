@@ -38,6 +38,7 @@ def test_every_script_is_found_and_compiles(library: str) -> None:
         compile(script, name, "exec")
 
 
+@pytest.mark.deadline(100)
 @pytest.mark.parametrize(("library", "name"), RECIPES)
 def test_a_script_prints_what_the_page_shows(library: str, name: str, tmp_path: Path) -> None:
     if find_spec(library) is None:
