@@ -5,7 +5,7 @@ A script of one process needs two lines, and ``mpikv run -n 4 train.py`` to star
     kv = mpikv.create("allreduce")
     loss, grads = mpikv.jax.value_and_grad(loss_of_batch, kv)(params, batch)      # in place of jax.value_and_grad
 
-It is made of the public store alone. Inside of ``jax.jit`` a call of the host exchanges the arrays.
+Inside of ``jax.jit`` a call of the host exchanges the arrays.
 """
 
 from __future__ import annotations

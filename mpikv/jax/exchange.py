@@ -112,12 +112,13 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str) -> Any:
         # In a compiled function JAX makes 32-bit numbers of numpy's, too.
         dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     except Exception as error:
+        jax.effects_barrier()  # another thread may be in an exchange of a compiled function
         kv.raise_on_all_ranks(error, verb)
     call = partial(_call_store, kv, verb, names, dtypes, kv.size if result == "mean" else 1)
     if traced:
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
         return structure.unflatten(io_callback(call, shapes, leaves, ordered=True))
-    jax.effects_barrier()  # another thread may be in an exchange of a compiled function
+    jax.effects_barrier()
     return structure.unflatten(_like(leaves, call(leaves)))
 
 

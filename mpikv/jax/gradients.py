@@ -49,6 +49,7 @@ def value_and_grad(
         try:
             value, gradient = local(*args, **kwargs)
         except Exception as error:
+            jax.effects_barrier()  # another thread may be in an exchange of a compiled function
             kv.raise_on_all_ranks(error, "value_and_grad")
         if not has_aux:
             return pushpull(kv, (value, gradient), average=True)

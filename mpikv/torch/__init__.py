@@ -6,7 +6,7 @@ A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to st
     mpikv.torch.attach(model, optimizer)        # after both are made, before the first step
     sampler = mpikv.torch.sampler(dataset)      # this rank's share of the data
 
-It is made of the public store alone. Tensors lie on the host.
+Tensors lie on the host.
 """
 
 from __future__ import annotations

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,7 +17,7 @@ from ..errors import ConfigError, MPIKVError, Unsupported, a_kind, known_names
 from ..options import check_whole
 from ..store.kvstore import KVStore
 from .backward import BackwardSync
-from .data import fill_from_root
+from .data import fill_from_root, tensors_of
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep, check_shardable
 from .tensors import check_dense
@@ -42,7 +40,6 @@ def attach(
     *,
     kv: KVStore | None = None,
     update: Literal["local", "store"] = "local",
-    average: bool = True,
     compression: Any = None,
     bucket_bytes: int = 25 << 20,
     buffers: Literal["root", "each"] = "root",
@@ -68,7 +65,7 @@ def attach(
         update: ``local``: every rank updates all weights and has all of the optimizer's state. ``store``: each rank
             updates its part, has the state of that part alone, and sends the new weights to the others, which moves
             twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has all of the state.
-        average: whether gradients are the mean over ranks, or else the sum.
+            Hooks of the optimizer's own step see the parts.
         compression: as in :meth:`mpikv.KVStore.set_gradient_compression`; of gradients alone.
         bucket_bytes: how many bytes of gradients are added up in one call, once the first, smaller call was made.
         buffers: ``root``: after each backward every rank's buffers, such as the running means of batch normalization,
@@ -108,12 +105,11 @@ def attach(
             model,
             optimizer,
             update=update,
-            average=average,
             compression=compression,
             bucket_bytes=bucket_bytes,
             buffers=buffers,
         )
-    except MPIKVError:
+    except Exception:  # on every rank: a TypeError, too
         if own:
             kv.close()
         raise
@@ -130,7 +126,6 @@ class Attached:
         optimizer: Any,
         *,
         update: str,
-        average: bool,
         compression: Any,
         bucket_bytes: int,
         buffers: str,
@@ -153,10 +148,10 @@ class Attached:
                 _check_parameter(name, parameter)
         except (MPIKVError, TypeError) as error:
             kv.raise_on_all_ranks(error, "attach")
-        options = f"update={update}, average={bool(average)}, bucket_bytes={bucket_bytes}, buffers={buffers}"
+        options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}"
         kinds = ", ".join(type(one).__name__ for one in self._optimizers)
         kv.check_equal(f"{options}, compression={codec}, optimizer={kinds}, {_outline(model)}", "attach")
-        fill_from_root(kv, "*attach/", {**named, **dict(model.named_buffers())})
+        fill_from_root(kv, "*attach/", tensors_of(model))
         sums = kv
         if compression is not None:
             sums = kv.group(range(kv.size)) or kv
@@ -166,11 +161,14 @@ class Attached:
         self._prefix = f"torch{number}/" if number or len(kv) else ""
         model_buffers = ModelBuffers(kv, self._prefix, model) if buffers == "root" else None
         overlaps = not kv.any_rank(not _has_spare_core(kv))
-        self._sync = BackwardSync(kv, sums, self._prefix, average, bucket_bytes if overlaps else None, model_buffers)
+        self._sync = BackwardSync(kv, sums, self._prefix, bucket_bytes if overlaps else None, model_buffers)
+        self._is_detached = False
         self._stepped = {id(one): 0 for one in self._optimizers}
-        self._handles = [one.register_step_pre_hook(partial(self._before_step, id(one))) for one in self._optimizers]
+        self._handles = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         sharded = self._optimizers if update == "store" else []
-        self._sharded = [ShardedStep(kv, self._prefix, one, self._sync.complete) for one in sharded]
+        self._sharded = [
+            ShardedStep(kv, self._prefix, one, self._sync.complete, self._check_before_shards) for one in sharded
+        ]
         self._watch(named)
 
     def __repr__(self) -> str:
@@ -195,6 +193,10 @@ class Attached:
         try:
             if self._prefix + name in {gradient.name for gradient in self._sync.gradients}:
                 raise ConfigError(f"add: a parameter {name!r} is attached already; give this one another name")
+            if not parameter.requires_grad or not parameter.numel():
+                raise ConfigError(
+                    f"add: {name!r} is frozen or empty, so it has no gradient; call requires_grad_() first"
+                )
             _check_parameter(name, parameter)
         except MPIKVError as error:
             self.kv.raise_on_all_ranks(error, "add")
@@ -238,7 +240,8 @@ class Attached:
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros, and the mean is
         over all ranks all the same. When all have left, every rank has the weights, buffers and optimizer state of one
-        that made the most steps. Gradients are exchanged without overlap meanwhile.
+        that made the most steps. Schedules of learning rates are not among them: step these outside of the block.
+        Gradients are exchanged without overlap meanwhile.
 
         Raises:
             Unsupported: with ``update="store"``, where a rank that has left would have to go on updating; or with
@@ -271,26 +274,30 @@ class Attached:
         if kv.comm is None:
             return
         kv.barrier()  # so that no rank waits in MPI for one that does not come
-        numbers = kv.comm.allgather(sync.number)
-        leader = int(np.argmax(numbers))
+        numbers = kv.comm.allgather((sync.number, sync.steps))
+        leader = numbers.index(max(numbers))
         if min(numbers) == numbers[leader]:
             return
         state = None
         if kv.rank == leader:
             state = self._model.state_dict(), [one.state_dict() for one in self._optimizers]
         state = kv.comm.bcast(state, leader)
-        if sync.number < numbers[leader]:
+        if (sync.number, sync.steps) != numbers[leader]:
             model_state, optimizer_states = state
             self._model.load_state_dict(model_state)
             for one, one_state in zip(self._optimizers, optimizer_states, strict=True):
                 one.load_state_dict(one_state)
-        sync.number = numbers[leader]
+        sync.number, sync.steps = numbers[leader]
 
     def detach(self) -> None:
         """End the averaging: remove the hooks, and give gradients and optimizer memory of their own.
 
-        Collective. A store that :func:`attach` made is closed.
+        Collective, idempotent. A store that :func:`attach` made is closed.
         """
+        if self._is_detached:
+            return
+        self._sync.complete()
+        self._is_detached = True
         for handle in self._handles:
             handle.remove()
         for sharded in self._sharded:
@@ -316,9 +323,10 @@ class Attached:
             "seconds_waited": sync.seconds_waited,
         }
 
-    def _before_step(self, optimizer: int, _: Any, arguments: Sequence[Any], options: Any) -> None:
+    def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> None:
         """A hook: see that the gradients of the step are the sums of this step."""
         sync = self._sync
+        self._refuse_in_backward()
         sync.complete()
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")  # the first is the optimizer
         has_closure = closure is not None  # in which backward is still to come
@@ -331,12 +339,49 @@ class Attached:
                     ),
                     "optimizer.step",
                 )
-            if self._stepped[optimizer] == sync.passes and not has_closure and not sync.blocking:
+            if not has_closure and not self._sharded:  # which has checked it, before shards took the parameters' places
+                self._check_exchanged(optimizer)
+            if self._stepped[id(optimizer)] == sync.passes and not has_closure and not sync.blocking:
                 sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
         except MPIKVError:
             sync.miss()
             raise
-        self._stepped[optimizer] = sync.passes
+        self._stepped[id(optimizer)] = sync.passes
+        sync.note_step(optimizer)
+
+    def _refuse_in_backward(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._sync.refuse(
+                Unsupported("optimizer.step was called in a hook of a backward; call it when backward has returned")
+            )
+
+    def _check_before_shards(self, optimizer: Any) -> None:
+        """See the same of a step that is made in shards. Collective."""
+        self._refuse_in_backward()
+        self._sync.complete()
+        try:
+            self._check_exchanged(optimizer)
+        except MPIKVError:
+            self._sync.miss()
+            raise
+
+    def _check_exchanged(self, optimizer: Any) -> None:
+        """Raise ConfigError on every rank where a gradient of the step is not one that ranks have exchanged."""
+        sync = self._sync
+        is_new = self._stepped[id(optimizer)] != sync.passes  # then its user may have changed what was exchanged
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                gradient = sync.watched.get(parameter)
+                if gradient is None or not (is_new or parameter.grad is gradient.buffer):
+                    sync.next_store.raise_on_all_ranks(
+                        ConfigError(
+                            f"a gradient of shape {tuple(parameter.shape)} was not exchanged; compute it by backward, "
+                            "and call attached.add(name, parameter) for a parameter that is new, or was frozen"
+                        ),
+                        "optimizer.step",
+                    )
 
 
 def _check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
@@ -386,10 +431,9 @@ def _has_spare_core(kv: KVStore) -> bool:
 
 def _outline(model: Any) -> str:
     """Return what must be the same on every rank of a model's parameters and buffers."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return "; ".join(
         f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
         + ("" if one.is_contiguous() else f" strides {one.stride()}")
         + (" trained" if one.requires_grad else " fixed")
-        for name, one in named.items()
+        for name, one in tensors_of(model).items()
     )

@@ -10,18 +10,17 @@ that are left are made before the next collective call, so that ranks are at the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from types import FrameType
 from typing import Any, NoReturn
+from zlib import crc32
 
 import numpy as np
 import torch
 
-from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported
+from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted
 from ..store.kvstore import KVStore
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
@@ -32,10 +31,11 @@ __all__ = ["BackwardSync"]
 # Of which the exchange begins early; DDP has the same.
 _FIRST_BUCKET = 1 << 20
 
-# What the census counts before it counts gradients: ranks, their passes, and the squares of these.
-_HEAD = 3
+# What the census adds up before gradients: ranks, their passes, the stamps of their steps, and the squares of both.
+_HEAD = 5
 
-# In place of its number, of a pass that an error has cut short; and of the engine's number of one that never began.
+# In place of its number, of a pass that an error has cut short; and of the engine's number of one that never began. It is
+# also what the engine says where no backward runs.
 _CUT = -1
 
 
@@ -49,21 +49,24 @@ class BackwardSync:
         kv: KVStore,
         sums: KVStore,
         prefix: str,
-        average: bool,
         bucket_bytes: int | None,
         model_buffers: ModelBuffers | None,
     ) -> None:
         """``sums`` adds up gradients, and ``kv`` all else; they are two where gradients are compressed. Without
         ``bucket_bytes`` all are sent together, at the end of a pass.
         """
-        self._kv, self._sums, self._prefix, self._average = kv, sums, prefix, average
+        self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
         self.gradients: list[Gradient] = []
+        self.watched: dict[Any, Gradient] = {}
+        """By parameter."""
         self.buckets: list[Bucket] = []
         self.number = 0
         """How many passes have begun since ranks were in step, the same on every rank."""
+        self.steps = 0
+        """A stamp of the steps that optimizers have made since then, and of their settings: 24 bits."""
         self.passes = 0
-        """How many have begun in all."""
+        """How many passes have begun in all."""
         self.paused = False
         """Whether gradients stay on their rank."""
         self.kept_back = False
@@ -84,11 +87,9 @@ class BackwardSync:
         for name, parameter in named:
             gradient = Gradient(self._prefix + name, parameter)
             self.gradients.append(gradient)
+            self.watched[parameter] = gradient
             hook = partial(self._take, gradient)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-            if not self._average:
-                # A sum is the mean of as many times as much: what was summed before, and is added to, stays as it is.
-                self._handles.append(parameter.register_hook(partial(torch.mul, self._kv.size)))
 
     def release(self) -> None:
         """Remove the hooks, give each gradient memory of its own, and the store's back."""
@@ -116,7 +117,7 @@ class BackwardSync:
         if task != self._task:
             self._begin(task)
         if gradient in self._arrived:
-            self._refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
+            self.refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
         self._arrived[gradient] = None
         if gradient.buffer is None:
             self._check(gradient)
@@ -126,20 +127,11 @@ class BackwardSync:
             self._send(complete=True)
 
     def _begin(self, task: int) -> None:
-        nested = _is_nested(sys._getframe())
-        if not nested:
-            self.complete()
-            self.number += 1
-            self.passes += 1
+        self.complete()
+        self.number += 1
+        self.passes += 1
         self._task = task
-        if nested:
-            self._refuse(
-                Unsupported(
-                    "a backward in the backward of a torch.autograd.Function has computed gradients, of which others "
-                    "are still to come; with torch.utils.checkpoint pass use_reentrant=False"
-                )
-            )
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
 
     def _end(self) -> None:
         self._task, self._sent = None, 0
@@ -153,17 +145,17 @@ class BackwardSync:
             with torch.no_grad():
                 return gradient.stage(1 / self._kv.size)
         except MPIKVError as error:
-            self._refuse(error)
+            self.refuse(error)
 
     def _check(self, gradient: Gradient) -> None:
         try:
             gradient.check()
         except MPIKVError as error:
-            self._refuse(error)
+            self.refuse(error)
 
-    def _refuse(self, error: Exception) -> NoReturn:
+    def refuse(self, error: Exception) -> NoReturn:
         """Raise an error in place of the next call of the pass."""
-        self.number = 0
+        self._restart()
         store = self.next_store
         if self._sent < len(self.buckets):
             self._sent += 1
@@ -182,8 +174,19 @@ class BackwardSync:
             if not self.blocking:
                 self._works.append(work)
 
-    def _finish(self) -> None:
-        """The engine's callback: complete the pass, so that every gradient is the sum when backward returns."""
+    def _restart(self) -> None:
+        """Count anew, as every rank does after an error."""
+        self.number = self.steps = 0
+
+    def _finish(self, task: int) -> None:
+        """The engine's callback: complete the pass, so that every gradient is the mean when backward returns."""
+        if task != self._task:
+            self.refuse(
+                Unsupported(
+                    "a backward within this one has computed other gradients of the model, so that one pass became "
+                    "two; with torch.utils.checkpoint pass use_reentrant=False"
+                )
+            )
         try:
             began = perf_counter()
             brought = self._send_rest()
@@ -193,8 +196,10 @@ class BackwardSync:
             self._take_census(brought)
             self.seconds_waited += perf_counter() - began
             self.kept_back = False
-        except MPIKVError:
-            self.number = 0
+        except MPIKVError as error:
+            self._restart()
+            if isinstance(error, RankMismatch):
+                noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
 
     def _send_rest(self) -> list[bool]:
@@ -217,11 +222,18 @@ class BackwardSync:
             self._end()  # no rank has a call left
             raise
 
+    def note_step(self, optimizer: Any) -> None:
+        """Remember a step and its settings, which the next pass compares. Local."""
+        settings = [[value for name, value in group.items() if name != "params"] for group in optimizer.param_groups]
+        self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
+
     # --- A pass that was cut short
 
     def miss(self) -> None:
-        """Note that a call of this rank has failed, as that of ranks in a pass had to. Local."""
-        self.number = 0
+        """Note that a call of this rank has failed in place of the first of a pass of other ranks: the others of that
+        pass are still to be made here. Local.
+        """
+        self._restart()
         if self._task is None and self.buckets:
             self._task, self._sent = _CUT, 1
 
@@ -234,7 +246,9 @@ class BackwardSync:
         """Make the calls that are left of a pass that was cut short."""
         if self._task is None:
             return
-        self.number = 0
+        if self._task == torch._C._current_graph_task_id() != _CUT:
+            self.refuse(Unsupported("a call was made in a hook of a backward; make it when backward has returned"))
+        self._restart()
         rest, works = self.buckets[self._sent :], self._works.copy()
         self._end()
         for bucket in rest:
@@ -283,7 +297,7 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
-        self._census[:_HEAD] = 1, number, number**2
+        self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]
         if self._model_buffers is not None and not self.blocking:
@@ -291,20 +305,12 @@ class BackwardSync:
         self._kv.pushpull(names, values, outs)
         if len(names) > 1 and self._model_buffers is not None:
             self._model_buffers.take()
-        ranks, passes, squares = self._totals[:_HEAD]
-        if passes != ranks * number or squares != ranks * number**2:
-            self.number = 0  # on every rank, so that all can go on
+        ranks, *found = self._totals[:_HEAD].tolist()
+        if found != [ranks * own for own in self._census[1:_HEAD].tolist()]:
             here = "has had an exception in a backward" if number == _CUT else f"is in pass {number}"
+            self._restart()  # on every rank, so that all can go on
             raise RankMismatch(
-                f"backward: rank {self._kv.rank} {here}, and other ranks are not, so the gradients are of different "
-                "steps; a rank has left out a backward, or caught an exception in one; leave it out on every rank, or "
-                f"use join() [rank {self._kv.rank}/{self._kv.size}]"
+                f"backward: rank {self._kv.rank} {here}, and other ranks differ, so the gradients are of different "
+                "steps; a rank has left out a backward or a step, has other learning rates, or caught an exception; do "
+                f"the same on every rank, or use join() [rank {self._kv.rank}/{self._kv.size}]"
             )
-
-
-def _is_nested(frame: FrameType | None) -> bool:
-    """Return whether the engine runs in a function that it has called: its own backward is then not over."""
-    function = torch.autograd.function.BackwardCFunction.apply.__code__
-    while frame is not None and frame.f_code is not function:
-        frame = frame.f_back
-    return frame is not None

@@ -72,10 +72,14 @@ def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
     if kv is None:
         with create() as own:
             return broadcast(tensors, kv=own)
-    module = isinstance(tensors, torch.nn.Module)
-    named = tensors.state_dict(keep_vars=True) if module else tensors
+    named = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
     fill_from_root(kv, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
     return tensors
+
+
+def tensors_of(model: Any) -> dict[str, Any]:
+    """Return the parameters and buffers of a model by name, those too that its ``state_dict`` leaves out."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def fill_from_root(kv: KVStore, prefix: str, named: dict[Any, Any]) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Bucket", "Gradient", "fill_buckets"]
 class Gradient:
     """A parameter's gradient: ``parameter.grad`` from a first pass on lies in the store's buffer."""
 
-    __slots__ = ("bucket", "buffer", "kind", "memory", "name", "parameter")
+    __slots__ = ("array", "bucket", "buffer", "kind", "memory", "name", "parameter")
 
     def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
@@ -29,6 +29,7 @@ class Gradient:
         self.bucket: Bucket
 
     def give_memory(self, array: Array) -> None:
+        self.array = array
         self.memory = tensor_over(array, self.parameter)
         self.buffer = self.memory.detach()
 
@@ -40,6 +41,8 @@ class Gradient:
         Raises:
             Unsupported: the gradient is not one that can be added up.
         """
+        if self.memory.data_ptr() != self.array.ctypes.data:  # as after model.share_memory()
+            self.memory = tensor_over(self.array, self.parameter)
         grad, buffer = self.parameter.grad, self.buffer
         kept = buffer.data_ptr() == self.memory.data_ptr()
         if grad is buffer and kept:
@@ -58,6 +61,11 @@ class Gradient:
     def check(self) -> None:
         """Raise Unsupported unless the gradient is one that can be added up, of the form that was attached."""
         grad = self.parameter.grad
+        if grad is None:
+            raise Unsupported(
+                f"another hook has taken the gradient of {self.name!r} away before it was exchanged, as an optimizer "
+                "in backward does; call optimizer.step when backward has returned"
+            )
         if grad.layout != torch.strided:
             raise Unsupported(
                 f"the gradient of {self.name!r} is sparse, and ranks would have to add up all of it; make it dense, as "
@@ -71,7 +79,7 @@ class Gradient:
         if _kind(grad) != self.kind:
             raise Unsupported(
                 f"the gradient of {self.name!r} is {_form(_kind(grad))} and was {_form(self.kind)} when the model was "
-                "attached; call detach(), and attach the model as it is now"
+                "attached; call detach(), and attach the model as it is now, with a new optimizer"
             )
 
 

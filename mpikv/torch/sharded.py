@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, Unsupported
+from ..errors import Unsupported
 from ..protocols import Array
 from ..store.kvstore import KVStore
 from .tensors import row_of, tensor_over
@@ -85,9 +85,14 @@ class _Part:
 class ShardedStep:
     """Has an optimizer's ``step`` update this rank's part and exchange the weights. All ranks call it alike."""
 
-    def __init__(self, kv: KVStore, prefix: str, optimizer: Any, settle: Callable[[], None]) -> None:
-        """``settle`` sees that ranks are at the same call, before one that is not in a step."""
-        self._kv, self._prefix, self._optimizer, self._settle = kv, prefix, optimizer, settle
+    def __init__(
+        self, kv: KVStore, prefix: str, optimizer: Any, settle: Callable[[], None], check: Callable[[Any], None]
+    ) -> None:
+        """``settle`` sees that ranks are at the same call, before one that is not in a step; ``check`` that gradients
+        of the optimizer were exchanged, before a step.
+        """
+        self._kv, self._prefix, self._optimizer = kv, prefix, optimizer
+        self._settle, self._check = settle, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
@@ -154,25 +159,14 @@ class ShardedStep:
             return self._wrapped(closure)
         # These optimizers call it once, first; in the step it would see shards in place of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
+        self._check(self._optimizer)
         groups = self._optimizer.param_groups
-        try:
-            changed = [self._part_of(one) for group in groups for one in group["params"] if one.grad is not None]
-        except ConfigError as error:
-            self._kv.raise_on_all_ranks(error, "optimizer.step")
+        changed = [self._parts[one] for group in groups for one in group["params"] if one.grad is not None]
         with self._shards_in_place():
             self._wrapped()
         if changed:
             self._exchange(changed)
         return loss
-
-    def _part_of(self, parameter: Any) -> _Part:
-        part = self._parts.get(parameter)
-        if part is None:
-            raise ConfigError(
-                f"the optimizer was given a parameter of shape {tuple(parameter.shape)} after it was attached; call "
-                "attached.add(name, parameter) on every rank, too"
-            )
-        return part
 
     @contextmanager
     def _shards_in_place(self) -> Iterator[None]:

@@ -171,15 +171,13 @@ def test_several_passes_make_a_step(kv, update):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("average", [True, False])
-def test_several_passes_that_are_all_exchanged(kv, update, set_to_none, average):
-    alone, own, model, shared, attached = pair(kv, update=update, average=average)
-    times = 1 if average else kv.size
+def test_several_passes_that_are_all_exchanged(kv, update, set_to_none):
+    alone, own, model, shared, attached = pair(kv, update=update)
     for step in range(0, 9, 3):
         own.zero_grad()
         shared.zero_grad(set_to_none=set_to_none)
         for part in range(3):
-            (times * loss_of(alone, step + part)).backward()
+            loss_of(alone, step + part).backward()
             loss_of(model, step + part, kv).backward()
             for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
                 assert_close(mine.grad, theirs.grad)
@@ -666,12 +664,23 @@ def test_reentrant_checkpointing_in_the_way_that_works(kv, update):
 
 
 def test_functional_losses_of_unequal_weight(kv):
-    """``average=False``: the sum over all rows is the sum of ranks' sums."""
-    alone, own, model, shared, _ = pair(kv, average=False)
+    """The sum over all rows is the sum of ranks' sums, of which each counts once for each rank."""
+    alone, own, model, shared, _ = pair(kv)
     for step in range(3):
         for one, optimizer, store in ((alone, own, None), (model, shared, kv)):
             inputs, targets = share(batch(step), store)
             optimizer.zero_grad()
-            functional.mse_loss(one(inputs), targets, reduction="sum").backward()
+            times = 1 if store is None else store.size
+            (times * functional.mse_loss(one(inputs), targets, reduction="sum")).backward()
             optimizer.step()
+    assert_close(model, alone)
+
+
+def test_gradients_that_were_moved_to_shared_memory(kv, update):
+    alone, own, model, shared, _ = pair(kv, update=update)
+    for step in range(4):
+        train(alone, own, [step])
+        train(model, shared, [step], kv)
+        if step == 1:
+            model.share_memory()
     assert_close(model, alone)

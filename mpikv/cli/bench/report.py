@@ -98,7 +98,7 @@ def _ratios(job: Report, *, several: bool) -> Iterator[tuple[str, ...]]:
         for one in group["comparisons"]:
             times = one["ours_median"], one["peer_median"]
             wrong = one["ours"] in group["wrong"] or one["peer"] in group["wrong"]
-            ratio = "wrong" if wrong else f"{one['ratio']:.2f}"
+            ratio = "wrong" if wrong else "noise" if one["ratio"] is None else f"{one['ratio']:.2f}"
             bound = "" if one["bound"] is None else f"≤ {one['bound']:.2f}"
             yield one["goal"] + ranks, *map(seconds_text, times), ratio, bound
 

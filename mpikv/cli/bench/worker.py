@@ -249,7 +249,9 @@ def _compare(cases: list[Report], group: Group) -> list[Report]:
     for one in group.comparisons:
         if one.ours in seconds and one.peer in seconds:
             ours, peer = (median(case, one.beyond) for case in (one.ours, one.peer))
-            compared.append(vars(one) | {"ratio": ours / peer, "ours_median": ours, "peer_median": peer})
+            # What is left of two times may be noise.
+            ratio = ours / peer if min(ours, peer) > 0 else None
+            compared.append(vars(one) | {"ratio": ratio, "ours_median": ours, "peer_median": peer})
     return compared
 
 
