@@ -34,8 +34,8 @@ _FIRST_BUCKET = 1 << 20
 # What the census adds up before gradients: ranks, their passes, the stamps of their steps, and the squares of both.
 _HEAD = 5
 
-# In place of its number, of a pass that an error has cut short; and of the engine's number of one that never began. It is
-# also what the engine says where no backward runs.
+# In place of its number, of a pass that an error has cut short; and in place of the engine's number, of one that never
+# began. It is also what the engine says where no backward runs.
 _CUT = -1
 
 
