@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from support.launching import launch, why_no_mpi
 
+pytestmark = pytest.mark.one_library
+
 # The work of 4 ranks, on any number of them: the first half and a checkpoint, or the second half from there.
 TRAIN = """
 import sys
 import numpy as np
 import mpikv
 from mpikv import schedules
-
-pytestmark = pytest.mark.one_library
 
 folder, part = sys.argv[1:]
 

@@ -375,7 +375,10 @@ def job(**changes: Any) -> dict[str, Any]:
         "nbytes": 4 * 10**6,
         "rounds": 5,
         "cases": [case("store", 1e-3, 32), case("memcpy", 4e-3, None)],
-        "comparisons": [{"goal": "store / memcpy", "ours": "store", "peer": "memcpy", "bound": 0.3, "ratio": 0.25}],
+        "comparisons": [
+            {"goal": "store / memcpy", "ours": "store", "peer": "memcpy", "bound": 0.3, "ratio": 0.25}
+            | {"ours_median": 1e-3, "peer_median": 4e-3}
+        ],
         "skipped": {"torch DDP": "PyTorch is not installed"},
         "wrong": {},
         "memory": {
@@ -431,6 +434,12 @@ def test_a_wrong_result_has_no_ratio() -> None:
     assert "0.25" not in text_of(spoilt)
     complaints = report.errors({"jobs": [spoilt, {"ranks": 4, "error": "no"}]})
     assert complaints == ["wrong result: resnet50, store, rank 1: key 3 after 9 steps: and so on (2 ranks)", "no"]
+
+
+def test_a_difference_that_is_noise_has_no_ratio() -> None:
+    noisy = job()
+    noisy["groups"][0]["comparisons"][0] |= {"ratio": None, "peer_median": -1e-4}
+    assert "noise" in text_of(noisy).splitlines()[5]
 
 
 def test_several_jobs_tell_their_ranks() -> None:
