@@ -234,18 +234,19 @@ class Checkpoints:
         host.
         """
         plan = self._plan(header)
-        memory = [{VALUE: entry.updated, **entry.state} for entry in plan.entries]
-        arrays: list[list[tuple[int, Array]]] = [[] for _ in plan.entries]
+        tensors: list[list[tuple[int, str]]] = [[] for _ in plan.entries]
         for tensor in header.tensors:
-            if tensor.slot in memory[tensor.item]:
-                arrays[tensor.item].append((tensor.begin, memory[tensor.item][tensor.slot].reshape(-1)))
+            tensors[tensor.item].append((tensor.begin, tensor.slot))
         for bucket in plan.buckets:
             low, high = elements(bucket)
             for piece in bucket.pieces:
                 first, last = (min(max(edge, piece.low), piece.high) - piece.low for edge in (low, high))
-                for begin, array in arrays[piece.item]:
-                    part = on_host(array[piece.begin + first : piece.begin + last])
-                    yield from cut_array(begin + (piece.begin + first) * array.itemsize, part)
+                entry, edges = plan.entries[piece.item], (piece.begin + first, piece.begin + last)
+                arrays = {VALUE: entry.updated.reshape(-1)[slice(*edges)], **entry.state_of(*edges)}
+                for begin, slot in tensors[piece.item]:
+                    if slot in arrays:
+                        part = on_host(arrays[slot])
+                        yield from cut_array(begin + edges[0] * part.itemsize, part)
 
     # --- Together with the other ranks
 

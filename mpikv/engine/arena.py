@@ -4,18 +4,23 @@ A large value is a block of its own. Small values of one dtype share a block, wi
 one message. A block's *grid* cuts it into cells of at most a bucket; who owns an element depends on its place in its
 cell, so optimizer state never has to move. Memory never moves either.
 
-What a value leaves is a hole, and the smallest that fits is what a later value gets. A block ends with its last value,
-and its state with it; a large segment goes back to the transport when no block is left in it.
+On GPUs the values of one dtype that come together are one block, whatever their sizes: there messages have to be long,
+and NCCL is fast where each rank's part of a message is as long as the others'. So cells, and the block, are padded to
+equal parts, and keys begin where GPUs copy fast. What lies between keys belongs to nobody: it is sent and updated with
+its neighbours, and never read.
+
+What a small value leaves is a hole, and the smallest that fits is what a later value gets. A block ends with its last
+value, and its state with it; a large segment goes back to the transport when no block is left in it.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import numpy as np
@@ -24,17 +29,53 @@ from ..arrays.arrays import accumulator
 from ..memory.host import private
 from ..protocols import Array, Memory, Slots, Transport
 
-__all__ = ["Arena", "Block", "Place"]
+__all__ = ["Arena", "Block", "Place", "rounded"]
 
 # A block that small values share; a value of a quarter of that or more gets a block of its own, split over all ranks.
 _POOL_BYTES = 256 << 10
 # There each block is a message and a launch more, which take longer than some megabytes do.
 _POOL_BYTES_OF_GPUS = 16 << 20
+# From here on values that come together are a block of their own there.
+_LIST_BYTES = 1 << 20
+# There keys begin at multiples of this many bytes, or of so many elements if those are more: as shards do.
+_LINE_BYTES, _LINE_ELEMENTS = 256, 64
 _SMALLEST_SEGMENT = 1 << 20
 _LARGEST_GROWTH = 256 << 20
 # The kind of the holes in segments, which are counted in bytes. In blocks it is the dtype's name, and they are in
 # elements.
 _BYTES = ""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Ranges of a block, whose elements lie one behind the other elsewhere."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        return list(accumulate((high - low for low, high in self.ranges), initial=0))
+
+    @property
+    def size(self) -> int:
+        """How many elements they have."""
+        return self._places[-1]
+
+    def has(self, low: int, high: int) -> bool:
+        """Return whether elements are all in one range."""
+        first, last, _ = self._range_of(low)
+        return first <= low <= high <= last or low == high
+
+    def find(self, low: int, high: int) -> slice:
+        """Return where elements lie that are all in one range."""
+        assert self.has(low, high), f"[{low}, {high}) is in none of {self.ranges}"
+        first, _, place = self._range_of(low)
+        place += low - first if low < high else 0
+        return slice(place, place + high - low)
+
+    def _range_of(self, element: int) -> tuple[int, int, int]:
+        number = bisect_right(self.ranges, element, key=lambda each: each[0]) - 1
+        return (*self.ranges[number], self._places[number]) if number >= 0 else (0, 0, 0)
 
 
 @dataclass(eq=False)
@@ -46,14 +87,19 @@ class Block:
     values: Array
     cell: int
     """Elements per cell of the grid."""
-    owner: int
-    """The rank that owns the block where values stay whole."""
+    bounds: tuple[int, ...]
+    """Who owns values where they stay whole: those of rank r begin in ``[bounds[r], bounds[r + 1])``."""
     memory: Memory
     """Where all its arrays lie."""
     allocate: Callable[[int], Array]
     """Returns zeroed memory for what owners keep beside values, or raises MemoryError on every rank."""
     state: dict[str, Array] = field(default_factory=dict)
-    """Optimizer state, each array parallel to ``values``. Only the owner of an element writes to its state."""
+    """Optimizer state of the elements that are ``kept``, one behind the other. Only the owner of an element writes to
+    its state."""
+    kept: Kept | None = None
+    """Which elements have state, and sums of whole values, on this rank; None for all."""
+    by_rows: bool = False
+    """Whether rows of a value are looked for in its state, of which there is all then."""
     buffers: Array | None = None
     """What the ranks are to push, where they asked for it: a row parallel to ``values`` for every rank that shares the
     memory, as many on every host, or for this rank alone."""
@@ -69,6 +115,19 @@ class Block:
     """Whether other values have been in its memory."""
     used: int = 0
     """From here on no value has been in it."""
+    line: int = 1
+    """Values begin at multiples of this many elements."""
+    padding: int = 0
+    """Elements at its end in which no value can be."""
+
+    def owner(self, element: int) -> int:
+        """Return the rank that owns the value that begins there, where values stay whole."""
+        return min(bisect_right(self.bounds, element), len(self.bounds) - 1) - 1
+
+    def end_of(self, element: int) -> int:
+        """Return the end of what belongs to nobody behind a value's last element."""
+        end = rounded(element, self.line)
+        return end if end < self.values.size - self.padding else self.values.size
 
     def grid(self, element: int) -> tuple[int, int]:
         """Return the first and the last element (exclusive) of the cell that holds this element."""
@@ -77,14 +136,19 @@ class Block:
 
     @cached_property
     def sums(self) -> Array:
-        """Memory for sums parallel to ``values``, for updaters and codecs of whole values. Pages are taken where it is
-        written.
+        """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. Pages are taken
+        where it is written.
         """
         return self._sums_in(self.memory.zeros)
 
     def _sums_in(self, zeroed: Callable[[int], Array]) -> Array:
         dtype = accumulator(self.values.dtype)
-        return zeroed(self.values.size * dtype.itemsize).view(dtype)
+        return zeroed((self.values.size if self.kept is None else self.kept.size) * dtype.itemsize).view(dtype)
+
+    def sums_of(self, low: int, high: int) -> Array:
+        """Return the sums of elements that this rank keeps, side by side."""
+        found: Array = self.sums[self._find(low, high)]
+        return found
 
     def ensure_sums(self, zeroed: Callable[[int], Array]) -> None:
         """Take the memory for sums now, where a GPU may have too little: ``zeroed``."""
@@ -111,14 +175,32 @@ class Block:
 
     def ensure_state(self, slots: Slots) -> None:
         """Start the state that is not there yet with zeros."""
-        self.state |= self.new_state({name: dtype for name, dtype in slots.items() if name not in self.state})
+        self.state |= self.new_state(
+            {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
+        )
 
-    def new_state(self, slots: Slots) -> dict[str, Array]:
-        """Return state of zeros. On the host, pages that this rank does not own are never written, so they take no
-        memory.
-        """
-        size = self.values.size
+    def new_state(self, slots: Slots, kept: Kept | None) -> dict[str, Array]:
+        """Return state of zeros for the elements that are to be kept. On GPUs collective."""
+        size = self.values.size if kept is None else kept.size
         return {name: self.allocate(size * dtype.itemsize).view(dtype) for name, dtype in slots.items()}
+
+    def keep(self, kept: Kept | None, state: dict[str, Array]) -> None:
+        """Have other state, for other elements."""
+        if kept != self.kept:
+            self.drop_sums()
+        self.kept, self.state = kept, state
+
+    def state_of(self, low: int, high: int) -> dict[str, Array]:
+        """Return the state of elements that this rank keeps, side by side."""
+        where = self._find(low, high)
+        return {name: array[where] for name, array in self.state.items()}
+
+    def keeps(self, low: int, high: int) -> bool:
+        """Return whether elements have state on this rank, side by side."""
+        return self.kept is None or self.kept.has(low, high)
+
+    def _find(self, low: int, high: int) -> slice:
+        return slice(low, high) if self.kept is None else self.kept.find(low, high)
 
 
 @dataclass(frozen=True)
@@ -192,7 +274,8 @@ class Arena:
     def __init__(self, transport: Transport, pooling: bool = True) -> None:
         """Without ``pooling`` every value is a block, so that each has an owner of its own."""
         self._transport = transport
-        pool = _POOL_BYTES if transport.memory.is_host else _POOL_BYTES_OF_GPUS
+        self._on_host = transport.memory.is_host
+        pool = _POOL_BYTES if self._on_host else _POOL_BYTES_OF_GPUS
         self._pool = min(pool, transport.limit) if pooling else 0
         self._numbers = count()
         self._segments: dict[int, Array] = {}
@@ -210,21 +293,25 @@ class Arena:
         """Those that hold values."""
         return tuple(self._values)
 
-    def place(self, requests: Sequence[tuple[np.dtype[Any], int]], leaving: Sequence[Place] = ()) -> list[Place]:
-        """Return a place for each (dtype, number of elements), perhaps in those ``leaving``, which are released.
-        Collective: it may allocate.
+    def place(
+        self,
+        requests: Sequence[tuple[np.dtype[Any], int]],
+        leaving: Sequence[Place] = (),
+        alone: Container[int] = (),
+    ) -> list[Place]:
+        """Return a place for each (dtype, number of elements), perhaps in those ``leaving``, which are released. Those
+        at the positions ``alone`` get a block for themselves. Collective: it may allocate.
         """
         self.release(leaving)
-        coming = sum(_rounded(size * dtype.itemsize) for dtype, size in requests if not self._is_small(dtype, size))
-        places: list[Place] = []
-        for dtype, size in requests:
-            if self._is_small(dtype, size):
-                places.append(self._shared(dtype, size, coming))
-            else:
-                block = self._block(dtype, size, coming)
-                coming -= _rounded(block.values.nbytes)
-                places.append(Place(block, 0, size, block.old))
-            self._values[places[-1].block] += 1
+        groups = self._groups(requests, alone)
+        coming = sum(self._nbytes_of(dtype, sizes) for dtype, sizes in groups.values())
+        listed: dict[int, Place] = {}
+        for numbers, (dtype, sizes) in groups.items():
+            listed |= zip(numbers, self._listed(dtype, sizes, coming), strict=True)
+            coming -= self._nbytes_of(dtype, sizes)
+        places = [listed.get(number) or self._shared(*request) for number, request in enumerate(requests)]
+        for place in places:
+            self._values[place.block] += 1
         return places
 
     @contextmanager
@@ -244,7 +331,7 @@ class Arena:
         for block, start, size in ((place.block, place.start, place.size) for place in places):
             self._values[block] -= 1
             if self.is_shared(block):
-                self._holes.add(block.values.dtype.name, block.index, start, size)
+                self._holes.add(block.values.dtype.name, block.index, start, rounded(size, block.line))
             if not self._values[block]:
                 self._end(block)
 
@@ -270,42 +357,121 @@ class Arena:
         """Return whether an array lies in the memory of values."""
         return any(np.may_share_memory(array, segment) for segment in self._segments.values())
 
+    def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
+        """Return whether one of a GPU's addresses is in the memory of values; ``address`` tells that of an array."""
+        places = [(address(segment), segment.size) for segment in self._segments.values()]
+        return any(bool(((first <= addresses) & (addresses < first + nbytes)).any()) for first, nbytes in places)
+
     def _is_small(self, dtype: np.dtype[Any], size: int) -> bool:
         return size * dtype.itemsize * 4 < self._pool
 
-    def _shared(self, dtype: np.dtype[Any], size: int, coming: int) -> Place:
+    def _groups(
+        self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]
+    ) -> dict[tuple[int, ...], tuple[np.dtype[Any], list[int]]]:
+        """Return the positions of those that get a block together, with their dtype and sizes."""
+        together: dict[np.dtype[Any], list[int]] = {}
+        groups: dict[tuple[int, ...], tuple[np.dtype[Any], list[int]]] = {}
+        for number, (dtype, size) in enumerate(requests):
+            if not self._on_host and number not in alone:
+                together.setdefault(dtype, []).append(number)
+            elif not self._on_host or not self._is_small(dtype, size):
+                groups[(number,)] = dtype, [size]
+        for dtype, numbers in together.items():
+            sizes = [requests[number][1] for number in numbers]
+            if sum(sizes) * dtype.itemsize >= min(_LIST_BYTES, self._pool // 4):
+                groups[tuple(numbers)] = dtype, sizes
+        return groups
+
+    def _listed(self, dtype: np.dtype[Any], sizes: Sequence[int], coming: int) -> list[Place]:
+        """Return places side by side in a new block."""
+        starts = list(accumulate((self._room(dtype, size) for size in sizes), initial=0))
+        block = self._block(dtype, coming, starts)
+        return [Place(block, start, size, block.old) for start, size in zip(starts, sizes, strict=False)]
+
+    def _shared(self, dtype: np.dtype[Any], size: int) -> Place:
         """Return a place in a block that small values share."""
-        found = self._holes.take(dtype.name, size) or self._in_new_pool(dtype, size, coming)
+        room = self._room(dtype, size)
+        found = self._holes.take(dtype.name, room) or self._in_new_pool(dtype, room)
         block, start = self._pools[found[0]], found[1]
         old = block.old or start < block.used
-        block.used = max(block.used, start + size)
+        block.used = max(block.used, start + room)
         return Place(block, start, size, old)
 
-    def _in_new_pool(self, dtype: np.dtype[Any], size: int, coming: int) -> tuple[int, int]:
+    def _in_new_pool(self, dtype: np.dtype[Any], room: int) -> tuple[int, int]:
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would come between those of a list, which are to lie side by side.
-            self._holes.remove_last(dtype.name, full.index, full.values.size)
-        block = self._block(dtype, self._pool // dtype.itemsize, coming)
+            self._holes.remove_last(dtype.name, full.index, full.values.size - full.padding)
+        block = self._block(dtype, 0, (0, self._pool // dtype.itemsize))
         self._pools[block.index] = block
-        self._holes.add(dtype.name, block.index, size, block.values.size - size)
+        self._holes.add(dtype.name, block.index, room, block.values.size - block.padding - room)
         return block.index, 0
 
-    def _block(self, dtype: np.dtype[Any], size: int, coming: int) -> Block:
-        """Return a new block; ``coming`` bytes of others are known to follow, itself included if it is one of them."""
-        nbytes = _rounded(size * dtype.itemsize)
+    def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
+        """Return a new block; ``coming`` bytes of others are known to follow, itself included if it is one of them.
+        Each of ``starts`` is where a value begins, and the last is where they end.
+        """
+        size, transport = starts[-1], self._transport
+        nbytes = self._nbytes(dtype, size)
         number, start = self._holes.take(_BYTES, nbytes) or self._in_new_segment(nbytes, coming)
-        values = self._segments[number][start : start + size * dtype.itemsize].view(dtype)
+        cell, line = self._grid(dtype)
+        length = self._padded(dtype, size)
+        values = self._segments[number][start : start + length * dtype.itemsize].view(dtype)
         old = start < self._reached[number]
         self._reached[number] = max(self._reached[number], start + nbytes)
-        owner = self._load.index(min(self._load))
-        self._load[owner] += nbytes
-        transport = self._transport
-        cell, allocate = transport.limit // dtype.itemsize, private(transport)
-        origin = number, start
-        block = Block(next(self._numbers), values, cell, owner, transport.memory, allocate, origin=origin, old=old)
+        block = Block(
+            next(self._numbers),
+            values,
+            cell,
+            self._bounds(starts, length),
+            transport.memory,
+            private(transport),
+            origin=(number, start),
+            old=old,
+            line=line,
+            padding=length - size,
+        )
         self._values[block] = 0
+        self._add_load(block, 1)
         return block
+
+    def _bounds(self, starts: Sequence[int], size: int) -> tuple[int, ...]:
+        """Divide values among ranks, which get about equally much, in their order."""
+        ranks = self._transport.size
+        if len(starts) == 2:
+            owner = self._load.index(min(self._load))
+            return (0,) * (owner + 1) + (size,) * (ranks - owner)
+        middles = [(low + high) // 2 for low, high in pairwise(starts)]
+        firsts = (bisect_left(middles, -(-rank * starts[-1] // ranks)) for rank in range(1, ranks))
+        return (0, *(starts[first] for first in firsts), size)
+
+    def _add_load(self, block: Block, sign: int) -> None:
+        for rank, (low, high) in enumerate(pairwise(block.bounds)):
+            self._load[rank] += sign * (high - low) * block.values.itemsize
+
+    def _grid(self, dtype: np.dtype[Any]) -> tuple[int, int]:
+        """Return the elements of a cell, and those at whose multiples values begin."""
+        cell = self._transport.limit // dtype.itemsize
+        line = max(_LINE_BYTES // dtype.itemsize, _LINE_ELEMENTS)
+        lines = line * self._transport.size
+        return (cell, 1) if self._on_host or cell < lines else (cell // lines * lines, line)
+
+    def _room(self, dtype: np.dtype[Any], size: int) -> int:
+        """Return how many elements there are from a value's first to where the next one begins."""
+        return rounded(size, self._grid(dtype)[1])
+
+    def _padded(self, dtype: np.dtype[Any], size: int) -> int:
+        """Return the elements of a block for so many, of which ranks have equally many on GPUs."""
+        line = self._grid(dtype)[1]
+        return size if line == 1 else rounded(size, line * self._transport.size)
+
+    def _nbytes_of(self, dtype: np.dtype[Any], sizes: Sequence[int]) -> int:
+        """Return the same for values of these sizes."""
+        return self._nbytes(dtype, sum(self._room(dtype, size) for size in sizes))
+
+    def _nbytes(self, dtype: np.dtype[Any], size: int) -> int:
+        """Return the bytes of a segment that a block for so many elements takes."""
+        return rounded(self._padded(dtype, size) * dtype.itemsize, 64 if self._on_host else _LINE_BYTES)
 
     def _in_new_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
         """Segments grow with what there is, since an MPI has few thousand windows. Where values come and go, there is
@@ -324,12 +490,12 @@ class Arena:
         del self._values[block]
         if self._pools.pop(block.index, None) is not None:
             self._holes.remove(block.values.dtype.name, block.index, 0)
-        nbytes = _rounded(block.values.nbytes)
-        self._holes.add(_BYTES, *block.origin, nbytes)
-        self._load[block.owner] -= nbytes
+        self._holes.add(_BYTES, *block.origin, self._nbytes(block.values.dtype, block.values.size))
+        self._add_load(block, -1)
         self._ended = True
         self._left_buffers |= block.buffers is not None
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
+def rounded(count: int, unit: int) -> int:
+    """Return the least multiple of a unit that is not below."""
+    return -(-count // unit) * unit

@@ -22,7 +22,7 @@ from ..protocols import Array, Codec, ElementwiseCodec, Gather, Memory, Rounds, 
 from .alltoallv import gather
 from .arena import Block
 from .keys import Entry
-from .plan import Bucket, Plan, joined
+from .plan import Bucket, Plan
 
 __all__ = [
     "Compression",
@@ -292,7 +292,7 @@ class RangeCompression:
         counts, size = bucket.shard.counts, bucket.value.size
         replicated = sum(counts) > size
         edges = [0, size] if replicated else list(accumulate(counts, initial=0))
-        runs = [(run.low, run.high) for run in joined(bucket.pieces)]
+        runs = [(run.low, run.high) for run in bucket.runs]
         open_ranges = [
             [(max(begin, low), min(end, high)) for begin, end in runs if max(begin, low) < min(end, high)]
             for low, high in pairwise(edges)
@@ -368,13 +368,13 @@ class ValueCompression:
                 rounds = self._rounds(entry, [layer[item] for layer in layers])
                 summed = self._run(rounds, owners[0] if len(owners) == 1 else None)
                 self._memory.copy(
-                    [place.block.sums[place.start + low : place.start + high] for low, high in own],
+                    [place.block.sums_of(place.start + low, place.start + high) for low, high in own],
                     [summed[low:high] for low, high in own],
                 )
 
         def total(bucket: Bucket) -> Array:
             block, start = _origin(plan, bucket)
-            return block.sums[start + bucket.shard.low : start + bucket.shard.high]
+            return block.sums_of(start + bucket.shard.low, start + bucket.shard.high)
 
         return total
 

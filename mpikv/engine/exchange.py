@@ -120,7 +120,9 @@ class Exchange:
         placement, table = self.placed(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
         dtypes = {entry.place.block: entry.dtype for entry in table.entries()}
-        states = {block: block.new_state(updater.slots(dtype)) for block, dtype in dtypes.items()}
+        planner = replace(self.values.planner, updater=updater, placement=placement)
+        kept = {block: planner.kept(block) for block in dtypes}
+        states = {block: block.new_state(updater.slots(dtype), kept[block]) for block, dtype in dtypes.items()}
         room = self._room_for_exact(self._publication, placement)
         # Its placement may have other owners, who need the newest values.
         self._end_packing()
@@ -129,9 +131,9 @@ class Exchange:
             # For an updater without state: the present one may have been changed to ask for other state than there is.
             self.pipeline.publish(replace(self.values.planner, updater=Assign()).plan(stale))
         self._revision = updater.revision
-        self._settle(replace(self.values.planner, updater=updater, placement=placement))
+        self._settle(planner)
         for block in self.values.blocks:
-            block.state = states.get(block, {})
+            block.keep(kept.get(block), states.get(block, {}))
         for entry in table.entries():
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on

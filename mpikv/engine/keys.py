@@ -69,10 +69,18 @@ class Entry:
         return [residual[low:high] for residual in self.place.block.residuals]
 
     @property
+    def keeps_all(self) -> bool:
+        """Whether all elements of the value have state on this rank, side by side."""
+        return self.place.block.keeps(self.place.start, self.place.start + self.place.size)
+
+    def state_of(self, begin: int, end: int) -> dict[str, Array]:
+        """Return the optimizer state of elements of the value that this rank keeps, side by side."""
+        return self.place.block.state_of(self.place.start + begin, self.place.start + end)
+
+    @property
     def state(self) -> dict[str, Array]:
-        """The optimizer state of the value, each array in the value's shape."""
-        low, high = self.place.start, self.place.start + self.place.size
-        return {name: array[low:high].reshape(self.shape) for name, array in self.place.block.state.items()}
+        """The optimizer state of the value, of which this rank keeps all, each array in the value's shape."""
+        return {name: array.reshape(self.shape) for name, array in self.state_of(0, self.place.size).items()}
 
 
 class KeyTable:

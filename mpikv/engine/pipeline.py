@@ -29,8 +29,8 @@ Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks what an update raised here, if it did, and learns what it did there."""
 
 Arrays: TypeAlias = "Sequence[Any]"
-"""The arrays of a call, one item per key: either each is *plain*, one numpy array of the shape and dtype of the value,
-or each is a tuple of any number of arrays; flat ones where they are pushed."""
+"""The arrays of a call, one item per key: either each is *plain*, one array of the store's memory, of the shape and
+dtype of the value, or each is a tuple of any number of arrays; flat ones where they are pushed."""
 
 
 class Steps(NamedTuple):
@@ -76,7 +76,7 @@ class Pipeline:
         """Prepare the first message of the push that comes next. Local."""
         if plan.prefetches:
             # Copies of plain arrays cannot overflow.
-            pack = self._pack if type(sources[0]) is np.ndarray else partial(run_quietly, self._pack)
+            pack = self._pack if are_plain(sources) else partial(run_quietly, self._pack)
             self.prefetched = pack(plan.buckets[0], sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
@@ -85,7 +85,7 @@ class Pipeline:
         A codec of ranges packs each array by itself.
         """
         by_array = self._compression is not None and self._compression.codec.elementwise
-        if self._memory.is_host or by_array or all(len(group) == 1 for group in sources):
+        if self._memory.is_host or by_array or are_plain(sources) or all(len(group) == 1 for group in sources):
             return sources
         added: Arrays = self._memory.order.run(run_quietly, self._local_sums, plan, sources)
         return added
@@ -128,9 +128,8 @@ class Pipeline:
         """Copy the values to the targets, if there are any."""
         if not self.current:
             self._refresh(plan)
-        if targets and type(targets[0]) is np.ndarray:
-            for array, value in zip(targets, plan.values, strict=True):
-                array[...] = value
+        if are_plain(targets):
+            self._copy(targets, plan.values)
         elif targets:
             pairs = zip(plan.entries, targets, strict=True)
             copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
@@ -223,13 +222,12 @@ class Pipeline:
         send = bucket.sends[slot]
         if not bucket.dense:
             send.fill(0)
-        if bucket.items is not None and type(sources[0]) is np.ndarray:
-            for target, array in zip(bucket.slots[slot], sources[bucket.items], strict=True):
-                target[...] = array
+        if are_plain(sources):
+            self._copy(bucket.slots[slot], sources[bucket.items] if bucket.items else _cut(bucket, sources))
             return send
         targets, sums = list[Array](), list[Array]()
         for piece in bucket.pieces:
-            arrays = [array[piece.begin : piece.end] for array in _flat(sources[piece.item])]
+            arrays = [array[piece.begin : piece.end] for array in sources[piece.item]]
             if arrays:
                 targets.append(send[piece.low : piece.high])
                 sums.append(local_sum(arrays, bucket.value.dtype, self._in_pairs))
@@ -238,11 +236,19 @@ class Pipeline:
         self._memory.copy(targets, sums)
         return send
 
+    def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        """Copy arrays of the store's memory, of the same shapes and dtypes."""
+        if not self._memory.is_host:
+            self._memory.copy(targets, sources)
+            return
+        for target, array in zip(targets, sources, strict=True):
+            target[...] = array
+
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
         """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
         piece = bucket.pieces[0]
         given = sources[piece.item]
-        (array, *others) = (given,) if type(given) is np.ndarray else given or (None,)
+        (array, *others) = (given,) if are_plain(sources) else given or (None,)
         if array is None or others or array.dtype != bucket.value.dtype or not array.flags.c_contiguous:
             return None
         # A sum is made in the memory of a value that is replaced by it: what lies there would be gone too early.
@@ -378,8 +384,8 @@ class Pipeline:
 
 
 def are_plain(arrays: Arrays) -> bool:
-    """Return whether there is one numpy array per key, as :data:`Arrays` says."""
-    return len(arrays) > 0 and type(arrays[0]) is np.ndarray
+    """Return whether there is one array per key, as :data:`Arrays` says."""
+    return len(arrays) > 0 and type(arrays[0]) is not tuple
 
 
 def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
@@ -387,9 +393,12 @@ def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
     return [(array,) for array in arrays] if are_plain(arrays) else arrays
 
 
-def _flat(given: Any) -> Sequence[Array]:
-    """Return the flat arrays of one key."""
-    return (given.reshape(-1),) if type(given) is np.ndarray else given
+def _cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
+    """Return what plain arrays, which are contiguous, have of each piece, in the shapes of pieces."""
+    return [
+        sources[item] if sources[item].shape == shape else sources[item].reshape(-1)[begin:end]
+        for (item, begin, end, _, _), shape in zip(bucket.pieces, bucket.shapes, strict=True)
+    ]
 
 
 def _layers(sources: Arrays) -> Layers:

@@ -6,12 +6,13 @@ placement    a push                          a pull                  serves
 root         reduce; the root updates        broadcast               every updater
 sharded      reduce-scatter; each rank       all-gather              element-wise updaters
              updates its shard
-owners       reduce; the block's rank        broadcast               optimizers of whole values
+owners       reduce; each value's rank       broadcast               optimizers of whole values
              updates
 replicated   allreduce; every rank updates   nothing                 optimizers and ASSIGN
 ===========  ==============================  ======================  ==========================
 
-``sharded`` becomes *owners* for an optimizer that needs whole values. Where ranks share the memory of values, a replica
+``sharded`` becomes *owners* for an optimizer that needs whole values; a message with values of several owners then is
+a reduce-scatter, and its publication an all-gather. Where ranks share the memory of values, a replica
 per rank would be the same memory several times over, so ``replicated`` becomes ``sharded`` there. Where all share it, a
 pull moves nothing in any of them.
 """
@@ -33,7 +34,7 @@ _ALIGNMENT = 64
 
 
 class _Whole:
-    """One rank owns all elements of a range."""
+    """One rank owns all elements of a value."""
 
     everywhere = False
 
@@ -56,17 +57,28 @@ class Root(_Whole):
         super().__init__(transport)
         self._root = root
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
         return _all_on(self._transport, self._root, stop - start)
 
 
 class Owners(_Whole):
-    """Each block of values has one owner; the ranks own about equally much."""
+    """Each value has one owner; the ranks own about equally much."""
 
     name = "owners"
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
-        return _all_on(self._transport, owner, stop - start)
+    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
+        edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
+        return _cut_at(edges, self._transport.rank)
+
+    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
+        if _is_whole(shard):
+            return super().bind_reduce(shard)
+        return partial(self._transport.reduce_scatter, counts=shard.counts)
+
+    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
+        if _is_whole(shard):
+            return super().bind_publish(shard, value)
+        return partial(self._transport.all_gather, value, shard.counts)
 
 
 class Sharded:
@@ -78,13 +90,11 @@ class Sharded:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
         first, last = grid
         most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
         edges = [min(max(first + rank * most, start), stop) for rank in range(self._transport.size)] + [stop]
-        counts = tuple(high - low for low, high in pairwise(edges))
-        low = edges[self._transport.rank] - start
-        return Shard(counts, low, low + counts[self._transport.rank])
+        return _cut_at(edges, self._transport.rank)
 
     def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
         return partial(self._transport.reduce_scatter, counts=shard.counts)
@@ -102,7 +112,7 @@ class Replicated:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
         return Shard((stop - start,) * self._transport.size, 0, stop - start)
 
     def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
@@ -144,6 +154,18 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
 def _all_on(transport: Transport, owner: int, count: int) -> Shard:
     counts = tuple(count if rank == owner else 0 for rank in range(transport.size))
     return Shard(counts, 0, counts[transport.rank])
+
+
+def _cut_at(edges: Sequence[int], rank: int) -> Shard:
+    """Return the shard of a rank in a range that is cut there."""
+    counts = tuple(high - low for low, high in pairwise(edges))
+    low = edges[rank] - edges[0]
+    return Shard(counts, low, low + counts[rank])
+
+
+def _is_whole(shard: Shard) -> bool:
+    """Return whether at most one rank owns something."""
+    return max(shard.counts) == sum(shard.counts)
 
 
 def _owner(shard: Shard) -> int:

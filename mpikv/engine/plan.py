@@ -19,7 +19,7 @@ from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
 from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
-from .arena import Block
+from .arena import Block, Kept, rounded
 from .keys import Entry
 
 __all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label"]
@@ -79,8 +79,10 @@ class Bucket:
     shard: Shard
     pieces: tuple[Range, ...]
     """What there is of each key."""
+    runs: tuple[Range, ...]
+    """The same, joined where nothing of another key is between."""
     dense: bool
-    """Whether the pieces fill the bucket; the rest belongs to keys that are not in this call and is sent as zeros."""
+    """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
     total: Array
     """Where a transport whose library adds puts the sum of this rank's elements."""
     updates: tuple[Update, ...]
@@ -92,7 +94,7 @@ class Bucket:
     items: slice | None
     """Which keys of the call these are, if they are whole and follow one another."""
     shapes: tuple[tuple[int, ...], ...]
-    """The shapes of the keys of the pieces."""
+    """The shapes of the pieces: those of their keys, or flat ones of parts of keys."""
     direct: bool
     """Whether it pays to look for the message where it lies in a caller's array."""
     exact: Array | None
@@ -108,7 +110,7 @@ class Bucket:
 
     @cached_property
     def slots(self) -> tuple[tuple[Array, ...], ...]:
-        """Where whole keys go in each of the sends, in their shapes."""
+        """Where the pieces go in each of the sends, in their shapes."""
         return tuple(
             tuple(
                 send[piece.low : piece.high].reshape(shape)
@@ -310,11 +312,11 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
     return cells.values()
 
 
-def joined(ranges: Sequence[Range]) -> list[Range]:
-    """Join ranges that touch."""
+def joined(ranges: Sequence[Range], line: int = 1) -> list[Range]:
+    """Join ranges that touch, but for what belongs to nobody where ranges begin at multiples of a ``line``."""
     runs: list[Range] = []
     for each in ranges:
-        if runs and runs[-1].high == each.low:
+        if runs and rounded(runs[-1].high, line) == each.low:
             runs[-1] = runs[-1]._replace(high=each.high)
         else:
             runs.append(each)
@@ -374,16 +376,32 @@ class Planner:
         apart = self.whole or self.updater.assigns or self.transport.memory.is_host
         return self.kernels if not apart and isinstance(self.kernels, GpuKernels) else None
 
+    def kept(self, block: Block) -> Kept | None:
+        """Return the elements of a block of which this rank is to keep state, None for all: on a GPU those it owns.
+        The host gives pages when they are written, so that there what this rank does not own takes none.
+        """
+        if block.memory.is_host or block.by_rows:
+            return None
+        ranges: list[tuple[int, int]] = []
+        for first in range(0, block.values.size, block.cell):
+            grid = block.grid(first)
+            shard = self.placement.shard(*grid, grid, block.bounds)
+            low, high = first + shard.low, first + shard.high
+            if ranges and ranges[-1][1] == low:
+                low, _ = ranges.pop()
+            ranges.append((low, high))
+        return Kept(tuple(ranges))
+
     def total_of(self, entry: Entry) -> Array | None:
         """Return where the sum of a value is put together, if it is on this rank and whole."""
         if not self.whole:
             return None
         block, low = entry.place.block, entry.place.start
         # An empty value belongs to the owner of its place.
-        shard = self.placement.shard(low, low + 1, block.grid(low), block.owner)
+        shard = self.placement.shard(low, low + 1, block.grid(low), block.bounds)
         if shard.low == shard.high:
             return None
-        total: Array = block.sums[low : low + entry.place.size].reshape(entry.shape)
+        total: Array = block.sums_of(low, low + entry.place.size).reshape(entry.shape)
         return total
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
@@ -397,12 +415,13 @@ class Planner:
                 yield self._bucket(entries, block, start, tuple(pieces))
 
     def _bucket(self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...]) -> Bucket:
-        stop, dtype = start + pieces[-1].high, block.values.dtype
+        stop, dtype = block.end_of(start + pieces[-1].high), block.values.dtype
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
-        shard = self.placement.shard(start, stop, block.grid(start), block.owner)
-        dense = sum(piece.high - piece.low for piece in pieces) == stop - start
+        shard = self.placement.shard(start, stop, block.grid(start), block.bounds)
+        runs = tuple(joined(pieces, block.line))
+        dense = len(runs) == 1
         total = self._total(block, start, shard, dense)
-        joint = tuple(self._updates(block, start, shard, joined(pieces), total))
+        joint = tuple(self._updates(block, start, shard, runs, total))
         gpu = self._gpu_kernels
         each = self._ranged(gpu, joint, shard, pieces) if gpu else self._updates(block, start, shard, pieces, total)
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
@@ -411,14 +430,15 @@ class Planner:
             value=value,
             shard=shard,
             pieces=pieces,
+            runs=runs,
             dense=dense,
             total=total,
             updates=tuple(each),
             joint_updates=joint,
             sends=tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers),
             items=_items(pieces, entries),
-            shapes=tuple(entries[piece.item].shape for piece in pieces),
-            direct=len(pieces) == 1 and self._may_be_direct(nbytes),
+            shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),
+            direct=pieces[0].high == stop - start and self._may_be_direct(nbytes),
             exact=None if block.exact is None else block.exact[where],
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
@@ -434,7 +454,7 @@ class Planner:
         dtype = accumulator(block.values.dtype)
         if self.whole:
             # Taking its memory where nothing is owned would take it for nothing.
-            return block.sums[own] if shard.high > shard.low else self.scratch[:0].view(dtype)
+            return block.sums_of(own.start, own.stop) if shard.high > shard.low else self.scratch[:0].view(dtype)
         # What lies between the pieces is no business of this call.
         if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.sharing_size > 1):
             return block.updated[own]
@@ -452,7 +472,7 @@ class Planner:
                 last = min(first + most, high)
                 where = slice(start + shard.low + first, start + shard.low + last)
                 part_total = total[: last - first] if again and not self.whole else total[first:last]
-                value, state = block.updated[where], {name: array[where] for name, array in block.state.items()}
+                value, state = block.updated[where], block.state_of(where.start, where.stop)
                 adding = self.adding and not self.whole
                 both = self.kernels.bind_adding(self.updater, value, state) if adding else None
                 alone = not self.whole and both is None
@@ -475,6 +495,11 @@ def _owned(ranges: Sequence[Range], shard: Shard) -> Iterator[tuple[int, int, in
     """Yield the item of each range, and the elements of the shard that are in it: none where the first is the last."""
     for each in ranges:
         yield each.item, max(each.low, shard.low) - shard.low, min(each.high, shard.high) - shard.low
+
+
+def _shape_of(piece: Range, entry: Entry) -> tuple[int, ...]:
+    size = piece.end - piece.begin
+    return entry.shape if size == entry.place.size else (size,)
 
 
 def _items(pieces: Sequence[Range], entries: Sequence[Entry]) -> slice | None:

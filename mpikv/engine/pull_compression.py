@@ -18,7 +18,7 @@ import numpy as np
 
 from ..memory.host import private
 from ..protocols import Array, ElementwiseCodec, Transport
-from .plan import Bucket, joined
+from .plan import Bucket
 
 __all__ = ["Cast", "PullCompression", "begin", "end"]
 
@@ -91,7 +91,7 @@ class PullCompression:
             return False
         if transport.sharing_rank == 0:  # the others share the values
             if assigned:
-                for run in joined(bucket.pieces):
+                for run in bucket.runs:
                     bucket.value[run.low : run.high] = 0
             for rank in owners:
                 packed = self._packed(message, places[rank], counts[rank])
@@ -111,8 +111,8 @@ class PullCompression:
         assert bucket.exact is not None
         low, high = bucket.shard.low, bucket.shard.high
         change = self._change[: high - low]
-        if not bucket.dense:
-            change.fill(0)  # what lies between belongs to keys that are not asked for
+        if bucket.owned != (slice(low, high),):
+            change.fill(0)  # what lies between belongs to keys that are not asked for, or to nobody
         for own in bucket.owned:
             part = change[own.start - low : own.stop - low]
             if assigned:

@@ -11,7 +11,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ..memory.row_sparse import NonzeroRows
-from ..protocols import Array, Key, Transport
+from ..protocols import Array, Gpu, Key, Transport
 from . import pull_compression as publication
 from .alltoallv import gather
 from .arena import Arena, Block, Place
@@ -92,8 +92,11 @@ class Values:
         known = [key for key in keys if key in self.table]
         with self._arena.undone():
             requests = [(array.dtype, array.size) for array in arrays]
-            places = self._arena.place(requests, [self.table[key].place for key in known])
-            for array, where in zip(arrays, places, strict=True):
+            by_rows = {number for number, key in enumerate(keys) if key in sparse}
+            places = self._arena.place(requests, [self.table[key].place for key in known], by_rows)
+            for number, (array, where) in enumerate(zip(arrays, places, strict=True)):
+                where.block.by_rows = number in by_rows
+                where.block.kept = self.planner.kept(where.block)
                 where.block.ensure_state(self.planner.updater.slots(array.dtype))
                 if self.packed and where.block.exact is None:
                     where.block.exact = where.block.new_exact()
@@ -167,7 +170,7 @@ class Values:
         told = gather(self.transport, counts)
         entries = list(self.table.entries())
         rows = np.fromiter((entry.index for entry in entries), np.intp)
-        owners = np.fromiter((entry.place.block.owner for entry in entries), np.intp)
+        owners = np.fromiter((entry.place.block.owner(entry.place.start) for entry in entries), np.intp)
         latest = told[owners, rows]
         if not self.planner.current:
             self.table.stale[rows] |= (told[:, rows] != latest).any(axis=0)
@@ -221,6 +224,10 @@ class Values:
                 np.copyto(buffer, content)
 
     # --- Callers' arrays in the memory of values
+
+    def lie_apart(self, gpu: Gpu, arrays: Sequence[Array]) -> bool:
+        """Return whether none of the arrays of a GPU is in the memory of values. Local."""
+        return not self._arena.holds_any(np.array(gpu.addresses(arrays), np.uint64), gpu.address)
 
     def is_view(self, array: Array) -> bool:
         """Return whether an array lies in the memory of values. Local."""

@@ -110,6 +110,9 @@ class DeviceMemory:
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        if self.gpu.addresses(targets) is not None and self.gpu.addresses(sources) is not None:
+            self.gpu.copy(targets, sources)
+            return
         pairs, here = list(zip(targets, sources, strict=True)), list[tuple[Array, Array]]()
         for out, array in pairs:
             if not self.gpu.owns(out):

@@ -103,6 +103,8 @@ class GpuOrder:
         self._some_issued = False
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
+        self._dropping = threading.Lock()
+        self._wake: Callable[[], None] = _nothing
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
         self._abort: Callable[[str], None] = _nothing
@@ -113,12 +115,18 @@ class GpuOrder:
         self._graphs: WeakSet[Graph] | None = WeakSet()
         self._recording = threading.Lock()
 
-    def watch(self, check: Callable[[], None], abort: Callable[[str], None], queued: QueueContext) -> None:
+    def watch(
+        self,
+        check: Callable[[], None],
+        abort: Callable[[str], None],
+        queued: QueueContext,
+        wake: Callable[[], None],
+    ) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
-        known to have failed, ``abort`` ends it, and tells other ranks why, and what is not queued by a transport is
-        queued in ``queued``.
+        known to have failed, ``abort`` ends it, and tells other ranks why, what is not queued by a transport is queued
+        in ``queued``, and ``wake`` is told that :meth:`drop_done` will have something to drop.
         """
-        self.check, self._abort, self._queued = check, abort, queued
+        self.check, self._abort, self._queued, self._wake = check, abort, queued, wake
 
     @property
     def failed(self) -> bool:
@@ -222,10 +230,16 @@ class GpuOrder:
 
     def _keep(self, done: Event, arguments: Any) -> None:
         self._in_use.append((done, arguments))
-        while self._in_use[0][0].done:
-            self._in_use.popleft()
-            if not self._in_use:
-                return
+        if not self.drop_done():
+            self._wake()
+
+    def drop_done(self) -> bool:
+        """Let go of what the GPU has done with; return whether that was all. In any thread."""
+        dropped = []  # outside of the lock: to free memory may call anything
+        with self._dropping:
+            while self._in_use and self._in_use[0][0].done:
+                dropped.append(self._in_use.popleft())
+            return not self._in_use
 
     # --- Recorded work
 
@@ -271,7 +285,9 @@ class GpuOrder:
     def wait(self) -> None:
         """Wait until the stream is done, and let go of what it used."""
         self.stream.synchronize()
-        self._in_use.clear()
+        with self._dropping:
+            done, self._in_use = self._in_use, deque()
+        done.clear()
 
     def close(self) -> None:
         self.wait()

@@ -94,6 +94,13 @@ class Gpu(Protocol):
         """Make this the GPU of the present thread, as it is of the one that made this object."""
         ...
 
+    def watch(self) -> None:
+        """Make this the GPU of the present thread, which asks for events only. That ends no capture of another thread,
+        as it would by itself: CUDA forbids such questions while a stream is captured in its strictest mode, as
+        PyTorch's graphs are.
+        """
+        ...
+
     def stream(self) -> Stream:
         """Return a new stream of high priority, which does not wait for the default stream."""
         ...
@@ -122,8 +129,15 @@ class Gpu(Protocol):
         """Give back what memory was taken on a stream and is not in use: others than CuPy may need it."""
         ...
 
+    kind: type
+    """The type of arrays."""
+
     def owns(self, value: object) -> bool:
         """Return whether this is an array of the library, on this GPU."""
+        ...
+
+    def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
+        """Return where values begin that are all arrays of the library, on this GPU; else None."""
         ...
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:

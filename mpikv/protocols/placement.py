@@ -27,11 +27,12 @@ class Placement(Protocol):
     everywhere: bool
     """Whether a push leaves every rank with the newest value, so that publishing has nothing to do."""
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], owner: int) -> Shard:
+    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
         """Return who owns the elements ``[start, stop)`` of a block, which lie in the cell ``grid`` of its bucket grid.
 
-        ``owner`` is the rank that was given the block, for placements that keep values whole. An element's owner
-        depends on its place in its block alone, never on the call, because its optimizer state lives with its owner.
+        For placements that keep values whole, rank r is to own those that begin in ``[bounds[r], bounds[r + 1])``, and
+        none reaches beyond. An element's owner depends on its place in its block alone, never on the call, because its
+        optimizer state lives with its owner.
         """
         ...
 

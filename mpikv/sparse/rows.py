@@ -6,7 +6,7 @@ not made of whole rows: a row in which one ends goes to all of its owners, each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from math import prod
@@ -195,7 +195,8 @@ class Rows:
         for item, entry in enumerate(entries):
             kind, present = _kind(entry), None if entry.present is None else entry.present.rows
             wide = kind.width * accumulator(kind.dtype).itemsize
-            states = kind.width * sum(array.itemsize for array in entry.state.values())
+            slots = entry.state_of(0, 0)
+            states = kind.width * sum(array.itemsize for array in slots.values())
             received = sum(numbers[item].size for numbers in told if numbers)
             rows = mine[item].size + received
             # Rows for others, with their numbers; what others send; sums, level by level; the sums of rows that are
@@ -204,7 +205,8 @@ class Rows:
                 nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
             nbytes += received * kind.nbytes + levels * rows * (wide + 8)
             nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * (0 if present is None else present.size)
-            nbytes += (16 + size * (1 + 3 * levels) + len(entry.state)) * ALIGNMENT
+            nbytes += (16 + size * (1 + 3 * levels) + 2 * len(slots)) * ALIGNMENT
+            nbytes += 0 if entry.keeps_all else entry.shape[0] * states
         return nbytes
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
@@ -258,7 +260,7 @@ class Rows:
             if entry.present is not None:
                 entry.present.rows = ids
         value = _table(entry, entry.value)
-        states = {name: _table(entry, array) for name, array in entry.state.items()}
+        states = self._states(entry)
         whole, parts = self._owners(entry).own(self._transport.rank, ids)
         (rows,) = self._tables.numbers((ids[whole],))
         sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
@@ -278,6 +280,23 @@ class Rows:
         for at, low, high in parts:
             part = {name: state[ids[at], low:high] for name, state in states.items()}
             self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
+        if not entry.keeps_all:
+            self._tables.copy(*reversed(self._state_parts(entry, states)))
+
+    def _states(self, entry: Entry) -> dict[str, Array]:
+        """Return the state by rows; a copy of what this rank keeps, where that is not all in its place."""
+        if entry.keeps_all:
+            return {name: _table(entry, array) for name, array in entry.state.items()}
+        like = entry.state_of(0, 0)
+        states = {name: _table(entry, self._tables.empty(entry.shape, array.dtype)) for name, array in like.items()}
+        self._tables.copy(*self._state_parts(entry, states))
+        return states
+
+    def _state_parts(self, entry: Entry, copies: Mapping[str, Array]) -> tuple[list[Array], list[Array]]:
+        """Return parts of the copies of a value's state, and what this rank keeps of the same elements."""
+        ranges = list(self._owners(entry).ranges(self._transport.rank))
+        kept = [array for low, high in ranges for array in entry.state_of(low, high).values()]
+        return [copies[name].reshape(-1)[low:high] for low, high in ranges for name in entry.state_of(0, 0)], kept
 
     def _clear(self, entry: Entry) -> None:
         """Write zeros to what this rank owns of a value, where something else may be."""
@@ -452,7 +471,7 @@ def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
     while at < end:
         grid = block.grid(at)
         stop = min(end, grid[1])
-        for rank, count in enumerate(placement.shard(at, stop, grid, block.owner).counts):
+        for rank, count in enumerate(placement.shard(at, stop, grid, block.bounds).counts):
             yield count, rank
         at = stop
 

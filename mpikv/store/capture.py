@@ -16,7 +16,7 @@ from ..arrays.arrays import is_array, lies_on_host
 from ..cluster.agreement import Agreement, Call, PreparedCall
 from ..engine.exchange import Exchange
 from ..engine.keys import parse
-from ..engine.pipeline import Arrays, Steps
+from ..engine.pipeline import Arrays, Steps, groups_of
 from ..engine.plan import Plan
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import RowSparse
@@ -172,7 +172,9 @@ class CapturedStep:
         plan, sources, targets, result = _bind(self._verbs, self._given)
         assert not isinstance(sources, Brought)
         lack = self._exchange.capture_blocker() or ("" if plan.keys else "there are no keys")
-        lack = lack or _lack_of(memory, self._given, plan, sources, targets)
+        lack = lack or _lack_of(
+            memory, self._given, plan, None if sources is None else groups_of(sources), groups_of(targets)
+        )
         if lack:  # plain calls look at their arrays anew
             return _Known(plan, None, (), None, lack)
         return self._with_table(

@@ -182,6 +182,8 @@ class FakeGpu:
     mpikv.testing.fakestreams.RaceError: add on stream 1 reads what upload on stream 0 writes, and nothing orders them
     """
 
+    kind = FakeArray
+
     def __init__(self, ordinal: int = 0, lag: int = 1) -> None:
         """An event is not done yet when it is asked for the first ``lag`` times."""
         self.name, self.uuid, self.ordinal, self.lag = f"fake:{ordinal}", f"GPU-fake-{ordinal}", ordinal, lag
@@ -190,6 +192,8 @@ class FakeGpu:
         """How many allocations there were."""
         self.spare: int | None = None
         """After how many more one fails, once, where a test wants that."""
+        self.watchers: set[int] = set()
+        """The threads that ask for events only."""
         self.capture_fails = ""
         """Why captures cannot be ended, where a test wants that."""
         self._numbers = itertools.count(1)
@@ -202,6 +206,11 @@ class FakeGpu:
     def use(self) -> None:
         """Make this the GPU of the present thread."""
         self._threads.used = True
+
+    def watch(self) -> None:
+        """Make this the GPU of the present thread, which watches."""
+        self.use()
+        self.watchers.add(threading.get_ident())
 
     def check_used(self, what: str) -> None:
         """Raise if it is not the GPU of the present thread."""
@@ -281,6 +290,9 @@ class FakeGpu:
 
     def owns(self, value: object) -> bool:
         return isinstance(value, FakeArray) and value._gpu is self
+
+    def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
+        return list(map(self.address, values)) if all(map(self.owns, values)) else None
 
     def adopt(self, value: Any, ordered: bool = False) -> FakeArray:
         if isinstance(value, FakeArray) and self.owns(value):

@@ -138,8 +138,10 @@ class NcclTransport:
         # Held while the communicator is used: its end frees what that uses.
         self._queueing = threading.Lock()
         self._looks = itertools.count(1)
-        self._watchdog = Watchdog(waiting, self._gpu.use, self._check_flight, self._fail, self.rank)
-        self._order.watch(self._check, self.abandon, self._queued)
+        self._watchdog = Watchdog(
+            waiting, self._gpu.watch, self._check_flight, self._fail, self._order.drop_done, self.rank
+        )
+        self._order.watch(self._check, self.abandon, self._queued, self._watchdog.wake)
         preflight(group, self._gpu, nccl.get_version())
         self.send_buffers: tuple[Array, ...] = (self._for_messages(limit),)
         self.slot = 0

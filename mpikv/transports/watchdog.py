@@ -15,6 +15,9 @@ __all__ = ["Watchdog", "Work"]
 
 # Seconds in which what goes well is done, and nobody looks.
 _NAP = 0.01
+# Seconds in which the next work comes where a program trains: to start a thread for each call would take longer than
+# the call.
+_IDLE = 5.0
 
 
 class Work:
@@ -32,9 +35,9 @@ class Work:
 
 
 class Watchdog:
-    """A thread that is alive as long as work is in flight. The oldest that is not done has an end after the deadline
-    of ``waiting``, counted from when it came to be the oldest, or when ``check`` raises; then ``fail`` is told of it,
-    in this thread, and nobody looks after what was in flight behind it.
+    """A thread that is alive as long as work is in flight, and a while longer. The oldest that is not done has an end
+    after the deadline of ``waiting``, counted from when it came to be the oldest, or when ``check`` raises; then
+    ``fail`` is told of it, in this thread, and nobody looks after what was in flight behind it.
     """
 
     def __init__(
@@ -43,40 +46,56 @@ class Watchdog:
         prepare: Callable[[], None],
         check: Callable[[], None],
         fail: Callable[[Exception, str], None],
+        drop: Callable[[], bool],
         rank: int,
     ) -> None:
-        """``prepare`` is called in the thread before it asks for anything; ``rank`` is this one, for messages."""
+        """``prepare`` is called in the thread before it asks for anything. ``drop`` lets go of what work that is done
+        has used, and tells whether that was all. ``rank`` is this one, for messages.
+        """
         self._waiting = waiting.warning(self._warn)
-        self._prepare, self._check, self._fail, self._rank = prepare, check, fail, rank
-        self._lock = threading.Lock()
+        self._prepare, self._check, self._fail, self._drop, self._rank = prepare, check, fail, drop, rank
+        self._changed = threading.Condition()
         self._works: deque[Work] = deque()
-        self._alive = False
+        self._alive = self._woken = False
 
     def look_after(self, work: Work) -> None:
         """Look after work that comes after all before it, on the same stream."""
-        with self._lock:
+        with self._changed:
             self._works.append(work)
             if self._alive:
+                self._changed.notify()
                 return
             self._alive = True
         threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
+    def wake(self) -> None:
+        """Have the thread, if it is alive, let go of what is used once more: something is, since it looked."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
     def _watch(self) -> None:
-        while self._is_needed():
-            try:
-                self._prepare()
+        try:
+            self._prepare()
+            while self._is_needed():
+                time.sleep(_NAP)
                 self._drop_done()
                 if self._works:
                     self._waiting.until(self._moved, tuple)
-            except Exception as error:
-                self._fail(error, self._works[0].call)
+        except Exception as error:
+            self._fail(error, self._works[0].call if self._works else "")
+            with self._changed:
                 self._works.clear()
+                self._alive = False
 
     def _is_needed(self) -> bool:
-        """Return whether there is work; if there is none, the thread ends."""
-        time.sleep(_NAP)
-        with self._lock:
-            self._alive = bool(self._works)
+        """Return whether there is work, or something in use, or will be soon; if not, the thread ends."""
+        if self._works or not self._drop():
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._works or self._woken, _IDLE)
+            self._alive = bool(self._works) or self._woken
+            self._woken = False
             return self._alive
 
     def _drop_done(self) -> None:

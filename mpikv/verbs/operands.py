@@ -15,6 +15,7 @@ from ..engine.keys import flatten, parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
 from ..errors import Unsupported, ValueMismatch, is_unwritable
+from ..memory.device import DeviceMemory
 from ..protocols import Array, Key
 from ..sparse.rows import Rows, check_updater
 from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
@@ -25,7 +26,7 @@ __all__ = ["Operands", "given_to_fill"]
 
 _shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
 _can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
-_LISTS, _NUMPYS, _KEY_TYPES = (list, tuple), {np.ndarray}, {int, str}
+_LISTS, _KEY_TYPES = (list, tuple), {int, str}
 
 
 class Operands:
@@ -34,6 +35,8 @@ class Operands:
     def __init__(self, exchange: Exchange, rows: Rows) -> None:
         self._exchange, self._rows, self._memory = exchange, rows, exchange.transport.memory
         self._plans = exchange.values.plans
+        self._gpu = self._memory.gpu if isinstance(self._memory, DeviceMemory) else None
+        self._kind: Any = np.ndarray if self._gpu is None else self._gpu.kind
         # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
         self._known_apart: dict[int, ref[Array]] = {}
 
@@ -64,7 +67,7 @@ class Operands:
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
         if (
             plan is not None
-            and (arrays := _plain(plan, names, given, filled)) is not None
+            and (arrays := self._plain(plan, names, given, filled)) is not None
             and (not (filled or len(plan.buckets) > 1) or self._lie_apart(arrays))
         ):
             return plan, arrays
@@ -98,6 +101,32 @@ class Operands:
         if len(plan.buckets) > 1:
             arrays = [tuple(map(self._exchange.values.apart, group)) for group in arrays]
         return plan, arrays
+
+    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
+        """Return the one array per key if that is what was given: of the store's memory, of the values' shapes and
+        dtypes.
+
+        That is how training calls the store, thousands of times; None sends all else to where more forms are known.
+        """
+        arrays: Sequence[Any]
+        if not isinstance(key, (list, tuple)):
+            if type(given) is not self._kind or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
+                return None
+            arrays = (given,)
+        else:
+            if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != {self._kind}:
+                return None
+            if len(key) != len(given):  # some keys are named twice
+                return None
+            if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
+                return None
+            arrays = given
+        if (plan.cut or self._gpu is not None) and not all(map(_is_contiguous, arrays)):
+            return None
+        if self._gpu is not None:
+            # Of its own: the arrays are kept until the GPU has done with them, whatever becomes of the caller's list.
+            return None if self._gpu.addresses(arrays) is None else tuple(arrays)
+        return None if writable and not all(map(_can_be_written, arrays)) else arrays
 
     # --- What is filled
 
@@ -145,15 +174,17 @@ class Operands:
 
     def _writable(self, plan: Plan, names: Any, outs: Any) -> Arrays | None:
         """Return the arrays to fill if there is one for each key, which a value can be copied to as it is."""
-        arrays = _plain(plan, names, outs, writable=True)
+        arrays = self._plain(plan, names, outs, writable=True)
         return arrays if arrays is not None and self._lie_apart(arrays) else None
 
     def _lie_apart(self, arrays: Sequence[Array]) -> bool:
-        """Return whether none of the host's arrays lies in the memory of values.
+        """Return whether none of plain arrays lies in the memory of values.
 
         No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
         that each is asked once; what has memory of its own has no base.
         """
+        if self._gpu is not None:
+            return self._exchange.values.lie_apart(self._gpu, arrays)
         known = self._known_apart
         for array in arrays:
             if array.base is not None and id(array) not in known:
@@ -187,28 +218,3 @@ def given_to_fill(key: Any, value: Any, out: Any) -> Any:
 
 def _forget(known: dict[int, Any], name: int, gone: object) -> None:
     known.pop(name, None)
-
-
-def _plain(plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
-    """Return the one array per key if that is what was given: numpy's, of the values' shapes and dtypes.
-
-    That is how training calls the store, thousands of times; None sends all else to where more forms are known.
-    """
-    arrays: Sequence[Any]
-    if not plan.on_host:
-        return None
-    if not isinstance(key, (list, tuple)):
-        if type(given) is not np.ndarray or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
-            return None
-        arrays = (given,)
-    else:
-        if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != _NUMPYS:
-            return None
-        if len(key) != len(given):  # some keys are named twice
-            return None
-        if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
-            return None
-        arrays = given
-    if plan.cut and not all(map(_is_contiguous, arrays)):
-        return None
-    return None if writable and not all(map(_can_be_written, arrays)) else arrays

@@ -146,7 +146,7 @@ def test_parts_are_what_a_rank_owns(name, size):
 @pytest.mark.parametrize("elements", [1, 1000, 4096])
 def test_shards_are_of_one_size(size, elements):
     """But for the last ones, and begin where no two ranks write to one line of a cache."""
-    counts = Sharded(Seat(0, size)).shard(0, elements, (0, elements), 0).counts
+    counts = Sharded(Seat(0, size)).shard(0, elements, (0, elements), (0,) * (size + 1)).counts
     assert sum(counts) == elements
     assert max(counts) < elements / size + 64
     assert all(edge % 64 == 0 for edge in np.cumsum(counts) if edge < elements)
@@ -176,7 +176,7 @@ def test_whole_sums(name):
 def test_offsets_beyond_32_bits(low):
     """Memory that is never touched: offsets, buckets and shares far into a block."""
     huge = np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), (2**41,), (0,), writeable=False)
-    block = Block(0, huge, LIMIT, 1, HOST, HOST.zeros)
+    block = Block(0, huge, LIMIT, (0, 0, 2**41, 2**41), HOST, HOST.zeros)
     entry = Entry("w", 0, (10000,), np.dtype(np.int8), Place(block, low, 10000), huge[low : low + 10000])
     plan = plan_of([entry], Seat(1, 3), Sharded)
     assert sum(bucket.value.size for bucket in plan.buckets) == 10000

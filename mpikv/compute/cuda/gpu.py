@@ -10,6 +10,7 @@ have another. So every call here makes its GPU the present one meanwhile.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import warnings
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -40,9 +42,13 @@ _HIGHEST = -100
 _OUT_OF_MEMORY = 2
 # cudaErrorInsufficientDriver: that of no driver, too.
 _INSUFFICIENT_DRIVER = 35
+# The driver, and its CU_STREAM_CAPTURE_MODE_THREAD_LOCAL.
+_DRIVER, _THREAD_LOCAL = "libcuda.so.1", 1
 # cudaErrorNotReady, of which it has none either.
 _NOT_READY = 600
 _PIECE, _PIECES = 4 << 20, 2
+
+_device_of, _address_of = attrgetter("data.device_id"), attrgetter("data.ptr")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -266,6 +272,7 @@ class CupyGpu:
     def __init__(self, cupy: Any, ordinal: int) -> None:
         self.cupy = cupy
         self.cuda = cupy.cuda
+        self.kind: type = cupy.ndarray
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
         # CuPy reads the 16 bytes as a text that a zero ends; the place on the bus tells apart what that leaves equal.
@@ -289,6 +296,14 @@ class CupyGpu:
     def use(self) -> None:
         """Make this the thread's present GPU, as a new thread has to before it calls a library of CUDA."""
         self.present().use()
+
+    def watch(self) -> None:
+        self.use()
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        # CuPy has no name for it. The driver's library is there where a GPU is.
+        status = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if status:
+            raise TransportError(f"CUDA failed on {self.name}, in 'cuThreadExchangeStreamCaptureMode': status {status}")
 
     @_translated
     def stream(self) -> Stream:
@@ -315,6 +330,11 @@ class CupyGpu:
 
     def owns(self, value: object) -> bool:
         return isinstance(value, self.cupy.ndarray) and value.data.device_id == self.ordinal
+
+    def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
+        if set(map(type, values)) != {self.kind} or set(map(_device_of, values)) != {self.ordinal}:
+            return None
+        return list(map(_address_of, values))
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
         kind, ordinal = map(int, value.__dlpack_device__())

@@ -109,7 +109,10 @@ def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
         assert on_host(found).tobytes() == expected.tobytes()
     for key in keys:
         found, expected = (kv._exchange.values.table[key].residuals() for kv in stores)
-        assert [on_host(each).tobytes() for each in found] == [each.tobytes() for each in expected]
+        left, wanted = [on_host(each).tobytes() for each in found], [each.tobytes() for each in expected]
+        # Keys of longer lists may share its block on one of them.
+        assert left[: len(wanted)] == wanted
+        assert not any(map(any, left[len(wanted) :]))
         found, expected = (kv._exchange.values.table[key].codec_state for kv in stores)
         assert {name: each.tobytes() for name, each in found.items()} == {
             name: each.tobytes() for name, each in expected.items()
@@ -783,7 +786,9 @@ def both(name: str) -> dict[str, Any]:
 )
 def test_values_that_travel_packed_are_those_of_messages(gpu, comm, name, placement, updater):
     """Beside a store over MPI, with values that a cast cannot say in between."""
-    options = {"placement": placement, "bucket_bytes": 4096, "deterministic": True}
+    # Messages of as many lines of 256 bytes for each rank, on GPUs and on the host: all of one is exact, or none.
+    bucket_bytes = 8192 // (256 * comm.size) * 256 * comm.size
+    options = {"placement": placement, "bucket_bytes": bucket_bytes, "deterministic": True}
     stores = [store_on(gpu, comm, **options), mpikv.create(comm=comm, transport="mpi", **options)]
     sizes = {"w": 3000, "b": 3, "between": 40, "h": 17}
     keys = list(sizes)

@@ -368,6 +368,7 @@ def watched(events: Sequence[Any], timeout: float, warn_after: float | None = No
         lambda: None,
         lambda: None,
         lambda error, call: failures.append((type(error).__name__, call)),
+        lambda: True,
         rank=3,
     )
     for number, event in enumerate(events):
@@ -376,6 +377,12 @@ def watched(events: Sequence[Any], timeout: float, warn_after: float | None = No
         work.event = event
     wait_until(lambda: not watchdogs())
     return failures
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Have a watchdog end when nothing is in flight."""
+    monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 0.0)
 
 
 def test_the_deadline_is_that_of_each_call_and_not_of_the_queue():
@@ -437,6 +444,37 @@ def test_nobody_looks_where_nothing_is_in_flight(group, nccl):
     assert watchdogs()
     transport.abandon()
     wait_until(lambda: not watchdogs())
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_one_thread_looks_after_calls_that_follow_one_another(group, nccl, monkeypatch):
+    """To start one takes longer than a call; and it must not end other threads' captures by its questions."""
+    monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 30.0)
+    transport = joined(group, nccl)
+    push(transport)
+    (first,) = watchdogs()
+    for _ in range(3):
+        wait_until(lambda: not transport._watchdog._works)
+        push(transport)
+    assert watchdogs() == [first]
+    wait_until(lambda: not transport._watchdog._works)
+    assert first.ident in nccl.gpu.watchers
+    monkeypatch.setattr("mpikv.transports.watchdog._IDLE", 0.0)
+    transport._watchdog.wake()
+    wait_until(lambda: not watchdogs())
+    transport.close()
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_a_call_has_used_is_let_go_of_when_it_is_done(group, nccl):
+    """And not at the next call: the memory of gradients is that of the next step's."""
+    transport = joined(group, nccl)
+    array = nccl.gpu.zeros(64)
+    memory = weakref.ref(array._block)
+    transport.memory.order.run(lambda _: push(transport), array)
+    del array
+    wait_until(lambda: memory() is None)
     transport.close()
 
 

@@ -517,7 +517,7 @@ def test_state_of_another_optimizer_is_given_back(comm: Any) -> None:
     step = both.here.capture(both.keys, both.sent, both.outs)
     for _ in range(3):
         both.step(step)
-    state: Any = both.here._exchange.values.table["w"].state["mean"]
+    state: Any = both.here._exchange.values.table["w"].place.block.state["mean"]
     memory = weakref.ref(state._block)
     del state
     both.gpu.current().synchronize()

@@ -1,0 +1,200 @@
+"""How values of well known networks are divided among GPUs: nothing is moved, so there may be as many as one likes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpikv.cli.bench.keysets import bert_base, resnet50
+from mpikv.compute.kernels import NumpyKernels
+from mpikv.engine.arena import Arena
+from mpikv.engine.keys import KeyTable
+from mpikv.engine.placement import Owners, Sharded
+from mpikv.engine.plan import Planner
+from mpikv.memory.host import HostMemory
+from mpikv.transports.local import LocalTransport
+
+FLOAT, HALF = np.dtype(np.float32), np.dtype(np.float16)
+SETS = {
+    "ResNet-50": resnet50(),
+    "BERT-base": bert_base(),
+    "1,000 × 4 KB": [(1024,)] * 1000,
+    "1000×1000": [(1000, 1000)],
+}
+BUCKET_BYTES = 64 << 20
+STATES = {"mean": FLOAT, "variance": FLOAT}
+
+
+class FarMemory(HostMemory):
+    """Pages that nobody writes, laid out as those of a GPU."""
+
+    is_host = False
+
+
+class Seat(LocalTransport):
+    """One of several ranks with a GPU each, for what is decided without moving data."""
+
+    def __init__(self, rank, size, limit=BUCKET_BYTES):
+        super().__init__(limit, FarMemory())
+        self.rank, self.size = rank, size
+
+
+class Adam:
+    """An updater that is never run."""
+
+    may_raise = assigns = by_key = False
+
+    def __init__(self, elementwise=True):
+        self.elementwise = elementwise
+
+    def slots(self, dtype):
+        return STATES
+
+    def bind(self, total, value, state):
+        assert {name: array.size for name, array in state.items()} == dict.fromkeys(STATES, value.size)
+        return lambda step: None
+
+
+@dataclass
+class Layout:
+    """Where values lie for a number of ranks, and the messages that all of them make."""
+
+    shapes: list
+    size: int
+    placement: type = Sharded
+    dtype: np.dtype = FLOAT
+    limit: int = BUCKET_BYTES
+    calls: int = 1
+    """In how many calls the values are given."""
+
+    def __post_init__(self):
+        self.seats = [self._seat(rank) for rank in range(self.size)]
+
+    def _seat(self, rank):
+        seat = Seat(rank, self.size, self.limit)
+        arena, table = Arena(seat), KeyTable()
+        planner = Planner(
+            seat, self.placement(seat), Adam(self.placement is Sharded), NumpyKernels(), seat.memory.zeros(0)
+        )
+        cuts = np.array_split(np.arange(len(self.shapes)), self.calls)
+        for numbers in cuts:
+            shapes = [self.shapes[number] for number in numbers]
+            places = arena.place([(self.dtype, math.prod(shape)) for shape in shapes])
+            for number, shape, place in zip(numbers, shapes, places, strict=True):
+                table.add(int(number), shape, self.dtype, place)
+        for block in arena.blocks:
+            block.kept = planner.kept(block)
+            block.ensure_state(STATES)
+        return arena, list(planner.plan(list(table.entries())).buckets)
+
+    @property
+    def blocks(self):
+        return self.seats[0][0].blocks
+
+    @property
+    def buckets(self):
+        return self.seats[0][1]
+
+    @property
+    def nbytes(self):
+        return sum(map(math.prod, self.shapes)) * self.dtype.itemsize
+
+    @cached_property
+    def equal(self):
+        """The share of bytes that travel in equal counts."""
+        equal = sum(bucket.value.nbytes for bucket in self.buckets if len(set(bucket.shard.counts)) == 1)
+        return equal / sum(bucket.value.nbytes for bucket in self.buckets)
+
+    @cached_property
+    def balance(self):
+        """The most that a rank owns, to the mean."""
+        owned = np.sum([bucket.shard.counts for bucket in self.buckets], axis=0)
+        return owned.max() / owned.mean()
+
+    @cached_property
+    def message(self):
+        return sum(bucket.value.nbytes for bucket in self.buckets) / len(self.buckets)
+
+    @cached_property
+    def state(self):
+        """The state that a rank keeps, the most of all, to that of all values."""
+        return max(
+            sum(array.nbytes for block in arena.blocks for array in block.state.values()) for arena, _ in self.seats
+        ) / (len(STATES) * self.nbytes)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("name", SETS)
+def test_networks_are_divided_equally(name, size):
+    layout = Layout(SETS[name], size)
+    assert layout.equal == 1
+    assert layout.balance <= 1.05
+    assert layout.message >= min(25e6, layout.nbytes)
+    padding = sum(block.values.nbytes for block in layout.blocks) / layout.nbytes
+    assert padding < 1.001
+    assert layout.state == pytest.approx(padding / size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["ResNet-50", "BERT-base"])
+def test_whole_values_are_divided_about_equally(name, size):
+    layout = Layout(SETS[name], size, Owners)
+    largest = max(map(math.prod, SETS[name]))
+    mean = sum(map(math.prod, SETS[name])) / size
+    assert layout.balance <= (mean + largest) / mean
+    assert layout.state <= 1.001 * (mean + largest) / (size * mean)
+    for arena, _ in layout.seats:
+        for block in arena.blocks:
+            assert list(block.bounds) == sorted(block.bounds)
+
+
+@pytest.mark.parametrize(
+    "dtype", [FLOAT, HALF, np.dtype(np.int8), np.dtype(np.float64), np.dtype(np.complex128)], ids=str
+)
+@pytest.mark.parametrize("placement", [Sharded, Owners])
+@pytest.mark.parametrize("calls", [1, 7])
+def test_every_element_is_owned_once(dtype, placement, calls):
+    random = np.random.default_rng(0)
+    shapes = [(int(size),) for size in 2 ** random.uniform(0, 15, 60)] + [(0,)]
+    for size in (1, 2, 3, 4, 7):
+        layout = Layout(shapes, size, placement, dtype, limit=1 << 16, calls=calls)
+        owned = [np.zeros(math.prod(shape), int) for shape in shapes]
+        for _, buckets in layout.seats:
+            for bucket in buckets:
+                assert bucket.value.nbytes <= 1 << 16
+                assert sum(bucket.shard.counts) == bucket.value.size
+                for piece in bucket.pieces:
+                    low, high = max(piece.low, bucket.shard.low), min(piece.high, bucket.shard.high)
+                    if low < high:
+                        owned[piece.item][piece.begin + low - piece.low : piece.begin + high - piece.low] += 1
+        assert all((counts == 1).all() for counts in owned)
+
+
+def test_keys_begin_where_gpus_copy_fast():
+    arena, _ = Layout([(7,), (100_000,), (3,), (300_000,)], 2).seats[0]
+    (block,) = arena.blocks
+    places = Arena(Seat(0, 2)).place([(HALF, size) for size in (7, 600_000, 3)])
+    assert all(place.start * HALF.itemsize % 256 == 0 for place in places)
+    assert block.values.size % (2 * 64) == 0
+
+
+def test_what_is_beyond_the_values_of_a_list_is_not_given_to_others():
+    arena = Arena(Seat(0, 2))
+    (first,) = arena.place([(FLOAT, 1_000_001)])
+    (second,) = arena.place([(FLOAT, 5)])
+    assert second.block is not first.block
+
+
+def test_the_page_has_these_figures():
+    page = (Path(__file__).parents[3] / "docs" / "explanation" / "gpu.md").read_text()
+    for name, shapes in SETS.items():
+        layouts = [Layout(shapes, size) for size in (2, 4, 8)]
+        counts = ", ".join(str(len(layout.buckets)) for layout in layouts)
+        messages = f"{layouts[0].message / 1e6:.1f} MB"
+        states = ", ".join(f"{layout.state * layout.size:.4f}" for layout in layouts)
+        assert f"| {name} | {layouts[0].nbytes / 1e6:.1f} MB | {counts} | {messages} | {states} |\n" in page
