@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache, wraps
 from importlib.util import find_spec
 from operator import attrgetter
@@ -47,6 +48,10 @@ _DRIVER, _THREAD_LOCAL = "libcuda.so.1", 1
 # cudaErrorNotReady, of which it has none either.
 _NOT_READY = 600
 _PIECE, _PIECES = 4 << 20, 2
+# More events than lie idle between two calls of a store.
+_SPARE_EVENTS = 64
+# Threads may share it: it remembers nothing.
+_STAYS = nullcontext()
 
 _device_of, _address_of = attrgetter("data.device_id"), attrgetter("data.ptr")
 
@@ -255,7 +260,7 @@ def _failing(text: str) -> Callable[[Method], Method]:
         @wraps(method)
         def translated(self: Any, *arguments: Any) -> Any:
             gpu = self.gpu
-            with gpu.cuda.Device(gpu.ordinal):
+            with gpu.present():
                 try:
                     return method(self, *arguments)
                 except gpu.cuda.runtime.CUDARuntimeError as error:
@@ -280,6 +285,8 @@ class CupyGpu:
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
         self._staging: Staging | None = None
         self._making = threading.Lock()
+        self.spare_events: deque[Any] = deque(maxlen=_SPARE_EVENTS)
+        """CuPy's events that nobody refers to any more. Threads take them and give them back at once."""
 
     def _lacking(self, error: Exception) -> MemoryError:
         why = str(error).rstrip(".")
@@ -290,12 +297,14 @@ class CupyGpu:
 
     def present(self) -> Any:
         """Return a context in which this is the thread's present GPU."""
+        if self.cuda.runtime.getDevice() == self.ordinal:
+            return _STAYS
         # A new one each time: CuPy's remembers in itself what was present before, so threads must not share one.
         return self.cuda.Device(self.ordinal)
 
     def use(self) -> None:
         """Make this the thread's present GPU, as a new thread has to before it calls a library of CUDA."""
-        self.present().use()
+        self.cuda.Device(self.ordinal).use()
 
     def watch(self) -> None:
         self.use()
@@ -381,6 +390,15 @@ class CupyGpu:
     def _move(self, target: int, source: int, nbytes: int) -> None:
         stream = self.cuda.get_current_stream().ptr
         self.cuda.runtime.memcpyAsync(target, source, nbytes, self.cuda.runtime.memcpyDefault, stream)
+
+    def event(self) -> Any:
+        """Return an event of CuPy's that nobody else refers to, to be recorded. This is the present GPU."""
+        try:
+            # A stream that was told to wait for it, and has not come there, goes on waiting for what was recorded
+            # before: CUDA looks at an event when a wait is queued, and later records do not change that wait.
+            return self.spare_events.pop()
+        except IndexError:
+            return self.cuda.Event(disable_timing=True)
 
     def _now(self) -> Any:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
@@ -487,11 +505,11 @@ class CupyStream:
 
     @_failing("nothing can be queued on {0}")
     def record(self) -> Event:
-        return CupyEvent(self.gpu, self.beneath.record(self.gpu.cuda.Event(disable_timing=True)))
+        return CupyEvent(self.gpu, self.beneath.record(self.gpu.event()))
 
     @_failing("nothing can be queued on {0}")
     def wait(self, event: Any) -> None:
-        self.beneath.wait_event(event.beneath)
+        event.delay(self.beneath)
 
     @_failing("what was queued on {0} failed")
     def synchronize(self) -> None:
@@ -546,20 +564,32 @@ class CupyGraph:
 
 
 class CupyEvent:
-    """The :class:`~mpikv.protocols.Event` of CuPy, whose own takes every error of CUDA for "not yet"."""
+    """The :class:`~mpikv.protocols.Event` of CuPy, whose own takes every error of CUDA for "not yet".
+
+    When nobody refers to it any more, its own is recorded again. So that must not leave it.
+    """
 
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
-        self.beneath = beneath
+        self._beneath = beneath
         self._gpu = gpu
+
+    def __del__(self) -> None:
+        # In a cycle that is collected others may call this one yet, which then has none.
+        beneath, self._beneath = self._beneath, None
+        self._gpu.spare_events.append(beneath)
 
     @property
     def done(self) -> bool:
         """Raises TransportError if CUDA failed, on this GPU and before."""
         runtime = self._gpu.cuda.runtime
-        status = runtime.eventQuery(self.beneath.ptr)
+        status = runtime.eventQuery(self._beneath.ptr)
         if status not in (0, _NOT_READY):
             raise TransportError(f"what was queued on {self._gpu.name} failed: {runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
+
+    def delay(self, stream: Any) -> None:
+        """Let what one of CuPy's streams is given from now on begin after the event."""
+        stream.wait_event(self._beneath)
 
 
 class CupyMark:

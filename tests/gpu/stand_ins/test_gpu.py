@@ -166,6 +166,7 @@ NAMES = {
     "cuda.runtime.eventQuery": "event",
     "cuda.runtime.memcpyDefault": "",
     "cuda.runtime.memcpyAsync": "dst src size kind stream",
+    "cuda.runtime.getDevice": "",
     "cuda.runtime.getDeviceCount": "",
     "cuda.runtime.getDeviceProperties": "device",
     "cuda.runtime.deviceGetPCIBusId": "device",
@@ -338,6 +339,7 @@ class Standin:
                 memcpyAsync=lambda target, source, nbytes, kind, stream: ctypes.memmove(target, source, nbytes),
                 getDeviceProperties=lambda ordinal: {"uuid": bytes(range(1, 20)), "name": b"Stand-in"},
                 deviceGetPCIBusId=lambda ordinal: f"0000:0{ordinal}:00.0",
+                getDevice=lambda: self.present,
                 getDeviceCount=lambda: 2,
                 eventQuery=lambda event: self.queried,
             ),
@@ -657,6 +659,108 @@ def test_failures_of_cuda(gpu, cupy, monkeypatch):
         gpu.zeros(8)
     with pytest.raises(TransportError, match="what was queued on cuda:1 failed"):
         stream.synchronize()
+
+
+def test_events_that_nobody_refers_to_are_recorded_again(gpu, cupy):
+    stream, other = gpu.stream(), gpu.stream()
+    event = stream.record()
+    stream.wait(event)
+    del event
+    cupy.notes.clear()
+    other.wait(other.record())
+    assert cupy.notes == [("record", 1), ("wait", 1)]
+    assert len(gpu.spare_events) == 1
+
+
+def test_no_event_is_recorded_again_that_somebody_holds(gpu):
+    """Whatever the order in which points are let go of, and who holds them."""
+    stream, random = gpu.stream(), np.random.default_rng(5)
+    held: list[Any] = []
+    for _ in range(500):
+        held.append(stream.record())
+        assert len({id(event._beneath) for event in held}) == len(held)
+        assert not {id(event._beneath) for event in held} & {id(spare) for spare in gpu.spare_events}
+        while held and random.random() < 0.5:
+            held.pop(int(random.integers(len(held))))
+    event, beneath = held[-1], held[-1]._beneath
+    held.clear()
+    assert all(stream.record()._beneath is not beneath for _ in range(100))
+    del event
+    assert any(spare is beneath for spare in gpu.spare_events)
+
+
+def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(gpu, cupy):
+    """In a cycle that is collected one may find it after its own finalizer: the wait would be for another point."""
+    stream, event = gpu.stream(), gpu.stream().record()
+    event.__del__()
+    with pytest.raises(AttributeError):
+        stream.wait(event)
+    with pytest.raises(AttributeError):
+        event.done
+    event._beneath = stream.record()._beneath  # for its other finalizer
+
+
+def test_idle_events_are_few(gpu, cupy):
+    points = [gpu.stream().record() for _ in range(200)]
+    assert len({id(point._beneath) for point in points}) == 200
+    points.clear()
+    assert len(gpu.spare_events) == 64
+
+
+def test_points_that_are_timed_are_not_recorded_again(gpu, cupy):
+    with gpu.stream():
+        gpu.mark()
+        gpu.mark()
+    assert len(gpu.spare_events) == 0
+    assert [what for what, _ in cupy.notes].count("event") == 2
+
+
+def test_threads_take_no_event_twice(gpu, cupy):
+    """While others give theirs back."""
+    together, failures = threading.Barrier(4), []
+    streams = [gpu.stream() for _ in range(4)]
+    cupy.present = 1
+    taken: set[int] = set()
+
+    def record(stream: Any) -> None:
+        together.wait(20)
+        for _ in range(500):
+            points = [stream.record() for _ in range(3)]
+            for point in points:
+                if id(point._beneath) in taken:
+                    failures.append(point)
+                taken.add(id(point._beneath))
+            for point in points:
+                taken.discard(id(point._beneath))
+            del point, points
+
+    threads = [threading.Thread(target=record, args=(stream,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    cupy.present = 0
+    assert not failures
+
+
+def test_what_is_present_already_is_entered_for_nothing(gpu, cupy, monkeypatch):
+    made = []
+    device = cupy.cuda.Device
+    monkeypatch.setattr(cupy.cuda, "Device", lambda ordinal: made.append(ordinal) or device(ordinal))
+    stream = gpu.stream()
+    assert made == [1]
+    with device(1):
+        made.clear()
+        with stream, gpu.stream():
+            gpu.zeros(8)
+            stream.wait(stream.record())
+        with gpu.present() as nothing:
+            assert nothing is None
+        assert gpu.present() is gpu.present()
+        assert (made, cupy.present) == ([], 1)
+    with stream:
+        assert cupy.present == 1
+    assert made == [1]
 
 
 def test_an_event_is_there_or_not_yet_or_failed(gpu, cupy):
