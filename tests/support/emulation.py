@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpikv.compute.cuda import loading
+from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
 
 __all__ = ["Launch", "OnDevice", "compiler", "cupy_on_host", "emulated", "expressions", "launched", "run_program"]
 
@@ -109,9 +109,25 @@ def launched(name, folder):
     launches = []
     with pytest.MonkeyPatch.context() as patch:
         loading.loaded.cache_clear()
+        # Hypothesis looks at all modules, and at the first look this one of CuPy's imports what no stand-in has.
+        patch.delitem(sys.modules, "cupyx", raising=False)
         patch.setitem(sys.modules, "cupy", cupy_on_host({name: emulated(name, folder)}, launches))
         yield launches
     loading.loaded.cache_clear()
+
+
+def structure(name, expression):
+    """Return what a kernel of a file takes."""
+    if name == "rules.cu":
+        return kernels.update_of(kernels.MANY if expression.endswith("many>") else kernels.ONE)
+    return {
+        "codes.cu": codes.CODES,
+        "copies.cu": copies.PAIRS,
+        "layerwise.cu": layerwise.LAYERS,
+        "norms.cu": norms.ARRAYS,
+        "rows.cu": rows.ROWS,
+        "steps.cu": steps.WRITTEN,
+    }[name]
 
 
 class OnDevice(np.ndarray):
@@ -130,7 +146,7 @@ class Launch:
         self.arguments = arguments.copy()
 
 
-def cupy_on_host(kernels, launches):
+def cupy_on_host(programs, launches):
     """Return a module with what of CuPy loads kernels, which finds them by their sources. Each launch is noted, and run
     where there is a kernel.
     """
@@ -138,7 +154,7 @@ def cupy_on_host(kernels, launches):
     def compile_using_nvrtc(code, options, *, name_expressions, cache_in_memory):
         assert {"--fmad=false", "--ftz=false", "-std=c++17"} <= set(options)
         assert cache_in_memory
-        (name,) = [name for name in kernels if loading.source(name) == code]
+        (name,) = [name for name in programs if loading.source(name) == code]
         (expression,) = name_expressions
         assert expression in expressions(name)
         return (name, expression), {expression: f"lowered {expression}"}
@@ -149,23 +165,24 @@ def cupy_on_host(kernels, launches):
 
         def get_function(self, lowered):
             assert lowered == f"lowered {self._expression}"
-            expression, run = self._expression, kernels[self._name].get(self._expression)
+            expression, run = self._expression, programs[self._name].get(self._expression)
+            dtype = structure(self._name, expression)
+            assert dtype.itemsize <= 4096
 
             def start(grid, block, arguments):
-                (given,) = arguments
-                assert given.size == 1  # CuPy passes no other by value
-                assert given.nbytes <= 4096
+                (pointer,) = arguments
+                given = np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(pointer.ptr), dtype)
                 ((blocks,), (threads,)) = grid, block
                 assert 0 < blocks < 1 << 31
                 launches.append(Launch(expression, grid, block, given))
                 if run is not None:
-                    run(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_void_p(given.ctypes.data))
+                    run(ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_void_p(pointer.ptr))
 
             return start
 
     cuda = SimpleNamespace(
         compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
-        function=SimpleNamespace(Module=Module),
+        function=SimpleNamespace(Module=Module, CPointer=lambda address: SimpleNamespace(ptr=address)),
         runtime=SimpleNamespace(getDevice=lambda: 0),
     )
     return SimpleNamespace(

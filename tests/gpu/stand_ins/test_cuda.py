@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -1074,19 +1075,54 @@ def compiled(nvrtc, name, names, architecture, form):
 
 
 def test_cupy_passes_the_arguments_by_value():
-    """It looks at them before it asks for a GPU; what it cannot pass is a TypeError."""
+    """It looks at them before it asks for a GPU; what it cannot pass is a TypeError. An address is what it would find
+    itself.
+    """
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     from cupy_backends.cuda.api.driver import CUDADriverError
     from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
-    no_kernel = cupy.cuda.Function.__new__(cupy.cuda.Function)
+    function = cupy.cuda.function
+    no_kernel = partial(cupy.cuda.Function.__new__(cupy.cuda.Function), stream=cupy.cuda.Stream.null)
+    given = []
+
+    def note(address):
+        given.append(function.CPointer(address))
+        return given[-1]
+
     updates = [kernels.update_of(count) for count in (kernels.ONE, kernels.MANY)]
     others = [copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN]
     for dtype in (*updates, *others):
+        arguments = np.zeros(1, dtype)
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
-            no_kernel((1,), (1,), (np.zeros(1, dtype),), stream=cupy.cuda.Stream.null)
-        with pytest.raises(TypeError, match="size one"):
-            no_kernel((1,), (1,), (np.zeros(2, dtype),), stream=cupy.cuda.Stream.null)
+            loading._by_address(no_kernel, note)((1,), (1,), (arguments,))
+        assert given[-1].ptr == function.CNumpyArray(arguments).ptr == arguments.ctypes.data
+        with pytest.raises((CUDADriverError, CUDARuntimeError)):
+            no_kernel((1,), (1,), (arguments,))
+    assert len(given) == len(updates) + len(others)
+    with pytest.raises(TypeError, match="Unsupported type"):
+        no_kernel((1,), (1,), (object(),))
+
+
+def test_arguments_live_until_the_launch_has_copied_them():
+    """Also those that nobody else refers to."""
+    kept = []
+
+    def function(grid, block, parameters):
+        gc.collect()
+        kept.append(alive())
+
+    def launch():
+        nonlocal alive
+        given = np.zeros(1, rows.ROWS)
+        alive = weakref.ref(given)
+        return (given,)
+
+    alive = None
+    loading._by_address(function, int)((1,), (1,), launch())
+    assert kept[0] is not None
+    kept.clear()
+    assert alive() is None
 
 
 def test_nvrtc_is_told_no_other_rounding(nvrtc, nothing_loaded, monkeypatch):
@@ -1095,13 +1131,16 @@ def test_nvrtc_is_told_no_other_rounding(nvrtc, nothing_loaded, monkeypatch):
 
     given, told = [], {name: getattr(nvrtc, name) for name in dir(nvrtc)}
     told["compileProgram"] = lambda program, options: given.append(options) or nvrtc.compileProgram(program, options)
-    module = SimpleNamespace(load=lambda image: None, get_function=lambda name: name)
+    found = []
+    module = SimpleNamespace(load=lambda image: None, get_function=found.append)
     compiler = cupy.cuda.compiler
     monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch: ("-arch=compute_80", "ptx"))
     monkeypatch.setattr(compiler, "nvrtc", SimpleNamespace(**told))
     monkeypatch.setattr(cupy.cuda, "runtime", SimpleNamespace(getDevice=lambda: 0))
-    monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=lambda: module))
-    assert "encode" in loading.kernel("codes.cu", "encode<two_bits>")
+    monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=lambda: module, CPointer=int))
+    loading.kernel("codes.cu", "encode<two_bits>")
+    assert len(found) == 1
+    assert "encode" in found[0]
     (options,) = given
     assert options[: len(loading.OPTIONS)] == loading.OPTIONS
     about = ("fmad", "ftz", "prec", "fast", "O0", "debug")
