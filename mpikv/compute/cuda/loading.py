@@ -1,4 +1,4 @@
-"""Kernels compiled from the sources of this package, once per process. It imports CuPy when the first is loaded."""
+"""Kernels compiled from the sources of this package, and loaded once per process. It imports CuPy for the first."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from ...errors import TransportUnavailable, ValueMismatch
 from ...protocols import Array
+from .images import image_of
 
 __all__ = ["OPTIONS", "Kernel", "address_of", "kernel", "loaded", "pointer", "room", "source", "zeros"]
 
@@ -56,14 +57,11 @@ def loaded(name: str, expression: str, ordinal: int) -> Kernel:
     """Return the kernel on a GPU, which is the present one."""
     import cupy
 
-    # What cupy.RawModule compiles takes subnormal numbers for zero, whatever it is told: it adds -ftz=true.
-    image, names = cupy.cuda.compiler.compile_using_nvrtc(
-        source(name), OPTIONS, name_expressions=(expression,), cache_in_memory=True
-    )
+    image = image_of(cupy, source(name), OPTIONS, expression)
     module = cupy.cuda.function.Module()
-    module.load(image)
+    module.load(image.code)
     # A function keeps its module.
-    return _by_address(module.get_function(names[expression]), cupy.cuda.function.CPointer)
+    return _by_address(module.get_function(image.name), cupy.cuda.function.CPointer)
 
 
 def _by_address(function: Callable[..., None], parameter_at: Callable[[int], Any]) -> Kernel:

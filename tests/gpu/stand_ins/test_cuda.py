@@ -1138,6 +1138,7 @@ def test_nvrtc_is_told_no_other_rounding(nvrtc, nothing_loaded, monkeypatch):
     monkeypatch.setattr(compiler, "nvrtc", SimpleNamespace(**told))
     monkeypatch.setattr(cupy.cuda, "runtime", SimpleNamespace(getDevice=lambda: 0))
     monkeypatch.setattr(cupy.cuda, "function", SimpleNamespace(Module=lambda: module, CPointer=int))
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", None)  # which keeps nothing
     loading.kernel("codes.cu", "encode<two_bits>")
     assert len(found) == 1
     assert "encode" in found[0]
