@@ -194,7 +194,7 @@ def test_every_schedule_goes_on(comm, folder, schedule):
 def test_every_placement_writes_the_same_file(comm, folder, save_in):
     """The file does not depend on who wrote it; ranks share chunks of it, and chunks lie in several windows."""
     stores = on_ranks(comm)
-    values = {"large": numbers((700_001,), FLOATS[0], 1), "odd": numbers((33,), FLOATS[2], 2)}
+    values = {"large": numbers((260_001,), FLOATS[0], 1), "odd": numbers((33,), FLOATS[2], 2)}
     values |= {f"small{number}": numbers((number,), FLOATS[1], number) for number in range(9)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "_WINDOW", 2 * CHUNK)
