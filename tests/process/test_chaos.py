@@ -148,7 +148,7 @@ def test_a_trial_can_fail(request: pytest.FixtureRequest, kind: str) -> None:
 
 @pytest.mark.one_library
 @pytest.mark.feature("recovery")
-@pytest.mark.parametrize(("place", "repeat"), [((), "12"), (("--simulated",), "30")])
+@pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "20")])
 def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], repeat: str) -> None:
     done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -159,7 +159,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], r
 
 
 @pytest.mark.one_library
-@pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "30")])
+@pytest.mark.parametrize(("place", "repeat"), [((), "4"), (("--simulated",), "12")])
 def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...], repeat: str) -> None:
     done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
     assert done.returncode == 1, done.stdout + done.stderr
