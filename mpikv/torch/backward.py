@@ -78,6 +78,9 @@ class BackwardSync:
         self._task: int | None = None
         self._arrived: dict[Gradient, None] = {}
         self._works: list[Any] = []
+        # Gradients as backward made them, until the next pass. Freed in this one, their memory would go back to the
+        # system, from which the rest of backward would take it again, page by page.
+        self._made: list[Any] = []
         self._sent = 0
         self._totals = np.zeros(0, np.int64)
         self._census = self._totals
@@ -99,6 +102,7 @@ class BackwardSync:
         for gradient in self.gradients:
             if gradient.buffer is not None and gradient.parameter.grad is gradient.buffer:
                 gradient.parameter.grad = gradient.buffer.clone()
+        self._made.clear()
         names = [name for bucket in self.buckets for name in bucket.names]
         if names:
             self._sums.delete(names)
@@ -128,6 +132,7 @@ class BackwardSync:
 
     def _begin(self, task: int) -> None:
         self.complete()
+        self._made.clear()
         self.number += 1
         self.passes += 1
         self._task = task
@@ -141,6 +146,7 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
+        self._made.append(gradient.parameter.grad)
         try:
             with torch.no_grad():
                 return gradient.stage(1 / self._kv.size)
