@@ -1,6 +1,6 @@
 """Where values lie in memory: blocks of one dtype, cut from segments that the transport allocates.
 
-A large value is a block of its own. Small values of one dtype share a block, without gaps, so that a list of them is
+A large value is a block of its own. Small values of one dtype share a block, side by side, so that a list of them is
 one message. A block's *grid* cuts it into cells of at most a bucket; who owns an element depends on its place in its
 cell, so optimizer state never has to move. Memory never moves either.
 
@@ -147,7 +147,7 @@ class Block:
 
     def sums_of(self, low: int, high: int) -> Array:
         """Return the sums of elements that this rank keeps, side by side."""
-        found: Array = self.sums[self._find(low, high)]
+        found: Array = self.sums[self.state_at(low, high)]
         return found
 
     def ensure_sums(self, zeroed: Callable[[int], Array]) -> None:
@@ -192,14 +192,15 @@ class Block:
 
     def state_of(self, low: int, high: int) -> dict[str, Array]:
         """Return the state of elements that this rank keeps, side by side."""
-        where = self._find(low, high)
+        where = self.state_at(low, high)
         return {name: array[where] for name, array in self.state.items()}
 
     def keeps(self, low: int, high: int) -> bool:
         """Return whether elements have state on this rank, side by side."""
         return self.kept is None or self.kept.has(low, high)
 
-    def _find(self, low: int, high: int) -> slice:
+    def state_at(self, low: int, high: int) -> slice:
+        """Return where in its arrays of state elements are that this rank keeps, side by side."""
         return slice(low, high) if self.kept is None else self.kept.find(low, high)
 
 

@@ -262,7 +262,7 @@ class RangeCompression:
         return total
 
     def _packed(self, bucket: Bucket, arrays: Sequence[Array]) -> Array:
-        """Return the elements of a bucket in float32, side by side; what is not in the call is left as it was."""
+        """Return the elements of a bucket in float32, side by side; what is not in the call is undefined."""
         if len(bucket.pieces) == 1:
             piece = bucket.pieces[0]
             array = arrays[piece.item]
@@ -270,6 +270,9 @@ class RangeCompression:
             if usual and (not self._memory.is_host or array.flags.aligned):
                 return array[piece.begin : piece.end]
         gradient = self._gradient[: bucket.value.size]
+        if not self._memory.is_host:
+            # Between keys there: a codec whose scale is that of a whole range would see what was in it before.
+            gradient.fill(0)
         self._memory.copy(
             [gradient[piece.low : piece.high] for piece in bucket.pieces],
             [arrays[piece.item][piece.begin : piece.end] for piece in bucket.pieces],

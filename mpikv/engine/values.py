@@ -94,12 +94,13 @@ class Values:
             requests = [(array.dtype, array.size) for array in arrays]
             by_rows = {number for number, key in enumerate(keys) if key in sparse}
             places = self._arena.place(requests, [self.table[key].place for key in known], by_rows)
-            for number, (array, where) in enumerate(zip(arrays, places, strict=True)):
-                where.block.by_rows = number in by_rows
-                where.block.kept = self.planner.kept(where.block)
-                where.block.ensure_state(self.planner.updater.slots(array.dtype))
-                if self.packed and where.block.exact is None:
-                    where.block.exact = where.block.new_exact()
+            for number in by_rows:
+                places[number].block.by_rows = True
+            for block in dict.fromkeys(where.block for where in places):
+                block.kept = self.planner.kept(block)
+                block.ensure_state(self.planner.updater.slots(block.values.dtype))
+                if self.packed and block.exact is None:
+                    block.exact = block.new_exact()
         self._remove(known)
         for key, array, where in zip(keys, arrays, places, strict=True):
             self.table.add(key, array.shape, array.dtype, where, NonzeroRows() if key in sparse else None)

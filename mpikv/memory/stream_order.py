@@ -103,7 +103,8 @@ class GpuOrder:
         self._some_issued = False
         # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
         self._in_use: deque[tuple[Event, Any]] = deque()
-        self._dropping = threading.Lock()
+        # A thread may come here twice: a finalizer that runs inside, as garbage is collected, may make a call.
+        self._dropping = threading.RLock()
         self._wake: Callable[[], None] = _nothing
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
@@ -237,9 +238,14 @@ class GpuOrder:
         """Let go of what the GPU has done with; return whether that was all. In any thread."""
         dropped = []  # outside of the lock: to free memory may call anything
         with self._dropping:
-            while self._in_use and self._in_use[0][0].done:
-                dropped.append(self._in_use.popleft())
-            return not self._in_use
+            while self._in_use:
+                first = self._in_use[0]
+                if not first[0].done:
+                    return False
+                # A finalizer that ran meanwhile in this thread may have dropped it.
+                if self._in_use and self._in_use[0] is first:
+                    dropped.append(self._in_use.popleft())
+            return True
 
     # --- Recorded work
 

@@ -137,7 +137,7 @@ class Gpu(Protocol):
         ...
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return where values begin that are all arrays of the library, on this GPU; else None."""
+        """Return where values begin that are all plain arrays of the library, on this GPU; else, and for none, None."""
         ...
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -195,18 +195,19 @@ class Rows:
         for item, entry in enumerate(entries):
             kind, present = _kind(entry), None if entry.present is None else entry.present.rows
             wide = kind.width * accumulator(kind.dtype).itemsize
-            slots = entry.state_of(0, 0)
-            states = kind.width * sum(array.itemsize for array in slots.values())
+            slots = self._exchange.updater.slots(entry.dtype)
+            states = kind.width * sum(dtype.itemsize for dtype in slots.values())
             received = sum(numbers[item].size for numbers in told if numbers)
             rows = mine[item].size + received
             # Rows for others, with their numbers; what others send; sums, level by level; the sums of rows that are
-            # all this rank's, cast; the rows of the value and of each state; and those that are cleared.
+            # all this rank's, cast; the rows of the value and of each state; those that are cleared; and the numbers of
+            # pieces of state.
             if places and not self._owners(entry).alone:
                 nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
             nbytes += received * kind.nbytes + levels * rows * (wide + 8)
             nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * (0 if present is None else present.size)
             nbytes += (16 + size * (1 + 3 * levels) + 2 * len(slots)) * ALIGNMENT
-            nbytes += 0 if entry.keeps_all else entry.shape[0] * states
+            nbytes += 0 if entry.keeps_all else rows * kind.width // self._owners(entry).unit * 8
         return nbytes
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
@@ -260,43 +261,39 @@ class Rows:
             if entry.present is not None:
                 entry.present.rows = ids
         value = _table(entry, entry.value)
-        states = self._states(entry)
         whole, parts = self._owners(entry).own(self._transport.rank, ids)
-        (rows,) = self._tables.numbers((ids[whole],))
         sums = total if isinstance(whole, slice) else self._tables.take_rows(total, whole)
         if updater.assigns:
-            self._tables.put_rows(value, rows, sums)
+            self._tables.put_rows(value, ids[whole], sums)
             if parts:
                 into = [value[ids[at], low:high] for at, low, high in parts]
                 self._tables.copy(into, [total[at, low:high] for at, low, high in parts])
             return
+        states, pieces = self._states(entry, ids[whole])
+        rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
+        of_states = others[0] if others else rows
         picked = _taken(self._tables, value, rows, self._kept)
-        picked_states = {name: _taken(self._tables, state, rows, self._kept) for name, state in states.items()}
+        picked_states = {name: _taken(self._tables, state, of_states, self._kept) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
         self._exchange.pipeline.update(step, sums.reshape(-1), picked.reshape(-1), flat)
         self._tables.put_rows(value, rows, picked)
         for name, state in picked_states.items():
-            self._tables.put_rows(states[name], rows, state)
+            self._tables.put_rows(states[name], of_states, state)
         for at, low, high in parts:
-            part = {name: state[ids[at], low:high] for name, state in states.items()}
+            begin = int(ids[at]) * value.shape[1]
+            part = entry.state_of(begin + low, begin + high)
             self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
-        if not entry.keeps_all:
-            self._tables.copy(*reversed(self._state_parts(entry, states)))
 
-    def _states(self, entry: Entry) -> dict[str, Array]:
-        """Return the state by rows; a copy of what this rank keeps, where that is not all in its place."""
+    def _states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
+        """Return the state in tables, and where in them rows are that are all this rank's: at the same numbers, None,
+        or in pieces of these, as this rank keeps the state of its ranges only, one behind the other.
+        """
         if entry.keeps_all:
-            return {name: _table(entry, array) for name, array in entry.state.items()}
-        like = entry.state_of(0, 0)
-        states = {name: _table(entry, self._tables.empty(entry.shape, array.dtype)) for name, array in like.items()}
-        self._tables.copy(*self._state_parts(entry, states))
-        return states
-
-    def _state_parts(self, entry: Entry, copies: Mapping[str, Array]) -> tuple[list[Array], list[Array]]:
-        """Return parts of the copies of a value's state, and what this rank keeps of the same elements."""
-        ranges = list(self._owners(entry).ranges(self._transport.rank))
-        kept = [array for low, high in ranges for array in entry.state_of(low, high).values()]
-        return [copies[name].reshape(-1)[low:high] for low, high in ranges for name in entry.state_of(0, 0)], kept
+            return {name: _table(entry, array) for name, array in entry.state.items()}, None
+        owners, state = self._owners(entry), entry.place.block.state
+        unit = owners.unit
+        tables = {name: array[: array.size // unit * unit].reshape(-1, unit) for name, array in state.items()}
+        return tables, owners.pieces(ids)
 
     def _clear(self, entry: Entry) -> None:
         """Write zeros to what this rank owns of a value, where something else may be."""
@@ -407,6 +404,17 @@ class _Owners:
                 edges.append(edges[-1] + count)
         self._width = max(prod(entry.shape[1:]), 1)
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
+        # How much further behind in its arrays of state than in the value this rank has the elements of a range.
+        block, start = entry.place.block, entry.place.start
+        self._shifts = np.array(
+            [
+                block.state_at(start + low, start + high).start - low if owner == rank else 0
+                for (low, high), owner in zip(pairwise(edges), owners, strict=True)
+            ],
+            np.int64,
+        )
+        self.unit = gcd(self._width, *self._shifts.tolist())
+        """In pieces of so many elements this rank's state is made of whole pieces of rows."""
         # Whether a row may have several owners, and whether it may have more than two.
         self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
@@ -438,6 +446,12 @@ class _Owners:
                 needed |= last > first + 1
             parts.append(np.flatnonzero(needed))
         return parts
+
+    def pieces(self, ids: Array) -> Array:
+        """Return the numbers of the pieces that are the state of rows that are all this rank's."""
+        first, _ = self._ends(ids)
+        begin = (ids * self._width + self._shifts[first]) // self.unit
+        return (begin[:, None] + np.arange(self._width // self.unit)).reshape(-1)
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
         """Return which of some rows, as :meth:`split` gives them to a rank, are all that rank's, and its parts of the

@@ -292,7 +292,8 @@ class FakeGpu:
         return isinstance(value, FakeArray) and value._gpu is self
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        return list(map(self.address, values)) if all(map(self.owns, values)) else None
+        plain = set(map(type, values)) == {self.kind} and all(map(self.owns, values))
+        return list(map(self.address, values)) if plain else None
 
     def adopt(self, value: Any, ordered: bool = False) -> FakeArray:
         if isinstance(value, FakeArray) and self.owns(value):

@@ -399,6 +399,7 @@ class NcclTransport:
         except MPIKVError as error:
             self._fail(error, "")
             logging.getLogger("mpikv").warning("NCCL's communicator was aborted instead of closed: %s", error)
+        self._watchdog.stop()
         self._failure = self._failure or TransportError("the transport was closed")
         nothing = self.memory.zeros(0)
         self.send_buffers, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
@@ -417,6 +418,7 @@ class NcclTransport:
             return
         if self._failure is None:
             self._failure = _failure(error, call)
+        self._watchdog.stop()
         if tell and not isinstance(self._failure, Stalled):
             with suppress(MPIKVError):  # the abort comes whether or not the others can be told
                 self._group.tell_end(str(self._failure))

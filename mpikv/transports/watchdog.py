@@ -56,23 +56,32 @@ class Watchdog:
         self._prepare, self._check, self._fail, self._drop, self._rank = prepare, check, fail, drop, rank
         self._changed = threading.Condition()
         self._works: deque[Work] = deque()
-        self._alive = self._woken = False
+        self._alive = self._woken = self._stopped = False
 
     def look_after(self, work: Work) -> None:
         """Look after work that comes after all before it, on the same stream."""
         with self._changed:
             self._works.append(work)
-            if self._alive:
-                self._changed.notify()
-                return
-            self._alive = True
-        threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
+            self._run()
 
     def wake(self) -> None:
-        """Have the thread, if it is alive, let go of what is used once more: something is, since it looked."""
+        """Let go of what is used once more: something is, since the thread looked."""
         with self._changed:
             self._woken = True
+            self._run()
+
+    def stop(self) -> None:
+        """Have the thread end, for good, when all is done that it looks after. It is not waited for."""
+        with self._changed:
+            self._stopped = True
             self._changed.notify()
+
+    def _run(self) -> None:
+        if self._alive:
+            self._changed.notify()
+        elif not self._stopped:
+            self._alive = True
+            threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
         try:
@@ -86,15 +95,15 @@ class Watchdog:
             self._fail(error, self._works[0].call if self._works else "")
             with self._changed:
                 self._works.clear()
-                self._alive = False
+                self._alive, self._stopped = False, True
 
     def _is_needed(self) -> bool:
         """Return whether there is work, or something in use, or will be soon; if not, the thread ends."""
         if self._works or not self._drop():
             return True
         with self._changed:
-            self._changed.wait_for(lambda: self._works or self._woken, _IDLE)
-            self._alive = bool(self._works) or self._woken
+            self._changed.wait_for(lambda: self._works or self._woken or self._stopped, _IDLE)
+            self._alive = bool(self._works) or (self._woken and not self._stopped)
             self._woken = False
             return self._alive
 

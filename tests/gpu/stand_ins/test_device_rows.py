@@ -486,3 +486,24 @@ def test_a_compiled_pushpull_of_rows_is_made_call_by_call(filled: KVStore, gpu: 
         step()
         expected[[1, 4]] -= filled.size
         np.testing.assert_array_equal(on_host(out), expected)
+
+
+def test_rows_of_a_dense_value_take_the_memory_of_rows(gpu, comm, monkeypatch):
+    """Each rank keeps the state of many ranges, in which rows are cut."""
+    shape, ids = (20_000, 3), np.array([0, 5, 341, 342, 6007, 6008, 19_999])
+    stores = [store_on(gpu, comm, bucket_bytes=4096), mpikv.create("dist_sync", comm=comm, bucket_bytes=4096)]
+    asked, transport = [], stores[0]._exchange.transport
+    allocate = transport.allocate
+    for kv, there in zip(stores, (gpu.upload, np.asarray), strict=True):
+        kv.set_optimizer("adam")
+        kv.init("d", there(np.ones(shape, np.float32)))
+        monkeypatch.setattr(transport, "allocate", lambda nbytes: asked.append(nbytes) or allocate(nbytes))
+        for step in range(3):
+            rows = np.arange(3.0 * ids.size, dtype=np.float32).reshape(-1, 3) + step
+            kv.push("d", RowSparse(ids, there(rows), shape))
+            kv.push("d", there(np.full(shape, 0.5, np.float32)))
+    found, expected = (on_host(kv.pull("d")) for kv in stores)
+    assert found.tobytes() == expected.tobytes()
+    assert 0 < max(asked) < 20_000
+    for kv in stores:
+        kv.close()

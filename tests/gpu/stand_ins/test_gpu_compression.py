@@ -119,6 +119,36 @@ def assert_alike(stores: list[KVStore], keys: list[Any]) -> None:
         }
 
 
+class ScaledByRange:
+    """A codec of ranges whose payload has 8 bits an element and a scale, which is the range's largest."""
+
+    elementwise, feedback = True, False
+
+    def settings(self) -> str:
+        return "scaled by range"
+
+    def nbytes(self, count: int) -> int:
+        return 4 + count
+
+    def encode(self, gradient: Any, payload: Any, residual: Any = None) -> None:
+        scale = F32(max(np.abs(gradient).max(initial=0), 1e-30) / 127)
+        payload[:4].view(F32)[0] = scale
+        payload[4:] = np.rint(gradient / scale).astype(np.int8).view(np.uint8)
+
+    def decode_add(self, payload: Any, total: Any) -> None:
+        total += payload[:4].copy().view(F32)[0] * payload[4:].view(np.int8)
+
+
+def test_what_lies_between_keys_has_no_part_in_a_scale(gpu, comm):
+    with store_on(gpu, comm) as kv:
+        kv.set_gradient_compression(ScaledByRange())
+        large, small = np.full(100, 1e4, F32), np.full(10, 0.01, np.float16)
+        for keys, value in (["a", "b"], large), (["c", "d"], small):
+            kv.init(keys, there(gpu, [np.zeros_like(value)] * 2))
+            kv.push(keys, there(gpu, [value] * 2))
+        assert on_host(kv.pull("d")) == pytest.approx(kv.size * small, rel=0.02)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", EVERY, ids=str)
 @pytest.mark.feature("compression-everywhere")
