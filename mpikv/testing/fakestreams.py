@@ -96,7 +96,6 @@ class Checker:
         # Collecting garbage inside of a call may free memory, in the same thread.
         self.lock = threading.RLock()
         self._hosts: dict[int, Clock] = {}
-        self._working: set[int] = set()
 
     def host(self) -> Clock:
         """Return what this thread of the host knows to be done."""
@@ -105,7 +104,6 @@ class Checker:
     def work(self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]]) -> None:
         """Note work that uses bytes of allocations, and whether it writes them."""
         with self.lock:
-            self._working.add(threading.get_ident())
             clock = stream.clock
             clock.join(self.host())
             clock[stream.number] = clock.get(stream.number, 0) + 1
@@ -130,9 +128,10 @@ class Checker:
         """Note that memory went back to the allocator, for what comes next on the stream of its allocation."""
         with self.lock:
             clock = Clock(stream.clock)
-            # Any thread that gives out work may have dropped it; one that only looks on does so by chance.
-            for thread in self._working:
-                clock.join(self._hosts.get(thread, {}))
+            # What any thread has seen done is done: a watchdog lets go of it then, and whoever refers to it last may be
+            # another thread.
+            for seen in self._hosts.values():
+                clock.join(seen)
             for access in accesses:
                 if clock.get(access.stream, 0) < access.time:
                     self.faults.append(

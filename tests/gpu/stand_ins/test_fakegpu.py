@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,25 @@ def test_memory_may_be_freed_once_its_stream_comes_after_its_use(gpu):
     other.wait(gpu.current().record())
     on(other, array)
     gpu.current().wait(other.record())
+    del array
+    gpu.checker.assert_clean()
+
+
+def test_memory_may_be_freed_once_a_thread_has_seen_that_its_use_is_done(gpu):
+    other = gpu.stream()
+    array = gpu.upload(np.zeros(4))
+    other.wait(gpu.current().record())
+    on(other, array)
+    event, seen = other.record(), []
+
+    def look() -> None:
+        gpu.watch()
+        seen.extend([event.done, event.done])
+
+    thread = Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [False, True]
     del array
     gpu.checker.assert_clean()
 
