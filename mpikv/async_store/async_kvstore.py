@@ -509,7 +509,7 @@ def check_options(config: Config, given: Mapping[str, Any]) -> None:
 
 
 def _owner(entry: Entry) -> int:
-    return entry.place.block.owner(entry.place.start)
+    return entry.place.block.grid.owner(entry.place.start)
 
 
 def _filling(outs: Sequence[Array]) -> Callable[[Array], None]:

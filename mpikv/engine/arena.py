@@ -21,15 +21,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, count, pairwise
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays.arrays import accumulator
 from ..memory.host import private
 from ..protocols import Array, Memory, Slots, Transport
+from .grid import Grid, rounded
 
-__all__ = ["Arena", "Block", "Place", "rounded"]
+__all__ = ["Arena", "Block", "Place"]
 
 # A block that small values share; a value of a quarter of that or more gets a block of its own, split over all ranks.
 _POOL_BYTES = 256 << 10
@@ -63,19 +65,21 @@ class Kept:
 
     def has(self, low: int, high: int) -> bool:
         """Return whether elements are all in one range."""
-        first, last, _ = self._range_of(low)
-        return first <= low <= high <= last or low == high
+        number = self._range_of(low)
+        return low == high or (number >= 0 and high <= self.ranges[number][1])
 
     def find(self, low: int, high: int) -> slice:
         """Return where elements lie that are all in one range."""
         assert self.has(low, high), f"[{low}, {high}) is in none of {self.ranges}"
-        first, _, place = self._range_of(low)
-        place += low - first if low < high else 0
+        if low == high:
+            return slice(0, 0)
+        number = self._range_of(low)
+        place = self._places[number] + low - self.ranges[number][0]
         return slice(place, place + high - low)
 
-    def _range_of(self, element: int) -> tuple[int, int, int]:
-        number = bisect_right(self.ranges, element, key=lambda each: each[0]) - 1
-        return (*self.ranges[number], self._places[number]) if number >= 0 else (0, 0, 0)
+    def _range_of(self, element: int) -> int:
+        """Return the last range that begins there or before, or -1."""
+        return bisect_right(self.ranges, element, key=itemgetter(0)) - 1
 
 
 @dataclass(eq=False)
@@ -85,10 +89,7 @@ class Block:
     index: int
     """No other block, and no segment, has this number."""
     values: Array
-    cell: int
-    """Elements per cell of the grid."""
-    bounds: tuple[int, ...]
-    """Who owns values where they stay whole: those of rank r begin in ``[bounds[r], bounds[r + 1])``."""
+    grid: Grid
     memory: Memory
     """Where all its arrays lie."""
     allocate: Callable[[int], Array]
@@ -115,24 +116,6 @@ class Block:
     """Whether other values have been in its memory."""
     used: int = 0
     """From here on no value has been in it."""
-    line: int = 1
-    """Values begin at multiples of this many elements."""
-    padding: int = 0
-    """Elements at its end in which no value can be."""
-
-    def owner(self, element: int) -> int:
-        """Return the rank that owns the value that begins there, where values stay whole."""
-        return min(bisect_right(self.bounds, element), len(self.bounds) - 1) - 1
-
-    def end_of(self, element: int) -> int:
-        """Return the end of what belongs to nobody behind a value's last element."""
-        end = rounded(element, self.line)
-        return end if end < self.values.size - self.padding else self.values.size
-
-    def grid(self, element: int) -> tuple[int, int]:
-        """Return the first and the last element (exclusive) of the cell that holds this element."""
-        first = element // self.cell * self.cell
-        return first, min(first + self.cell, self.values.size)
 
     @cached_property
     def sums(self) -> Array:
@@ -213,6 +196,15 @@ class Place:
     size: int
     old: bool = False
     """Whether it holds what another value has left."""
+
+
+class _Group(NamedTuple):
+    """Values that get a new block together."""
+
+    dtype: np.dtype[Any]
+    numbers: Sequence[int]
+    """Their positions in what is asked for."""
+    sizes: Sequence[int]
 
 
 class _Holes:
@@ -305,11 +297,11 @@ class Arena:
         """
         self.release(leaving)
         groups = self._groups(requests, alone)
-        coming = sum(self._nbytes_of(dtype, sizes) for dtype, sizes in groups.values())
+        coming = sum(map(self._nbytes_of, groups))
         listed: dict[int, Place] = {}
-        for numbers, (dtype, sizes) in groups.items():
-            listed |= zip(numbers, self._listed(dtype, sizes, coming), strict=True)
-            coming -= self._nbytes_of(dtype, sizes)
+        for group in groups:
+            listed |= zip(group.numbers, self._listed(group, coming), strict=True)
+            coming -= self._nbytes_of(group)
         places = [listed.get(number) or self._shared(*request) for number, request in enumerate(requests)]
         for place in places:
             self._values[place.block] += 1
@@ -332,7 +324,7 @@ class Arena:
         for block, start, size in ((place.block, place.start, place.size) for place in places):
             self._values[block] -= 1
             if self.is_shared(block):
-                self._holes.add(block.values.dtype.name, block.index, start, rounded(size, block.line))
+                self._holes.add(block.values.dtype.name, block.index, start, rounded(size, block.grid.line))
             if not self._values[block]:
                 self._end(block)
 
@@ -366,28 +358,26 @@ class Arena:
     def _is_small(self, dtype: np.dtype[Any], size: int) -> bool:
         return size * dtype.itemsize * 4 < self._pool
 
-    def _groups(
-        self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]
-    ) -> dict[tuple[int, ...], tuple[np.dtype[Any], list[int]]]:
-        """Return the positions of those that get a block together, with their dtype and sizes."""
+    def _groups(self, requests: Sequence[tuple[np.dtype[Any], int]], alone: Container[int]) -> list[_Group]:
+        """Return which values get new blocks."""
         together: dict[np.dtype[Any], list[int]] = {}
-        groups: dict[tuple[int, ...], tuple[np.dtype[Any], list[int]]] = {}
+        groups: list[_Group] = []
         for number, (dtype, size) in enumerate(requests):
             if not self._on_host and number not in alone:
                 together.setdefault(dtype, []).append(number)
             elif not self._on_host or not self._is_small(dtype, size):
-                groups[(number,)] = dtype, [size]
+                groups.append(_Group(dtype, [number], [size]))
         for dtype, numbers in together.items():
             sizes = [requests[number][1] for number in numbers]
             if sum(sizes) * dtype.itemsize >= min(_LIST_BYTES, self._pool // 4):
-                groups[tuple(numbers)] = dtype, sizes
+                groups.append(_Group(dtype, numbers, sizes))
         return groups
 
-    def _listed(self, dtype: np.dtype[Any], sizes: Sequence[int], coming: int) -> list[Place]:
+    def _listed(self, group: _Group, coming: int) -> list[Place]:
         """Return places side by side in a new block."""
-        starts = list(accumulate((self._room(dtype, size) for size in sizes), initial=0))
-        block = self._block(dtype, coming, starts)
-        return [Place(block, start, size, block.old) for start, size in zip(starts, sizes, strict=False)]
+        starts = list(accumulate((self._room(group.dtype, size) for size in group.sizes), initial=0))
+        block = self._block(group.dtype, coming, starts)
+        return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
     def _shared(self, dtype: np.dtype[Any], size: int) -> Place:
         """Return a place in a block that small values share."""
@@ -402,10 +392,10 @@ class Arena:
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would come between those of a list, which are to lie side by side.
-            self._holes.remove_last(dtype.name, full.index, full.values.size - full.padding)
+            self._holes.remove_last(dtype.name, full.index, full.values.size - full.grid.padding)
         block = self._block(dtype, 0, (0, self._pool // dtype.itemsize))
         self._pools[block.index] = block
-        self._holes.add(dtype.name, block.index, room, block.values.size - block.padding - room)
+        self._holes.add(dtype.name, block.index, room, block.values.size - block.grid.padding - room)
         return block.index, 0
 
     def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
@@ -423,14 +413,11 @@ class Arena:
         block = Block(
             next(self._numbers),
             values,
-            cell,
-            self._bounds(starts, length),
+            Grid(length, cell, self._bounds(starts, length), line, padding=length - size),
             transport.memory,
             private(transport),
             origin=(number, start),
             old=old,
-            line=line,
-            padding=length - size,
         )
         self._values[block] = 0
         self._add_load(block, 1)
@@ -447,7 +434,7 @@ class Arena:
         return (0, *(starts[first] for first in firsts), size)
 
     def _add_load(self, block: Block, sign: int) -> None:
-        for rank, (low, high) in enumerate(pairwise(block.bounds)):
+        for rank, (low, high) in enumerate(pairwise(block.grid.bounds)):
             self._load[rank] += sign * (high - low) * block.values.itemsize
 
     def _grid(self, dtype: np.dtype[Any]) -> tuple[int, int]:
@@ -466,9 +453,9 @@ class Arena:
         line = self._grid(dtype)[1]
         return size if line == 1 else rounded(size, line * self._transport.size)
 
-    def _nbytes_of(self, dtype: np.dtype[Any], sizes: Sequence[int]) -> int:
-        """Return the same for values of these sizes."""
-        return self._nbytes(dtype, sum(self._room(dtype, size) for size in sizes))
+    def _nbytes_of(self, group: _Group) -> int:
+        """Return the bytes of a segment that the block of a group takes."""
+        return self._nbytes(group.dtype, sum(self._room(group.dtype, size) for size in group.sizes))
 
     def _nbytes(self, dtype: np.dtype[Any], size: int) -> int:
         """Return the bytes of a segment that a block for so many elements takes."""
@@ -495,8 +482,3 @@ class Arena:
         self._add_load(block, -1)
         self._ended = True
         self._left_buffers |= block.buffers is not None
-
-
-def rounded(count: int, unit: int) -> int:
-    """Return the least multiple of a unit that is not below."""
-    return -(-count // unit) * unit

@@ -17,6 +17,7 @@ from ..protocols import Codec, Placement, Transport
 from .alltoallv import gather
 from .arena import Block, Place
 from .compression import check, compress
+from .grid import Grid
 from .keys import KeyTable
 from .plan import Plan, Planner
 
@@ -83,7 +84,9 @@ def _plan(transport: Transport, placement: Placement, codec: Codec) -> Plan:
     """Return the plan of a push of one message, a square matrix, whose sum goes to memory of its own."""
     zeros, side = private(transport), math.isqrt(min(transport.limit, _MOST_BYTES) // 4)
     values = zeros(4 * side * side).view(np.float32)
-    block = Block(0, values, values.size, (0,) + (values.size,) * transport.size, transport.memory, zeros)
+    block = Block(
+        0, values, Grid(values.size, values.size, (0,) + (values.size,) * transport.size), transport.memory, zeros
+    )
     block.ensure_sums(zeros)
     if codec.feedback:
         block.ensure_residuals(1, zeros if codec.elementwise else HOST.zeros)

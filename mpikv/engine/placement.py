@@ -57,7 +57,7 @@ class Root(_Whole):
         super().__init__(transport)
         self._root = root
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
         return _all_on(self._transport, self._root, stop - start)
 
 
@@ -66,7 +66,7 @@ class Owners(_Whole):
 
     name = "owners"
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
         edges = [start, *(min(max(bound, start), stop) for bound in bounds[1:-1]), stop]
         return _cut_at(edges, self._transport.rank)
 
@@ -90,8 +90,8 @@ class Sharded:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
-        first, last = grid
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+        first, last = cell
         most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
         edges = [min(max(first + rank * most, start), stop) for rank in range(self._transport.size)] + [stop]
         return _cut_at(edges, self._transport.rank)
@@ -112,7 +112,7 @@ class Replicated:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
         return Shard((stop - start,) * self._transport.size, 0, stop - start)
 
     def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:

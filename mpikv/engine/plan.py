@@ -19,7 +19,8 @@ from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
 from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
-from .arena import Block, Kept, rounded
+from .arena import Block, Kept
+from .grid import rounded
 from .keys import Entry
 
 __all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label"]
@@ -121,7 +122,9 @@ class Bucket:
 
     @cached_property
     def owned(self) -> tuple[slice, ...]:
-        """Which elements of the bucket are this rank's, and of a key of the call."""
+        """Which elements of the bucket are this rank's, and of a key of the call: without what lies between keys, which
+        may hold anything.
+        """
         edges = [(max(run.low, self.shard.low), min(run.high, self.shard.high)) for run in joined(self.pieces)]
         return tuple(slice(low, high) for low, high in edges if low < high)
 
@@ -304,8 +307,8 @@ def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iter
         place = entries[item].place
         low, end = place.start, place.start + place.size
         while low < end:
-            high = min(end, block.grid(low)[1])
-            cells.setdefault(low // block.cell, []).append(
+            high = min(end, block.grid.cell(low)[1])
+            cells.setdefault(low // block.grid.cell_size, []).append(
                 Range(item, low - place.start, high - place.start, low, high)
             )
             low = high
@@ -383,9 +386,8 @@ class Planner:
         if block.memory.is_host or block.by_rows:
             return None
         ranges: list[tuple[int, int]] = []
-        for first in range(0, block.values.size, block.cell):
-            grid = block.grid(first)
-            shard = self.placement.shard(*grid, grid, block.bounds)
+        for first, last in block.grid.cells():
+            shard = block.grid.shard(self.placement, first, last)
             low, high = first + shard.low, first + shard.high
             if ranges and ranges[-1][1] == low:
                 low, _ = ranges.pop()
@@ -398,7 +400,7 @@ class Planner:
             return None
         block, low = entry.place.block, entry.place.start
         # An empty value belongs to the owner of its place.
-        shard = self.placement.shard(low, low + 1, block.grid(low), block.bounds)
+        shard = block.grid.shard(self.placement, low, low + 1)
         if shard.low == shard.high:
             return None
         total: Array = block.sums_of(low, low + entry.place.size).reshape(entry.shape)
@@ -415,10 +417,10 @@ class Planner:
                 yield self._bucket(entries, block, start, tuple(pieces))
 
     def _bucket(self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...]) -> Bucket:
-        stop, dtype = block.end_of(start + pieces[-1].high), block.values.dtype
+        stop, dtype = block.grid.end_of(start + pieces[-1].high), block.values.dtype
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
-        shard = self.placement.shard(start, stop, block.grid(start), block.bounds)
-        runs = tuple(joined(pieces, block.line))
+        shard = block.grid.shard(self.placement, start, stop)
+        runs = tuple(joined(pieces, block.grid.line))
         dense = len(runs) == 1
         total = self._total(block, start, shard, dense)
         joint = tuple(self._updates(block, start, shard, runs, total))

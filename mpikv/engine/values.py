@@ -171,7 +171,7 @@ class Values:
         told = gather(self.transport, counts)
         entries = list(self.table.entries())
         rows = np.fromiter((entry.index for entry in entries), np.intp)
-        owners = np.fromiter((entry.place.block.owner(entry.place.start) for entry in entries), np.intp)
+        owners = np.fromiter((entry.place.block.grid.owner(entry.place.start) for entry in entries), np.intp)
         latest = told[owners, rows]
         if not self.planner.current:
             self.table.stale[rows] |= (told[:, rows] != latest).any(axis=0)

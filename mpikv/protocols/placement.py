@@ -27,8 +27,8 @@ class Placement(Protocol):
     everywhere: bool
     """Whether a push leaves every rank with the newest value, so that publishing has nothing to do."""
 
-    def shard(self, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> Shard:
-        """Return who owns the elements ``[start, stop)`` of a block, which lie in the cell ``grid`` of its bucket grid.
+    def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
+        """Return who owns the elements ``[start, stop)`` of a block, which lie in ``cell`` of its grid.
 
         For placements that keep values whole, rank r is to own those that begin in ``[bounds[r], bounds[r + 1])``, and
         none reaches beyond. An element's owner depends on its place in its block alone, never on the call, because its

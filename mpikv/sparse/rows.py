@@ -481,11 +481,10 @@ class _Owners:
 
 def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
     """Yield how many elements belong to whom, one range after the other."""
-    block, at, end = entry.place.block, entry.place.start, entry.place.start + entry.place.size
+    grid, at, end = entry.place.block.grid, entry.place.start, entry.place.start + entry.place.size
     while at < end:
-        grid = block.grid(at)
-        stop = min(end, grid[1])
-        for rank, count in enumerate(placement.shard(at, stop, grid, block.bounds).counts):
+        stop = min(end, grid.cell(at)[1])
+        for rank, count in enumerate(grid.shard(placement, at, stop).counts):
             yield count, rank
         at = stop
 

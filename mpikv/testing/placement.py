@@ -61,8 +61,8 @@ class PlacementContract:
         group.close()
 
     def test_shards_fill_every_range_exactly(self) -> None:
-        for ranks, (grid, start, stop, bounds) in cases():
-            shards = self.shards(ranks, start, stop, grid, bounds)
+        for ranks, (cell, start, stop, bounds) in cases():
+            shards = self.shards(ranks, start, stop, cell, bounds)
             counts = shards[0].counts
             assert len(counts) == ranks
             assert all(shard.counts == counts for shard in shards), "ranks differ on who owns what"
@@ -75,10 +75,10 @@ class PlacementContract:
                 assert not counts[rank] or shard.low == sum(counts[:rank]), "parts are not in rank order"
 
     def test_the_owner_depends_on_the_place_alone(self) -> None:
-        for ranks, (grid, start, stop, bounds) in cases():
-            whole = self.owners(ranks, *grid, grid, bounds)
-            part = self.owners(ranks, start, stop, grid, bounds)
-            assert part == whole[start - grid[0] : stop - grid[0]]
+        for ranks, (cell, start, stop, bounds) in cases():
+            whole = self.owners(ranks, *cell, cell, bounds)
+            part = self.owners(ranks, start, stop, cell, bounds)
+            assert part == whole[start - cell[0] : stop - cell[0]]
 
     def test_a_push_and_a_pull(self, recording: Recording) -> None:
         placement = self.make(recording)
@@ -92,12 +92,12 @@ class PlacementContract:
         placement: Placement,
         recording: Recording,
         dtype: np.dtype[Any],
-        grid: tuple[int, int],
+        cell: tuple[int, int],
         start: int,
         stop: int,
     ) -> None:
         """Sum one range, store the sum at its owners, publish it, and compare."""
-        value, shard = np.zeros(stop - start, dtype), placement.shard(start, stop, grid, of_one(grid, recording.size))
+        value, shard = np.zeros(stop - start, dtype), placement.shard(start, stop, cell, of_one(cell, recording.size))
         sends = [
             np.random.default_rng((start, rank)).integers(0, 9, stop - start).astype(dtype)
             for rank in range(recording.size)
@@ -115,15 +115,15 @@ class PlacementContract:
         assert tuple(recording.take()) == self.collectives
         np.testing.assert_array_equal(value, expected.astype(dtype))
 
-    def shards(self, ranks: int, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> list[Shard]:
+    def shards(self, ranks: int, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> list[Shard]:
         """Return what each of so many ranks says of one range."""
         seats = [cast(Transport, Seat(rank, ranks)) for rank in range(ranks)]
-        return [self.make(seat).shard(start, stop, grid, bounds) for seat in seats]
+        return [self.make(seat).shard(start, stop, cell, bounds) for seat in seats]
 
-    def owners(self, ranks: int, start: int, stop: int, grid: tuple[int, int], bounds: Sequence[int]) -> list[set[int]]:
+    def owners(self, ranks: int, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> list[set[int]]:
         """Return the owners of each element."""
         owners: list[set[int]] = [set() for _ in range(stop - start)]
-        for rank, shard in enumerate(self.shards(ranks, start, stop, grid, bounds)):
+        for rank, shard in enumerate(self.shards(ranks, start, stop, cell, bounds)):
             for element in range(shard.low, shard.high):
                 owners[element].add(rank)
         return owners
@@ -137,18 +137,18 @@ class Seat:
     size: int
 
 
-def of_one(grid: tuple[int, int], ranks: int) -> Sequence[int]:
+def of_one(cell: tuple[int, int], ranks: int) -> Sequence[int]:
     """Return the bounds by which the last rank has all whole values of a cell."""
-    return (0,) * ranks + (grid[1],)
+    return (0,) * ranks + (cell[1],)
 
 
 def cases() -> Iterator[tuple[int, tuple[tuple[int, int], int, int, Sequence[int]]]]:
     """Yield numbers of ranks, and cells with ranges in them."""
     random = np.random.default_rng(0)
     for ranks in (1, 2, 3, 4, 7):
-        for grid in CELLS:
-            first, last = grid
+        for cell in CELLS:
+            first, last = cell
             cuts = sorted(int(cut) for cut in random.integers(first, last, 2))
             for start, stop in ((first, last), (cuts[0], cuts[1] + 1), (first, first + 1), (last - 1, last)):
-                yield ranks, (grid, start, stop, of_one(grid, ranks))
-                yield ranks, (grid, start, stop, (0, *sorted(random.integers(first, last, ranks - 1).tolist()), last))
+                yield ranks, (cell, start, stop, of_one(cell, ranks))
+                yield ranks, (cell, start, stop, (0, *sorted(random.integers(first, last, ranks - 1).tolist()), last))

@@ -75,7 +75,7 @@ def test_large_values_have_their_own_blocks(arena):
     large, small, other = arena.place([(FLOAT, 1 << 20), (FLOAT, 3), (FLOAT, 1 << 14)])
     assert len({id(place.block) for place in (large, small, other)}) == 3
     assert large.block.values.size == 1 << 20
-    assert large.block.cell == (1 << 20) // 8
+    assert large.block.grid.cell_size == (1 << 20) // 8
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, INT, np.dtype(np.int8), np.dtype(np.complex128)])
@@ -231,15 +231,15 @@ def test_owners_have_about_equally_much(arena):
     arena.place([(FLOAT, int(size)) for size in random.integers(1 << 14, 1 << 17, 60)])
     loads = [0] * 4
     for block in arena.blocks:
-        loads[block.owner(0)] += block.values.nbytes
+        loads[block.grid.owner(0)] += block.values.nbytes
     assert max(loads) < 1.5 * min(loads)
 
 
 def test_grids():
     arena = Arena(LocalTransport(4096))
     (place,) = arena.place([(FLOAT, 1300)])
-    assert place.block.cell == 512
-    assert [place.block.grid(element) for element in (0, 511, 512, 1299)] == [
+    assert place.block.grid.cell_size == 512
+    assert [place.block.grid.cell(element) for element in (0, 511, 512, 1299)] == [
         (0, 512),
         (0, 512),
         (512, 1024),

@@ -150,7 +150,7 @@ def test_whole_values_are_divided_about_equally(name, size):
     assert layout.state <= 1.001 * (mean + largest) / (size * mean)
     for arena, _ in layout.seats:
         for block in arena.blocks:
-            assert list(block.bounds) == sorted(block.bounds)
+            assert list(block.grid.bounds) == sorted(block.grid.bounds)
 
 
 @pytest.mark.parametrize(
