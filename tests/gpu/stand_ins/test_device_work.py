@@ -565,10 +565,11 @@ def test_work_that_does_not_end_is_over_everywhere(gpu, comm):
     """The call was queued, and well; whoever looks at what it should have filled learns of it."""
     config = Config(timeout=0.8)
     group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    nccl = FakeNccl(gpu, comm.Dup())
     board = StatusBoard(group)
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
     kv = KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
+    nccl.patience = 0.3
     kv.init("w", np.zeros(5))
     if kv.rank == 0:
         nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}

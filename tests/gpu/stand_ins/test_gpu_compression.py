@@ -392,9 +392,10 @@ def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
     """Also where a gradient is looked at, which waits for what was queued before it."""
     gpu, config = FakeGpu(comm.rank), Config(timeout=0.8, placement="sharded")
     group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    nccl = FakeNccl(gpu, comm.Dup())
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
+    nccl.patience = 0.3
     kv.set_gradient_compression(name)
     kv.init("w", np.zeros(500, F32))
     if kv.rank == 0:
@@ -418,9 +419,10 @@ def test_work_that_does_not_end_ends_the_store_everywhere(comm, name):
 def test_a_call_of_nccl_that_fails_ends_the_store_everywhere(comm):
     gpu, config = FakeGpu(comm.rank), Config(timeout=0.8)
     group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    nccl = FakeNccl(gpu, comm.Dup())
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
+    nccl.patience = 0.3
     kv.set_gradient_compression("1bit")
     kv.init("w", np.zeros(500, F32))
     if kv.rank == 0:

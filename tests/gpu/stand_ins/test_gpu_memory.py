@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 def store_on(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
     config = Config.read(**{"bucket_bytes": 1 << 13, "timeout": TIMEOUT, **options})
     group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3) if comm else None
+    nccl = FakeNccl(gpu, comm.Dup()) if comm else None
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     return KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
 

@@ -62,7 +62,7 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
     gpu = FakeGpu(comm.rank)
     config = Config(timeout=0.8)
     group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    nccl = FakeNccl(gpu, comm.Dup())
     kv = KVStore(
         group,
         board := StatusBoard(group),
@@ -70,6 +70,7 @@ def test_a_store_whose_work_does_not_end_is_over_everywhere(comm):
         config,
         kernels=FakeKernels(gpu),
     )
+    nccl.patience = 0.3
     kv.init("w", np.zeros(5))
     if kv.rank == 0:
         nccl.stick_at = {len(nccl.calls) + number for number in range(1, 9)}
@@ -95,9 +96,10 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(
         simulate_ranks_per_host=simulate_ranks_per_host if transport == "hierarchical" else 0,
     )
     group = connect(comm, config)
-    nccl = FakeNccl(gpu, comm.Dup(), patience=0.3)
+    nccl = FakeNccl(gpu, comm.Dup())
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl)
     kv = KVStore(group, StatusBoard(group), mover, config, kernels=FakeKernels(gpu))
+    nccl.patience = 0.3
     kv.init("w", np.zeros(5))
     began = time.monotonic()
     if kv.rank == 0:

@@ -32,12 +32,12 @@ ALL = pytest.mark.ranks(1, 2, 3, 4)
 SOME = pytest.mark.ranks(1, 2, 3)
 
 
-def store_on(gpu: FakeGpu, comm: Any, patience: float = 20.0, **options: Any) -> KVStore:
+def store_on(gpu: FakeGpu, comm: Any, **options: Any) -> KVStore:
     """Return a store on a GPU. Collective."""
     config = Config.read(**{"bucket_bytes": 1 << 14, **options})
     group = connect(comm, config)
     board = StatusBoard(group)
-    nccl = FakeNccl(gpu, comm.Dup(), patience) if comm else None
+    nccl = FakeNccl(gpu, comm.Dup()) if comm else None
     mover = open_gpu_transport(group, config, DeviceMemory(gpu), nccl, board.warn)
     return KVStore(group, board, mover, config, kernels=FakeKernels(gpu))
 
@@ -657,8 +657,9 @@ def test_the_stand_in_finds_graphs_that_outlive_the_communicator(comm: Any, monk
 @pytest.mark.ranks(2, 3)
 def test_a_replay_that_never_ends_is_given_up(comm: Any) -> None:
     gpu = FakeGpu(comm.rank)
-    kv = store_on(gpu, comm, patience=0.3, timeout=1.0)
+    kv = store_on(gpu, comm, timeout=1.0)
     nccl = kv._transport._nccl
+    nccl.patience = 0.3
     sent, out = gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
     kv.init("w", np.zeros(5))
     step = kv.capture("w", sent, out)
@@ -678,8 +679,9 @@ def test_a_replay_that_never_ends_is_given_up(comm: Any) -> None:
 @pytest.mark.parametrize("status", [1, 6])
 def test_nccl_fails_while_it_is_recorded(comm: Any, status: int) -> None:
     gpu = FakeGpu(comm.rank)
-    kv = store_on(gpu, comm, patience=0.3, timeout=1.0)
+    kv = store_on(gpu, comm, timeout=1.0)
     nccl = kv._transport._nccl
+    nccl.patience = 0.3
     sent, out = gpu.upload(np.ones(5)), gpu.upload(np.ones(5))
     kv.init("w", np.zeros(5))
     step = kv.capture("w", sent, out)
