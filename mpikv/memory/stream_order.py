@@ -29,6 +29,10 @@ QueueContext: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
 
 # The handle of CUDA's default stream of a thread: in each thread it is another stream.
 _PER_THREAD = 2
+_CAPTURING = (
+    "the current stream is being captured, and your graph cannot contain a store's calls; call it before or after the "
+    "capture, or use kv.capture to record a pushpull"
+)
 
 
 class HostOrder:
@@ -138,16 +142,10 @@ class GpuOrder:
         return False
 
     def begin(self) -> None:
-        self._check_capture()
+        if self._gpu.capturing():
+            raise Unsupported(_CAPTURING)
         if self.call.begin is not None:
             self.stream.wait(self.call.begin)
-
-    def _check_capture(self) -> None:
-        if self._gpu.capturing():
-            raise Unsupported(
-                "the current stream is being captured, and your graph cannot contain a store's calls; call it before "
-                "or after the capture, or use kv.capture to record a pushpull"
-            )
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array of any content, for the caller of what this thread runs, if it runs a call."""
@@ -193,7 +191,8 @@ class GpuOrder:
         pass
 
     def issue(self) -> Issued:
-        self._check_capture()
+        if self._gpu.capturing():
+            raise Unsupported(_CAPTURING)
         return Issued(self, self._gpu.current())
 
     @contextmanager

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
@@ -206,9 +206,12 @@ class Optimizer:
     def _change(self) -> None:
         self._changes += 1
         self.revision = self._changes
-        self._rescale()
+        self._derive()
 
-    def _rescale(self) -> None:
+    def _derive(self) -> None:
+        """Work out anew what follows from the options."""
+        for name in ("by_key", "depends_on_count", "opaque"):
+            vars(self).pop(name, None)
         ranks = self._ranks or 1 if self.average else 1
         object.__setattr__(self, "rescale", self.rescale_grad / ranks)
 
@@ -231,7 +234,7 @@ class Optimizer:
                 f"{ranks}; give each store its own optimizer, for instance copy.copy(optimizer)"
             )
         self._ranks = ranks
-        self._rescale()
+        self._derive()
 
     @contextmanager
     def having(self, **options: Any) -> Iterator[None]:
@@ -268,7 +271,7 @@ class Optimizer:
         for name, value in options.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "revision", revision)
-        self._rescale()
+        self._derive()
         self._steps.clear()
 
     @classmethod
@@ -329,18 +332,18 @@ class Optimizer:
             )
         return slots
 
-    @property
+    @cached_property
     def by_key(self) -> bool:
         """Whether keys of the same count may have different steps."""
         return bool(self.lr_mult or self.wd_mult) or type(self).step is not Optimizer.step
 
-    @property
+    @cached_property
     def depends_on_count(self) -> bool:
         """Whether updates of the same key may have different steps."""
         own = any(getattr(type(self), name) is not getattr(Optimizer, name) for name in ("correction", "rate", "step"))
         return own or self.lr_scheduler is not None
 
-    @property
+    @cached_property
     def opaque(self) -> bool:
         """Whether the rate comes from a function of the user's, of which :meth:`settings` knows the name only."""
         return self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..arrays.arrays import is_array, lies_on_host
@@ -20,7 +21,7 @@ from ..engine.pipeline import Arrays, Steps, groups_of
 from ..engine.plan import Plan
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import RowSparse
-from ..protocols import Graph, StepTable
+from ..protocols import Graph, StepTable, Updater
 from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.comparison import add_text
@@ -60,18 +61,21 @@ class _Known:
     agreed: bool = False
     """Whether all ranks know whether all can record it."""
     table: StepTable | None = None
+    revision: int = 0
+    """That of the updater, whose settings the table follows from."""
     uniform: bool = True
     """Whether all keys are updated by one step."""
     ready: bool = False
     """Whether it was queued once as it will be recorded."""
     graph: Graph | None = None
 
-    def suits(self, steps: Steps, by_key: bool) -> bool:
-        """Return whether what was queued makes the updates that are to be made now, given other numbers. ``by_key``:
-        keys have steps of their own, which may be equal for once, as where a schedule ends at zero.
-        """
-        alike = steps.uniform is self.uniform or (by_key and not self.uniform)
-        return alike and (self.table is None or self.table.fits(steps.each[0]))
+    def suits(self, steps: Steps, updater: Updater) -> bool:
+        """Return whether what was queued makes the updates that are to be made now, given other numbers."""
+        # Steps of keys may be equal for once, as where a schedule ends at zero.
+        alike = steps.uniform is self.uniform or (not self.uniform and updater.by_key)
+        if self.table is None or updater.revision == self.revision:
+            return alike
+        return alike and self.table.fits(steps.each[0])
 
 
 class CapturedStep:
@@ -146,13 +150,13 @@ class CapturedStep:
             first = None if known.lack else self._verbs.comparison.update_call("pushpull", known.plan)[1]
             return PreparedCall(call, lambda: self._first(known, first, run))
         call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
-        if not known.suits(steps, self._exchange.updater.by_key):
+        if not known.suits(steps, self._exchange.updater):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
         if not known.ready:
             return PreparedCall(self._described(call, _AGAIN), lambda: self._queue_first(known, steps))
         if known.graph is None:
             return PreparedCall(self._described(call, _RECORDED), lambda: self._record(memory, known, steps))
-        return PreparedCall(self._described(call, _LAUNCHED), lambda: self._launch(memory, known, steps))
+        return PreparedCall(self._described(call, _LAUNCHED), partial(self._launch, memory, known, steps))
 
     def _plainly(self, how: str) -> PreparedCall:
         """Prepare it as any pushpull."""
@@ -185,7 +189,7 @@ class CapturedStep:
         table = known.table
         if table is None or not table.fits(steps.each[0]):
             table = self._exchange.table_of_steps(known.plan)
-        return replace(known, table=table, uniform=steps.uniform)
+        return replace(known, table=table, revision=self._exchange.updater.revision, uniform=steps.uniform)
 
     # --- What is run once all ranks agree
 

@@ -116,7 +116,8 @@ class KVStore(KVStoreBase):
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
         self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
         self._captured = 0
-        open_stores().append(self)
+        self._stores = open_stores()
+        self._stores.append(self)
 
     # --- Facts
 
@@ -1083,7 +1084,7 @@ class KVStore(KVStoreBase):
     def _leave(self, why: str) -> bool:
         """Make the store unusable; return whether it was not."""
         try:
-            open_stores().remove(self)  # which only one of two threads can, that of the pending calls being one
+            self._stores.remove(self)  # which only one of two threads can, that of the pending calls being one
         except ValueError:
             return False
         self._door.end(why)
@@ -1150,7 +1151,7 @@ class KVStore(KVStoreBase):
             door.running = ""
 
     def _run_in_order(self, quietly: Callable[..., Any], run: Callable[[], Any]) -> Any:
-        if self._has_stream:
+        if self._has_stream and len(self._stores) > 1:
             let_gpus_queue(self)
         return self._order.run(quietly, run)
 
