@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -72,7 +73,7 @@ def attach(
             become the root's. ``each``: each rank has its own.
 
     Returns:
-        What ends the attachment, and what is needed now and then.
+        The attachment: ``no_sync``, ``join``, ``add``, ``statistics`` and ``detach``.
 
     Raises:
         ConfigError: an option has a bad value; a parameter is attached already, or is not the model's; the optimizer
@@ -144,8 +145,12 @@ class Attached:
             named = dict(model.named_parameters())
             for one in self._optimizers:
                 _check_optimizer(one, named, sharded=update == "store")
+            if update == "store":
+                _check_shared(self._optimizers)
             for name, parameter in named.items():
                 _check_parameter(name, parameter)
+                if codec is not None:
+                    _check_compressible(name, parameter)
         except (MPIKVError, TypeError) as error:
             kv.raise_on_all_ranks(error, "attach")
         options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}"
@@ -183,7 +188,8 @@ class Attached:
         trainable, from the next backward on.
 
         Collective. Its values become the root's. An optimizer that is to update it is given it before, by
-        ``add_param_group``.
+        ``add_param_group``. Buffers of a new layer stay each rank's own; :func:`mpikv.torch.broadcast` makes them equal
+        once.
 
         Raises:
             ConfigError: it is attached already.
@@ -205,8 +211,8 @@ class Attached:
 
     def _watch(self, named: dict[str, Any]) -> None:
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
-        for sharded, optimizer in zip(self._sharded, self._optimizers, strict=bool(self._sharded)):
-            members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for sharded in self._sharded:
+            members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
             sharded.divide((name, one) for name, one in trained if one in members)
         self._sync.watch(trained)
         for _, one in trained:
@@ -240,8 +246,9 @@ class Attached:
 
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros, and the mean is
         over all ranks all the same. When all have left, every rank has the weights, buffers and optimizer state of one
-        that made the most steps. Schedules of learning rates are not among them: step these outside of the block.
-        Gradients are exchanged without overlap meanwhile.
+        that made the most steps. Schedules of learning rates, and a ``GradScaler``, are not among them: step these
+        outside of the block, or the ranks' scales and rates differ afterwards. Gradients are exchanged without overlap
+        meanwhile. One model joins at a time: blocks of two attached models, one in the other, end in ``Stalled``.
 
         Raises:
             Unsupported: with ``update="store"``, where a rank that has left would have to go on updating; or with
@@ -269,13 +276,18 @@ class Attached:
             sync.blocking = False
 
     def _catch_up(self) -> None:
-        """Give all ranks what one has that has made the most passes."""
+        """Copy model and optimizer state from the rank that has made the most passes."""
         kv, sync = self.kv, self._sync
         if kv.comm is None:
             return
         kv.barrier()  # so that no rank waits in MPI for one that does not come
         numbers = kv.comm.allgather((sync.number, sync.steps))
         leader = numbers.index(max(numbers))
+        if sync.brings_buffers:  # they were each rank's own in the block, also those that no state_dict has
+            buffers = list(self._model.buffers())
+            told = kv.comm.bcast([one.detach() for one in buffers], leader)
+            for one, other in zip(buffers, told, strict=True):
+                one.data.copy_(other)
         if min(numbers) == numbers[leader]:
             return
         state = None
@@ -323,31 +335,56 @@ class Attached:
             "seconds_waited": sync.seconds_waited,
         }
 
-    def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> None:
+    def _before_step(self, optimizer: Any, arguments: Sequence[Any], options: Any) -> Any:
         """A hook: see that the gradients of the step are the sums of this step."""
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")  # the first is the optimizer
-        has_closure = closure is not None  # in which backward is still to come
-        try:
-            if sync.kept_back and not has_closure:
-                sync.next_store.raise_on_all_ranks(
-                    ConfigError(
-                        "gradients have stayed on their rank, as the last backward was in no_sync(); make the last "
-                        "backward of a step outside of it"
-                    ),
-                    "optimizer.step",
-                )
-            if not has_closure and not self._sharded:  # which has checked it, before shards took the parameters' places
+        if closure is not None:  # in which backward is still to come
+            self._stepped[id(optimizer)] = sync.passes
+            sync.note_step(optimizer)
+            return (optimizer, partial(self._run_closure, optimizer, closure), *arguments[2:]), {
+                name: value for name, value in options.items() if name != "closure"
+            }
+        with self._missing_a_call():
+            self._check_synchronized()
+            if not self._sharded:  # which has checked it, before shards took the parameters' places
                 self._check_exchanged(optimizer)
-            if self._stepped[id(optimizer)] == sync.passes and not has_closure and not sync.blocking:
+            if self._stepped[id(optimizer)] == sync.passes and not sync.blocking:
                 sync.next_store.check_equal("optimizer.step without a backward since the last one", "optimizer.step")
-        except MPIKVError:
-            sync.miss()
-            raise
         self._stepped[id(optimizer)] = sync.passes
         sync.note_step(optimizer)
+        return None
+
+    def _run_closure(self, optimizer: Any, closure: Any) -> Any:
+        """Return the closure's loss, and see that its gradients are the sums."""
+        loss = closure()
+        self._sync.complete()
+        with self._missing_a_call():
+            self._check_synchronized()
+            self._check_exchanged(optimizer)
+        return loss
+
+    @contextmanager
+    def _missing_a_call(self) -> Iterator[None]:
+        """Remember that a call has failed, where one fails inside."""
+        try:
+            yield
+        except MPIKVError:
+            self._sync.miss()
+            raise
+
+    def _check_synchronized(self) -> None:
+        """Raise ConfigError on every rank where gradients are of this rank alone."""
+        if self._sync.kept_back:
+            self._sync.next_store.raise_on_all_ranks(
+                ConfigError(
+                    "gradients have stayed on their rank, as the last backward was in no_sync(); make the last "
+                    "backward of a step outside of it"
+                ),
+                "optimizer.step",
+            )
 
     def _refuse_in_backward(self) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -355,15 +392,17 @@ class Attached:
                 Unsupported("optimizer.step was called in a hook of a backward; call it when backward has returned")
             )
 
-    def _check_before_shards(self, optimizer: Any) -> None:
-        """See the same of a step that is made in shards. Collective."""
+    def _check_before_shards(self, sharded: ShardedStep) -> None:
+        """See the same of a step that is made in shards, and divide what its optimizer was given since. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
-        try:
-            self._check_exchanged(optimizer)
-        except MPIKVError:
-            self._sync.miss()
-            raise
+        with self._missing_a_call():
+            if fault := sharded.find_fault():
+                self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
+            self._check_synchronized()
+            self._check_exchanged(sharded.optimizer)
+            names = {one: self._sync.watched[one].name for one in sharded.undivided()}
+            sharded.divide((name.removeprefix(self._prefix), one) for one, name in names.items())
 
     def _check_exchanged(self, optimizer: Any) -> None:
         """Raise ConfigError on every rank where a gradient of the step is not one that ranks have exchanged."""
@@ -415,6 +454,27 @@ def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> No
         )
     if sharded:
         check_shardable(optimizer)
+
+
+def _check_shared(optimizers: Sequence[Any]) -> None:
+    """Raise ConfigError if two optimizers would divide the same parameter."""
+    seen: set[Any] = set()
+    for optimizer in optimizers:
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in own & seen:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, and update='store' gives each "
+                "rank one part of it; pass update='local'"
+            )
+        seen |= own
+
+
+def _check_compressible(name: str, parameter: Any) -> None:
+    if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(
+            f"the parameter {name!r} is {parameter.dtype}, and compression is for float32, float16 and bfloat16; "
+            "convert the model, or leave compression out"
+        )
 
 
 def _check_parameter(name: str, parameter: Any) -> None:

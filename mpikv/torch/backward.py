@@ -28,7 +28,7 @@ from .tensors import row_of
 
 __all__ = ["BackwardSync"]
 
-# Of which the exchange begins early; DDP has the same.
+# Bytes of the first bucket, whose exchange begins early; DDP uses the same.
 _FIRST_BUCKET = 1 << 20
 
 # What the census adds up before gradients: ranks, their passes, the stamps of their steps, and the squares of both.
@@ -76,7 +76,8 @@ class BackwardSync:
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
         self._task: int | None = None
-        self._arrived: dict[Gradient, None] = {}
+        self._arrived: dict[Gradient, tuple[Any, int]] = {}
+        """The tensor that is exchanged for each gradient that backward has made, and its version."""
         self._works: list[Any] = []
         # Gradients as backward made them, until the next pass. Freed in this one, their memory would go back to the
         # system, from which the rest of backward would take it again, page by page.
@@ -84,6 +85,11 @@ class BackwardSync:
         self._sent = 0
         self._totals = np.zeros(0, np.int64)
         self._census = self._totals
+
+    @property
+    def brings_buffers(self) -> bool:
+        """Whether each pass gives all ranks the root's buffers of the model."""
+        return self._model_buffers is not None
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Add up the gradients of these parameters from the next pass on."""
@@ -102,8 +108,12 @@ class BackwardSync:
         for gradient in self.gradients:
             if gradient.buffer is not None and gradient.parameter.grad is gradient.buffer:
                 gradient.parameter.grad = gradient.buffer.clone()
+            gradient.drop_memory()
         self._made.clear()
+        self._census = self._totals
         names = [name for bucket in self.buckets for name in bucket.names]
+        for bucket in self.buckets:
+            bucket.arrays.clear()
         if names:
             self._sums.delete(names)
             self._kv.delete(self._census_key)
@@ -122,11 +132,13 @@ class BackwardSync:
             self._begin(task)
         if gradient in self._arrived:
             self.refuse(Unsupported(f"backward computed the gradient of {gradient.name!r} twice in one pass"))
-        self._arrived[gradient] = None
         if gradient.buffer is None:
             self._check(gradient)
         else:
             self._stage(gradient)
+        grad = gradient.parameter.grad
+        self._arrived[gradient] = grad, grad._version
+        if gradient.buffer is not None:
             gradient.bucket.missing -= 1
             self._send(complete=True)
 
@@ -146,12 +158,14 @@ class BackwardSync:
             bucket.missing = len(bucket.gradients)
 
     def _stage(self, gradient: Gradient) -> bool:
-        self._made.append(gradient.parameter.grad)
+        made = gradient.parameter.grad
         try:
             with torch.no_grad():
-                return gradient.stage(1 / self._kv.size)
+                staged = gradient.stage(1 / self._kv.size)
         except MPIKVError as error:
             self.refuse(error)
+        self._made.append(made)
+        return staged
 
     def _check(self, gradient: Gradient) -> None:
         try:
@@ -193,6 +207,7 @@ class BackwardSync:
                     "two; with torch.utils.checkpoint pass use_reentrant=False"
                 )
             )
+        self._refuse_changed()
         try:
             began = perf_counter()
             brought = self._send_rest()
@@ -207,6 +222,19 @@ class BackwardSync:
             if isinstance(error, RankMismatch):
                 noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
+
+    def _refuse_changed(self) -> None:
+        """Refuse what another hook has made of a gradient after this one has taken it: others do not get it."""
+        for gradient, (grad, version) in self._arrived.items():
+            now = gradient.parameter.grad
+            if now is not grad or now._version != version:
+                self.refuse(
+                    Unsupported(
+                        f"a hook that was registered after attach has changed the gradient of {gradient.name!r}, which "
+                        "is being exchanged; register the hook before attach, or change gradients, and call "
+                        "optimizer.step, when backward has returned"
+                    )
+                )
 
     def _send_rest(self) -> list[bool]:
         """Send what is left, zeros for gradients that are not there; return which are."""
@@ -230,7 +258,8 @@ class BackwardSync:
 
     def note_step(self, optimizer: Any) -> None:
         """Remember a step and its settings, which the next pass compares. Local."""
-        settings = [[value for name, value in group.items() if name != "params"] for group in optimizer.param_groups]
+        groups = optimizer.param_groups
+        settings = [[_plain(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
 
     # --- A pass that was cut short
@@ -320,3 +349,12 @@ class BackwardSync:
                 "steps; a rank has left out a backward or a step, has other learning rates, or caught an exception; do "
                 f"the same on every rank, or use join() [rank {self._kv.rank}/{self._kv.size}]"
             )
+
+
+def _plain(value: Any) -> Any:
+    """Return what ranks can compare of an optimizer's setting: of an object its kind, as it lies elsewhere on each."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return list(map(_plain, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

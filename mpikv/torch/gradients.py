@@ -22,8 +22,10 @@ class Gradient:
     def __init__(self, name: str, parameter: Any) -> None:
         self.name, self.parameter = name, parameter
         self.kind = _kind(parameter)
+        self.array: Any = None
+        """This rank's buffer of the key, once there is one."""
         self.memory: Any = None
-        """A tensor over this rank's buffer of the key, once there is one."""
+        """A tensor over it."""
         self.buffer: Any = None
         """The same for ``parameter.grad``, which others may give other memory, as ``model.double()`` does."""
         self.bucket: Bucket
@@ -32,6 +34,10 @@ class Gradient:
         self.array = array
         self.memory = tensor_over(array, self.parameter)
         self.buffer = self.memory.detach()
+
+    def drop_memory(self) -> None:
+        """Let go of the store's memory."""
+        self.array = self.memory = self.buffer = None
 
     def stage(self, scale: float) -> bool:
         """Put what ``parameter.grad`` holds, times ``scale``, into the buffer; return whether it holds anything.
@@ -63,8 +69,8 @@ class Gradient:
         grad = self.parameter.grad
         if grad is None:
             raise Unsupported(
-                f"another hook has taken the gradient of {self.name!r} away before it was exchanged, as an optimizer "
-                "in backward does; call optimizer.step when backward has returned"
+                f"another hook removed the gradient of {self.name!r} before the exchange (an optimizer in backward "
+                "does this); call optimizer.step when backward has returned"
             )
         if grad.layout != torch.strided:
             raise Unsupported(

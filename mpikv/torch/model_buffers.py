@@ -50,7 +50,8 @@ class ModelBuffers:
         if self._is_root:
             return
         for dtype, out in zip(self._places, self._outs, strict=True):
-            tensors = self._tensors(dtype)
+            # As data: a graph that is alive has saved the buffers, and would refuse to go on when they have changed.
+            tensors = [one.data for one in self._tensors(dtype)]
             parts = out.split([one.numel() for one in tensors])
             torch._foreach_copy_(tensors, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
 

@@ -78,20 +78,30 @@ class _Part:
     """A tensor over this rank's buffer of the key, zero but for the part."""
 
     def of(self, tensor: Any) -> Any:
-        """Return this rank's part of a tensor that has the form of the parameter."""
-        return tensor.detach() if self.whole else row_of(tensor)[self.low : self.high]
+        """Return this rank's part of a tensor of the parameter's shape, of a copy if its strides are others."""
+        if self.whole:
+            return tensor.detach()
+        if tensor.stride() != self.parameter.stride():
+            other, pattern = tensor.detach(), self.parameter
+            tensor = torch.empty_strided(pattern.shape, pattern.stride(), dtype=other.dtype).copy_(other)
+        return row_of(tensor)[self.low : self.high]
 
 
 class ShardedStep:
     """Has an optimizer's ``step`` update this rank's part and exchange the weights. All ranks call it alike."""
 
     def __init__(
-        self, kv: KVStore, prefix: str, optimizer: Any, settle: Callable[[], None], check: Callable[[Any], None]
+        self,
+        kv: KVStore,
+        prefix: str,
+        optimizer: Any,
+        settle: Callable[[], None],
+        check: Callable[[ShardedStep], None],
     ) -> None:
         """``settle`` sees that ranks are at the same call, before one that is not in a step; ``check`` that gradients
         of the optimizer were exchanged, before a step.
         """
-        self._kv, self._prefix, self._optimizer = kv, prefix, optimizer
+        self._kv, self._prefix, self.optimizer = kv, prefix, optimizer
         self._settle, self._check = settle, check
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
@@ -116,10 +126,11 @@ class ShardedStep:
         state = self._gathered()
         for handle in self._handles:
             handle.remove()
-        if self._optimizer.step is self._method:
-            self._optimizer.step = self._wrapped
-        self._optimizer.state, self._released = state, True
+        if self.optimizer.step is self._method:
+            self.optimizer.step = self._wrapped
+        self.optimizer.state, self._released = state, True
         self._kv.delete([part.key for part in self._parts.values()])
+        self._parts.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
         """Divide these parameters among ranks. Collective. They have the root's values already."""
@@ -152,6 +163,23 @@ class ShardedStep:
             yield one, (min(max(low - begin, 0), size), min(max(high - begin, 0), size))
             begin += size
 
+    def undivided(self) -> list[Any]:
+        """Return the parameters of the optimizer that have gradients and are not divided yet. Local."""
+        given = [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [one for one in given if one.grad is not None and one not in self._parts]
+
+    def find_fault(self) -> Unsupported | None:
+        """Return why a step in shards would be wrong, if it would. Local."""
+        for part in self._parts.values():
+            if part.parameter.stride() != part.buffer.stride():
+                shape, strides = tuple(part.parameter.shape), part.parameter.stride()
+                return Unsupported(
+                    f"a parameter of shape {shape} has strides {strides}, and had {part.buffer.stride()} when the "
+                    "model was attached (model.to(memory_format=...) changes them); call detach(), and attach the "
+                    "model as it is now, with a new optimizer"
+                )
+        return None
+
     # --- A step
 
     def _step(self, closure: Any) -> Any:
@@ -159,8 +187,8 @@ class ShardedStep:
             return self._wrapped(closure)
         # These optimizers call it once, first; in the step it would see shards in place of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._check(self._optimizer)
-        groups = self._optimizer.param_groups
+        self._check(self)
+        groups = self.optimizer.param_groups
         changed = [self._parts[one] for group in groups for one in group["params"] if one.grad is not None]
         with self._shards_in_place():
             self._wrapped()
@@ -171,7 +199,7 @@ class ShardedStep:
     @contextmanager
     def _shards_in_place(self) -> Iterator[None]:
         """Have the optimizer's groups hold this rank's shards meanwhile."""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group in groups:
             parts = [self._parts[parameter] for parameter in group["params"] if parameter.grad is not None]
@@ -194,6 +222,8 @@ class ShardedStep:
             if part.shard is not None:
                 part.of(part.buffer).copy_(part.of(part.parameter))
         self._kv.pushpull([part.key for part in parts], None, [row_of(part.parameter) for part in parts])
+        for part in parts:  # so that backward through a graph of before refuses to go on, as after a step of torch's
+            torch.autograd.graph.increment_version(part.parameter)
 
     # --- State
 
@@ -201,7 +231,7 @@ class ShardedStep:
         """Keep this rank's part of the state of whole parameters, as the optimizer's constructor or a checkpoint made
         it. Local.
         """
-        state = self._optimizer.state
+        state = self.optimizer.state
         for part in self._parts.values():
             whole = state.pop(part.parameter, None)
             if whole and part.shard is not None:
@@ -215,10 +245,10 @@ class ShardedStep:
 
     def _gathered(self) -> Any:
         """Return the state of whole parameters, put together from all ranks' parts. Collective."""
-        kv, state = self._kv, self._optimizer.state
+        kv, state = self._kv, self.optimizer.state
         self._settle()
         own = {part.key: dict(state.get(part.shard, {})) for part in self._parts.values() if part.shard is not None}
-        kv.check_equal(f"state_dict of {type(self._optimizer).__name__}", "state_dict")
+        kv.check_equal(f"state_dict of {type(self.optimizer).__name__}", "state_dict")
         pieces = [own] if kv.comm is None else kv.comm.allgather(own)
         whole = type(state)(state.default_factory) if hasattr(state, "default_factory") else type(state)()
         for key, value in state.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -73,6 +75,7 @@ class Branches(nn.Module):
         return sum(self.layers[index](inputs) for index in used)
 
 
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_a_parameter_that_some_ranks_use(kv, update, bucket_bytes):
     alone, own, model, shared, _ = pair(kv, Branches, update=update, bucket_bytes=bucket_bytes)
@@ -140,6 +143,7 @@ def normalized() -> Any:
     return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("make", [network, Tied, frozen, not_in_a_row, normalized])
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_models(kv, update, make, optimizer):
@@ -148,6 +152,7 @@ def test_models(kv, update, make, optimizer):
     train(model, shared, range(4), kv)
     assert_close(model, alone)
     assert attached.statistics()["passes"] == 4
+    assert len(attached.statistics()["bucket_bytes"]) > 1 or make in (Tied, frozen)
 
 
 # --- Several backward passes, and what is done to gradients
@@ -467,6 +472,7 @@ class Raises(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("passes", [0, 2])
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_an_exception_in_backward_of_all_ranks(kv, update, passes, bucket_bytes):
     alone, own, model, shared, _ = pair(kv, update=update, bucket_bytes=bucket_bytes)
@@ -684,3 +690,90 @@ def test_gradients_that_were_moved_to_shared_memory(kv, update):
         if step == 1:
             model.share_memory()
     assert_close(model, alone)
+
+
+# --- What the store's memory must not change
+
+
+def test_gradients_of_other_strides(kv):
+    """As those that a script has put in place of what backward made."""
+
+    def make() -> Any:
+        torch.manual_seed(8)
+        return nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Flatten()).double().to(memory_format=torch.channels_last)
+
+    alone, own, model, shared, _ = pair(kv, make, update="store")
+    inputs = torch.arange(36, dtype=torch.float64).reshape(1, 4, 3, 3) / 36
+    for _ in range(3):
+        for one, optimizer in ((alone, own), (model, shared)):
+            optimizer.zero_grad()
+            one(inputs).square().sum().backward()
+            one[0].weight.grad = one[0].weight.grad.contiguous()
+            optimizer.step()
+        assert_close(model, alone)
+
+
+def test_a_graph_that_outlives_the_buffers_of_a_pass(kv):
+    """Two backwards through one forward of a normalization, as a generator's and a discriminator's are."""
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+    attached = attach(model, kv=kv)
+    made = model(torch.ones(3, 4, dtype=torch.float64) * torch.arange(3).unsqueeze(1) * (kv.rank + 1))
+    made.sum().backward(retain_graph=True)
+    made.square().sum().backward()
+    assert_equal_over_ranks(kv, *(one.grad for one in model.parameters()), *model.buffers())
+    attached.detach()
+
+
+def test_a_graph_of_weights_before_a_step_is_refused(kv, update):
+    _, _, model, shared, _ = pair(kv, update=update)
+    old = loss_of(model, 0, kv)
+    loss_of(model, 1, kv).backward()
+    shared.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+
+
+def test_an_optimizer_that_is_given_more_of_the_model(kv, update):
+    alone, model = network(), network()
+    own, shared = (optim.SGD(one[2].parameters(), lr=0.1) for one in (alone, model))
+    attach(model, shared, kv=kv, update=update)
+    train(alone, own, range(2))
+    train(model, shared, range(2), kv)
+    for one, optimizer in ((alone, own), (model, shared)):
+        optimizer.add_param_group({"params": one[0].parameters(), "lr": 0.05})
+    for one, optimizer, store in ((alone, own, None), (model, shared, kv)):
+        for parameter in one.parameters():
+            parameter.grad = None
+        train(one, optimizer, range(2, 5), store)
+    assert_close(model, alone)
+
+
+def test_settings_that_are_objects(kv, update):
+    _, _, model, shared, _ = pair(kv, update=update)
+    shared.param_groups[0]["note"] = object()
+    train(model, shared, range(3), kv)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_buffers_after_a_join(kv, more):
+    """Also where ranks have equal numbers of batches, and of buffers that no state has."""
+    torch.manual_seed(10)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    model.register_buffer("seen", torch.zeros(1), persistent=False)
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    with attached.join():
+        for step in range(2 + more * kv.rank):
+            model.seen.fill_(kv.rank + 1)
+            train(model, optimizer, [step], kv)
+    assert_equal_over_ranks(kv, *model.buffers())
+
+
+def test_memory_after_detach(kv, update):
+    _, _, model, shared, attached = pair(kv, update=update)
+    train(model, shared, range(2), kv)
+    held = weakref.ref(attached._sync.buckets[0].arrays[0])
+    attached.detach()
+    gc.collect()
+    assert held() is None

@@ -137,6 +137,7 @@ def run(seed: int, kv: Any = None, update: str = "local") -> Any:
 
 
 @pytest.mark.deadline(120)
+@pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("first", range(0, MODELS, AT_ONCE))
 def test_models_are_those_of_one_process(comm, first):
     with mpikv.create(comm=comm, timeout=10) as kv:

@@ -1,0 +1,11 @@
+"""What the tests of several files use."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def overlapping(monkeypatch):
+    """Have gradients sent while backward goes on, in several buckets, as where cores are free or hosts are several."""
+    monkeypatch.setattr("mpikv.torch.attached._has_spare_core", lambda kv: True)
