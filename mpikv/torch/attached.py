@@ -73,7 +73,7 @@ def attach(
             become the root's. ``each``: each rank has its own.
 
     Returns:
-        The attachment: ``no_sync``, ``join``, ``add``, ``statistics`` and ``detach``.
+        The attachment, which has ``no_sync``, ``join``, ``add``, ``statistics`` and ``detach``.
 
     Raises:
         ConfigError: an option has a bad value; a parameter is attached already, or is not the model's; the optimizer
