@@ -931,6 +931,26 @@ else:
     assert seconds < 30
 
 
+class RowMeans(mpikv.optimizers.Optimizer):
+    """An update that is not one of each element by itself."""
+
+    elementwise = False
+
+    def update(self, step, total, value, state):
+        value -= total.mean(axis=-1, keepdims=True)
+
+
+@ALL
+def test_an_optimizer_of_whole_values_sees_their_shape():
+    with create() as kv:
+        kv.init("w", np.zeros((2, 3)))
+        kv.set_optimizer(RowMeans())
+        kv.push("w", np.arange(6.0).reshape(2, 3))
+        kv.pull("w")
+        kv.barrier()
+        np.testing.assert_array_equal(kv.pull("w"), -kv.size * np.array([[1.0] * 3, [4.0] * 3]))
+
+
 @pytest.mark.processes
 @pytest.mark.deadline(120)
 def test_a_thread_that_ends_says_so_at_once(tmp_path):

@@ -179,6 +179,11 @@ def read_only(array):
     return array
 
 
+def test_messages_on_hosts_have_a_mebibyte():
+    with mpikv.create() as kv:
+        assert kv._transport.limit == 1 << 20
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("placement", ["root", "sharded"])
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 import mpikv
 from mpikv import CheckpointError, Unsupported, schedules
 from mpikv.checkpoint import inspect
-from mpikv.checkpoint.chunks import shift_crcs
+from mpikv.checkpoint.chunks import cut, shift_crcs
+from mpikv.checkpoint.header import CHUNK
 
 Tree = dict[str, Any]
 OPTIONS = ("updater", "options")
@@ -456,6 +457,13 @@ def test_checksums_of_another_number(good: Path, tmp_path: Path) -> None:
     assert "the checkpoint is damaged: the checksum of its bytes" in complaint(
         write(tmp_path / "forged", json.dumps(header), arrays)
     )
+
+
+@hypothesis.given(st.integers(0, 3 * CHUNK), st.integers(0, 4 * CHUNK))
+def test_a_range_is_cut_at_the_chunks_of_the_file(begin: int, nbytes: int) -> None:
+    parts = list(cut(begin, nbytes))
+    assert [0, *(part.stop for part in parts)] == [*(part.start for part in parts), nbytes]
+    assert all((begin + part.start) // CHUNK == (begin + part.stop - 1) // CHUNK for part in parts)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
