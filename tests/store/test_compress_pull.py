@@ -129,6 +129,16 @@ def test_pushpull_of_several_messages(comm, transport, name, streamed, monkeypat
                 np.testing.assert_array_equal(kv.view(key), each.held)
 
 
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+def test_values_from_before_the_compression_are_packed_too(comm, transport, placement):
+    with mpikv.create(comm=comm, transport=transport, placement=placement) as kv:
+        kv.init("w", np.zeros(500, F32))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.set_gradient_compression(both("bf16"))
+        kv.push("w", np.full(500, {0: -1.0, 1: -(2.0**-10)}.get(kv.rank, 0.0), F32))
+        np.testing.assert_array_equal(kv.pull("w"), np.ones(500, F32))
+
+
 @pytest.mark.parametrize("name", CASTS)
 def test_sums_without_an_updater_are_rounded_once_more(comm, transport, name):
     with mpikv.create(comm=comm, transport=transport, placement="sharded", compression=both(name)) as kv:
