@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=_range, default=(4, 4), metavar="N[:M]", help="ranks, or a range of them (4)")
     parser.add_argument("--hosts", type=_range, default=(1, 1), metavar="N[:M]", help="hosts, or a range of them (1)")
     parser.add_argument("--faults", action="store_true", help="plan a fault for each seed")
-    cores = sorted(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=int, default=len(cores), metavar="N", help=f"processes ({len(cores)})")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=cores, metavar="N", help=f"processes ({cores})")
     given = parser.parse_args(arguments)
     started, (first, end) = time.monotonic(), given.seeds
     seeds = range(first, end if end > first else first + 1)
     search = partial(_search, given.program, given.ranks, given.hosts, given.faults)
-    failed = next(filter(None, _results(search, seeds, given.jobs, cores)), None)
+    failed = next(filter(None, _results(search, seeds, given.jobs)), None)
     if failed is None:
         print(f"{len(seeds)} seeds passed in {time.monotonic() - started:.1f} s")
         return 0
@@ -114,29 +113,17 @@ def _search(name: str, ranks: Range, hosts: Range, faults: bool, seeds: range) -
     return _Failed(failed.seed, failed.size, "".join(traceback.format_exception(error)))
 
 
-def _results(search: _Search, seeds: range, jobs: int, cores: Sequence[int]) -> Iterator[_Failed | None]:
+def _results(search: _Search, seeds: range, jobs: int) -> Iterator[_Failed | None]:
     """Yield what is found in each share of the seeds, in their order."""
     shares = [seeds[start : start + _SHARE] for start in range(0, len(seeds), _SHARE)]
     if min(jobs, len(shares)) < 2:
         yield from map(search, shares)
         return
-    context = multiprocessing.get_context("spawn")
-    free = context.SimpleQueue()
-    for job in range(jobs):
-        free.put(cores[job % len(cores)])
-    pool = ProcessPoolExecutor(jobs, context, initializer=_take_core, initargs=(free,))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
     try:
         yield from pool.map(search, shares)
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _take_core(free: Any) -> None:
-    # Of a simulation's threads one runs at a time; to wake one on another core takes longer.
-    os.sched_setaffinity(0, {free.get()})
-    # A woken thread must not preempt its waker, which still holds Python's lock. A sandbox may forbid to say so.
-    with suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def load(name: str) -> Program:

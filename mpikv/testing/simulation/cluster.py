@@ -13,7 +13,7 @@ from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
 from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed, strikes
 from .messages import Communicator, make_world
 from .scheduler import Scheduler
-from .system import simulated_system
+from .system import one_core, simulated_system
 from .task import Process, Task
 
 __all__ = ["Cluster", "cluster"]
@@ -47,7 +47,7 @@ class Cluster:
         """
         if (world := runtime.present().world) is not None:
             raise SimulatedError(f"{self!r}.run: {world!r} is simulated, and runs no cluster; run it in a real thread")
-        with simulated_system():
+        with simulated_system(), one_core():
             return _Run(self, program).results()
 
 

@@ -6,6 +6,7 @@ real thread still reaches the real ones.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -14,7 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from ...cluster import runtime
 from .errors import SimulatedError
 
-__all__ = ["simulated_system"]
+__all__ = ["one_core", "simulated_system"]
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _NO_MPI = "a simulated rank has no MPI: use the communicator that the program is given, whose library is comm.library"
@@ -155,3 +156,23 @@ def simulated_system() -> Iterator[None]:
             _running -= 1
             if _running == 0:
                 _changes.pop().undo()
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this thread, and those that it starts, on the core where it is, in a block.
+
+    Of a run's threads one runs at a time, and to wake one on another core takes longer than its turn.
+    """
+    cores, policy, priority = os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0)
+    # A sandbox may forbid both.
+    with suppress(PermissionError):
+        os.sched_setaffinity(0, {ctypes.CDLL(None).sched_getcpu()})
+        # A woken thread must not preempt its waker, which still holds Python's lock.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.sched_setscheduler(0, policy, priority)
+            os.sched_setaffinity(0, cores)
