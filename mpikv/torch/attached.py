@@ -377,14 +377,8 @@ class Attached:
 
     def _check_synchronized(self) -> None:
         """Raise ConfigError on every rank where gradients are of this rank alone."""
-        if self._sync.kept_back:
-            self._sync.next_store.raise_on_all_ranks(
-                ConfigError(
-                    "gradients have stayed on their rank, as the last backward was in no_sync(); make the last "
-                    "backward of a step outside of it"
-                ),
-                "optimizer.step",
-            )
+        if self._sync.why_local:
+            self._sync.next_store.raise_on_all_ranks(ConfigError(self._sync.why_local), "optimizer.step")
 
     def _refuse_in_backward(self) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -38,6 +38,16 @@ _HEAD = 5
 # began. It is also what the engine says where no backward runs.
 _CUT = -1
 
+# Why gradients may be of one rank alone.
+_KEPT_BACK = (
+    "gradients have stayed on their rank, as the last backward was in no_sync(); make the last backward of a step "
+    "outside of it"
+)
+_FAILED = (
+    "the last backward has failed, so that gradients are not the mean over ranks; call zero_grad() and backward() "
+    "before the step"
+)
+
 
 class BackwardSync:
     """Hooks that add up the gradients of parameters over the ranks of a store. All methods but those of hooks are
@@ -69,8 +79,8 @@ class BackwardSync:
         """How many passes have begun in all."""
         self.paused = False
         """Whether gradients stay on their rank."""
-        self.kept_back = False
-        """Whether some have, since the last exchange."""
+        self.why_local = ""
+        """Why some may be of their rank alone: those since the last pass that was completed, or of one that failed."""
         self.blocking = False
         """Whether calls are waited for where they are made, as they must be in ``join``."""
         self.seconds_waited = 0.0
@@ -125,7 +135,7 @@ class BackwardSync:
     def _take(self, gradient: Gradient, _: Any) -> None:
         """A hook: the gradient is in its place."""
         if self.paused:
-            self.kept_back = True
+            self.why_local = _KEPT_BACK
             return
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -143,11 +153,19 @@ class BackwardSync:
             self._send(complete=True)
 
     def _begin(self, task: int) -> None:
+        in_flight = bool(self._works)
         self.complete()
         self._made.clear()
         self.number += 1
         self.passes += 1
         self._task = task
+        if in_flight and any(one.parameter.grad is one.buffer is not None for one in self.gradients):
+            self.refuse(
+                Unsupported(
+                    "sums of the last backward, which has failed, have come into gradients since; call zero_grad(), "
+                    "which sets them to None, before the next backward"
+                )
+            )
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
 
     def _end(self) -> None:
@@ -176,6 +194,7 @@ class BackwardSync:
     def refuse(self, error: Exception) -> NoReturn:
         """Raise an error in place of the next call of the pass."""
         self._restart()
+        self.why_local = _FAILED
         store = self.next_store
         if self._sent < len(self.buckets):
             self._sent += 1
@@ -216,9 +235,10 @@ class BackwardSync:
             self._end()
             self._take_census(brought)
             self.seconds_waited += perf_counter() - began
-            self.kept_back = False
+            self.why_local = ""
         except MPIKVError as error:
             self._restart()
+            self.why_local = _FAILED
             if isinstance(error, RankMismatch):
                 noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
@@ -284,6 +304,8 @@ class BackwardSync:
         if self._task == torch._C._current_graph_task_id() != _CUT:
             self.refuse(Unsupported("a call was made in a hook of a backward; make it when backward has returned"))
         self._restart()
+        if self._task != _CUT:
+            self.why_local = _FAILED
         rest, works = self.buckets[self._sent :], self._works.copy()
         self._end()
         for bucket in rest:

@@ -580,6 +580,36 @@ def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, b
     check_trains(kv, model, optimizer)
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+@pytest.mark.usefixtures("overlapping")
+def test_a_step_after_a_backward_that_failed_on_every_rank(kv, update, bucket_bytes):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update, bucket_bytes=bucket_bytes)
+    train(model, optimizer, range(2), kv)
+    optimizer.zero_grad()
+    with pytest.raises(ArithmeticError, match="planted"):
+        break_backward(model, True)
+    fails(kv, ConfigError, "the last backward has failed", optimizer.step)
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_zeros_in_gradients_whose_sums_are_on_their_way(kv, update):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update, bucket_bytes=1)
+    train(model, optimizer, range(2), kv)
+    optimizer.zero_grad()
+    with pytest.raises(ArithmeticError, match="planted"):
+        break_backward(model, True)
+    optimizer.zero_grad(set_to_none=False)
+    fails(kv, Unsupported, "sums of the last backward, which has failed", lambda: loss_of(model, 0, kv).backward())
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer)
+
+
 @SEVERAL
 def test_an_exception_in_backward_of_one_rank_that_ends(comm):
     def program(kv: Any) -> None:
