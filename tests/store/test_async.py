@@ -618,6 +618,19 @@ def test_a_failed_push_is_told_by_a_collective_call():
         assert kv.pull("w").tolist() == [0, 0]
 
 
+@ALL
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_failed_push_is_told_by_itself_where_it_is_waited_for(staleness):
+    with create(staleness=staleness) as kv:
+        kv.init("w", np.zeros(2))
+        kv.set_updater(guarded)
+        odd = kv.rank == kv.size - 1
+        with pytest.raises((ValueError, PeerFailed), match="a negative gradient") if odd else nullcontext():
+            kv.push("w", -np.ones(2) if odd else np.ones(2))
+        kv.barrier()
+        assert kv.pull("w").tolist() == [kv.size - 1.0] * 2
+
+
 @SEVERAL
 def test_a_program_that_catches_errors_stays_in_step():
     """In rounds all ranks are told in the same call, although some know earlier; other keys have lost no push."""

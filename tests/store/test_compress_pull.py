@@ -139,6 +139,17 @@ def test_values_from_before_the_compression_are_packed_too(comm, transport, plac
         np.testing.assert_array_equal(kv.pull("w"), np.ones(500, F32))
 
 
+@pytest.mark.parametrize("placement", ["root", "sharded"])
+def test_a_pull_leaves_the_values_between_its_keys(comm, transport, placement):
+    with mpikv.create(comm=comm, transport=transport, placement=placement, compression=both("bf16")) as kv:
+        kv.init(["a", "b", "c"], [np.zeros(100, F32)] * 3)
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        for pulled in (["a", "b", "c"], ["a", "c"]):
+            kv.push(["a", "b", "c"], [np.full(100, -1, F32)] * 3)
+            kv.pull(pulled)
+        np.testing.assert_array_equal(kv.view("b"), np.full(100, kv.size, F32))
+
+
 @pytest.mark.parametrize("name", CASTS)
 def test_sums_without_an_updater_are_rounded_once_more(comm, transport, name):
     with mpikv.create(comm=comm, transport=transport, placement="sharded", compression=both(name)) as kv:

@@ -286,6 +286,18 @@ def test_updaters_get_the_sums(comm, name, optimizer):
         alone.close()
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_order_of_a_list_of_arrays(comm, deterministic):
+    """A deterministic store adds them up in pairs; else one comes after the other."""
+    terms = [np.full(3, term, F32) for term in (1e8, 1, -1e8, 1)]
+    first, second, third, fourth = terms
+    expected = (first + second) + (third + fourth) if deterministic else ((first + second) + third) + fourth
+    with mpikv.create(comm=comm, deterministic=deterministic, compression={"type": "topk", "ratio": 1.0}) as kv:
+        kv.init("w", np.zeros(3, F32))
+        kv.push("w", terms)
+        np.testing.assert_array_equal(kv.pull("w"), expected * kv.size)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.feature("compression-everywhere")
 def test_buffers_are_compressed(comm, name):

@@ -459,6 +459,18 @@ def test_checksums_of_another_number(good: Path, tmp_path: Path) -> None:
     )
 
 
+def test_a_damaged_chunk_names_what_lies_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "damaged"
+    with mpikv.create() as kv:
+        kv.init({"a": np.zeros(CHUNK // 4, np.float32), "b": np.ones(3, np.float32)})
+        kv.save(path)
+    raw, arrays = path.read_bytes(), parts(path)[2]
+    for offset, names in ((CHUNK - 1, "of 'a'"), (CHUNK, "of 'b'")):
+        place = len(raw) - len(arrays) + offset
+        path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
+        assert f", {names}, does not match" in complaint(path)
+
+
 @hypothesis.given(st.integers(0, 3 * CHUNK), st.integers(0, 4 * CHUNK))
 def test_a_range_is_cut_at_the_chunks_of_the_file(begin: int, nbytes: int) -> None:
     parts = list(cut(begin, nbytes))

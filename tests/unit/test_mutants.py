@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpikv"
 
+pytestmark = pytest.mark.deadline(60)  # the package is parsed many times
+
 
 @pytest.fixture
 def drawing(monkeypatch):
