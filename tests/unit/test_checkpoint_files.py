@@ -465,10 +465,10 @@ def test_a_damaged_chunk_names_what_lies_in_it(tmp_path: Path) -> None:
         kv.init({"a": np.zeros(CHUNK // 4, np.float32), "b": np.ones(3, np.float32)})
         kv.save(path)
     raw, arrays = path.read_bytes(), parts(path)[2]
-    for offset, names in ((CHUNK - 1, "of 'a'"), (CHUNK, "of 'b'")):
+    for offset, names in ((CHUNK - 1, "value/a"), (CHUNK, "value/b")):
         place = len(raw) - len(arrays) + offset
         path.write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1 :])
-        assert f", {names}, does not match" in complaint(path)
+        assert f", of {names}, does not match" in complaint(path)
 
 
 @hypothesis.given(st.integers(0, 3 * CHUNK), st.integers(0, 4 * CHUNK))
