@@ -21,6 +21,12 @@ FAST = ("--simulate", "--ranks=1,2,3")
 FOLDERS = ("tests/unit", "tests/docs", "tests/simulation", "tests/store", "tests/contract")
 # Which scripts/test leaves to --all.
 LATER = tuple(f"--ignore=tests/store/test_{name}.py" for name in ("training", "words", "scale"))
+GPU = "device device_rows device_work gpu_compression gpu_memory gpu_trainer guests layout replay"
+SESSIONS = (
+    (*FAST, *LATER, *FOLDERS),
+    ("--ranks=1", *(f"tests/gpu/stand_ins/test_{name}.py" for name in GPU.split())),
+)
+"""What the fast tier runs on one MPI library."""
 HOURS = 3600.0
 """The limit of the measurement, in seconds."""
 SECONDS = (3.0, 60.0)
@@ -64,8 +70,9 @@ def measure(folder: Path, tests: Sequence[str]) -> None:
         "PYTEST_ADDOPTS": "-p lines_of_tests",
         "MUTANTS_OUTCOMES": str(folder / "outcomes"),
     }
-    outcome = tree.run(python_of("mpich"), [*FAST, "--tb=line", *LATER, *(tests or FOLDERS)], HOURS, more)
-    print(outcome.text.strip().splitlines()[-1])
+    for arguments in [(*FAST, *tests)] if tests else SESSIONS:
+        outcome = tree.run(python_of("mpich"), ["--tb=line", *arguments], HOURS, more)
+        print(outcome.text.strip().splitlines()[-1])
     gather(folder)
 
 
