@@ -162,8 +162,8 @@ class BackwardSync:
         if in_flight and any(one.parameter.grad is one.buffer is not None for one in self.gradients):
             self.refuse(
                 Unsupported(
-                    "sums of the last backward, which has failed, have come into gradients since; call zero_grad(), "
-                    "which sets them to None, before the next backward"
+                    "sums of the last backward, which did not end, have come into gradients since; after an error call "
+                    "zero_grad(), which sets them to None; with torch.utils.checkpoint pass use_reentrant=False"
                 )
             )
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
