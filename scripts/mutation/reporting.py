@@ -17,9 +17,9 @@ This page shows how many planted faults the tests notice, and why they miss the 
 fault: a comparison turned round, a call left out, a bound moved by one.
 
 `scripts/mutants` draws mutants by a seed, the same number in each area, and runs the tests that execute the changed
-lines. The fast tier runs first (`scripts/test`). If none of its tests fails, the tests on real ranks and on stand-ins
-for GPUs follow (`scripts/test --all`). Files that run on GPUs only are not mutated, and neither are messages and types.
-The column *all* counts the mutants that either tier notices.
+lines. The fast tier runs first (`scripts/test`). If none of its tests fails, the tests on real ranks and on more
+stand-ins for GPUs follow (`scripts/test --all`). Files that run on GPUs only are not mutated, and neither are messages
+and types. The column *all* counts the mutants that either tier notices. No test can notice an *equivalent* one.
 
 """
 
