@@ -6,6 +6,7 @@ alone: a call of JAX inside of it could wait for the thread in which it runs.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from ..arrays.arrays import aligned
+from ..cluster.shutdown import fail_at_end
 from ..errors import ConfigError, Unsupported, ValueMismatch, a_kind
 from ..protocols import Array
 from ..store.allreduce_store import AllReduce
@@ -117,6 +119,9 @@ def _exchange(kv: Any, tree: Any, verb: str, result: str) -> Any:
     call = partial(_call_store, kv, verb, names, dtypes, kv.size if result == "mean" else 1)
     if traced:
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+        # The last one that is registered is called first: before the store is closed, which was made earlier.
+        atexit.unregister(_await_compiled)
+        atexit.register(_await_compiled)
         return structure.unflatten(io_callback(call, shapes, leaves, ordered=True))
     jax.effects_barrier()
     return structure.unflatten(_like(leaves, call(leaves)))
@@ -143,6 +148,15 @@ def _call_store(
         for out in outs:
             np.divide(out, divisor, out=out)
     return outs
+
+
+def _await_compiled() -> None:
+    """Let compiled functions end, which JAX may still run when the program has come to its end. Local."""
+    try:
+        jax.effects_barrier()
+    except BaseException:
+        fail_at_end()  # Python only prints what is raised here
+        raise
 
 
 def _on_host(leaf: Any, dtype: Any) -> Array:

@@ -164,3 +164,22 @@ def test_an_error_in_a_compiled_function_ends_the_program(tmp_path):
     ran = launch(tmp_path, 2, "train.py")
     assert ran.returncode != 0
     assert re.search(r"RankMismatch: init: ranks disagree .*float32\[3\].*float32\[4\]", ran.stderr)
+
+
+@pytest.mark.processes
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("more", [0, 1], ids=["the same", "one more on a rank"])
+def test_a_program_may_end_before_its_compiled_functions(tmp_path, more):
+    """JAX runs them in another thread where their arrays are still being computed."""
+    (tmp_path / "train.py").write_text(
+        "import mpikv, mpikv.jax, jax, jax.numpy as jnp\n"
+        "kv = mpikv.create('allreduce', timeout=20)\n"
+        "slow = jax.jit(lambda x: (x @ x @ x @ x)[0])\n"
+        "total = jax.jit(lambda x: mpikv.jax.pushpull(kv, x))\n"
+        "ones = jax.block_until_ready(jnp.ones((1500, 1500)))\n"
+        f"for _ in range(1 + {more} * kv.rank):\n"
+        "    total(slow(ones))\n"
+    )
+    ran = launch(tmp_path, 2, "train.py")
+    assert (ran.returncode != 0) == more, ran.stderr
+    assert ("RankMismatch" in ran.stderr) == more
