@@ -155,8 +155,19 @@ class Pipeline:
         if self._compression is not None:
             self.pushpull(plan, self.buffers_as_sources(plan), steps, targets, confirm)
             return
+        if self._all_fill_buffers(plan, targets):
+            self._push(plan, None, steps, confirm, in_place=True)
+            self._transport.fence()
+            return
         self.push_buffers(plan, steps, confirm)
         self.pull(plan, targets)
+
+    def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
+        """Return whether every rank pulls into the buffers that it pushes, which their owners can then fill."""
+        if not (plan.streams and self._transport.shared):
+            return False
+        own = are_plain(targets) and self._values.are_buffers(plan, targets)
+        return self._transport.agree(int(own)) and own
 
     def buffers_as_sources(self, plan: Plan) -> Arrays:
         """Return this rank's buffers as what a caller would bring. Local."""
@@ -170,18 +181,20 @@ class Pipeline:
         steps: Steps,
         confirm: Confirm | None,
         outs: Sequence[Sequence[Array]] | None = None,
+        in_place: bool = False,
     ) -> None:
         """Sum bucket by bucket; update each while it is in the cache; unpack it, if wanted, one bucket behind.
 
         The delay lets the exchange of the next bucket be the fence that the unpacking of this one needs. Other ranks
-        may read what is pushed until the next fence. Without sources the buffers are, which are not compressed.
+        may read what is pushed until the next fence. Without sources the buffers are, which are not compressed, and
+        which are filled ``in_place`` with the new values.
         """
         compressed, previous = None, None
         if self._compression is not None and sources is not None:
             compressed = self._compression.start(plan, _layers(sources))
         for bucket in plan.buckets:
             addends = (compressed(bucket),) if compressed is not None else self._reduce(bucket, sources)
-            self._update(bucket, addends, steps)
+            self._update(bucket, addends, steps, addends if in_place else ())
             if outs is not None:
                 if previous is not None:
                     self._unpack(previous, outs)
@@ -261,8 +274,10 @@ class Pipeline:
 
     # --- Update
 
-    def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps) -> None:
-        """Add up the addends of this rank's elements and update them, piece by piece in the cache."""
+    def _update(self, bucket: Bucket, addends: Sequence[Array], steps: Steps, outs: Sequence[Array] = ()) -> None:
+        """Add up the addends of this rank's elements and update them, piece by piece in the cache; copy each to
+        ``outs``, which may be the addends.
+        """
         updates = bucket.joint_updates if steps.uniform else bucket.updates
         summed = not updates or addends[0] is bucket.total
         for update in updates:
@@ -273,14 +288,15 @@ class Pipeline:
                     add(addends[:-1], low, high, update.total)
                     first = update.total
                 update.add_and_run(first, last, steps.each[update.item])
-                continue
-            if not summed and len(addends) == 2 and addends[0].dtype == update.total.dtype:
+            elif not summed and len(addends) == 2 and addends[0].dtype == update.total.dtype:
                 np.add(addends[0][low:high], addends[1][low:high], out=update.total)
             elif not summed:
                 self._add(addends, low, high, update.total)
             if update.run is not None:
                 items = update.items
                 update.run(steps.each[update.item] if items is None else [steps.each[item] for item in items])
+            for out in outs:
+                out[low:high] = update.value
 
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Run an updater of whole values on those that this rank owns, in the order of the call.

@@ -211,6 +211,10 @@ class Values:
         """Return this rank's buffer for each key. Local."""
         return [entry.buffer(self.transport.sharing_rank) for entry in plan.entries]
 
+    def are_buffers(self, plan: Plan, arrays: Sequence[Array]) -> bool:
+        """Return whether arrays are this rank's buffers of the keys. Local."""
+        return all(map(_is_same, arrays, self.buffers(plan)))
+
     @contextmanager
     def empty_buffers(self, plan: Plan) -> Iterator[None]:
         """Let this rank's buffers hold zeros meanwhile: for a push to which it brings nothing. Local."""
@@ -265,9 +269,9 @@ class Values:
             )
 
 
-def _is_same(array: Array, value: Array) -> bool:
-    """Return whether an array is a value's memory, element by element."""
-    if array.shape != value.shape or array.dtype != value.dtype or not array.flags.c_contiguous:
+def _is_same(array: Array, other: Array) -> bool:
+    """Return whether an array is the memory of another one, element by element."""
+    if array.shape != other.shape or array.dtype != other.dtype or not array.flags.c_contiguous:
         return False
-    first, of_value = (each.__array_interface__["data"][0] for each in (array, value))
-    return bool(first == of_value)
+    first, of_other = (each.__array_interface__["data"][0] for each in (array, other))
+    return bool(first == of_other)

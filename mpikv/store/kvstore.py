@@ -501,9 +501,9 @@ class KVStore(KVStoreBase):
 
         Collective. What is written there is pushed by ``push(key)`` and ``pushpull(key)`` without a value, which then
         copy nothing where all ranks are on one host: every rank reads the others' buffers. Buffers may be filled again
-        when these return, and are never changed by the store; at first they hold zeros, or what a deleted key left.
-        They may be the ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten or the
-        store closed. A key that is initialised anew has no buffer until it is asked for.
+        when these return, and are changed by the store only as ``out``; at first they hold zeros, or what a deleted
+        key left. They may be the ``out=`` of any numpy operation, and are valid until the key is deleted or overwritten
+        or the store closed. A key that is initialised anew has no buffer until it is asked for.
 
         Args:
             key: an int or a str, or a list of them.

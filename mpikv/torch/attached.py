@@ -68,7 +68,8 @@ def attach(
             twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has all of the state.
             Hooks of the optimizer's own step see the parts.
         compression: as in :meth:`mpikv.KVStore.set_gradient_compression`; of gradients alone.
-        bucket_bytes: how many bytes of gradients are added up in one call, once the first, smaller call was made.
+        bucket_bytes: how many bytes of gradients are added up in one call, once the first, smaller call was made. Where
+            all ranks are on one host and one has no core to spare for such calls, there is one, at the end of backward.
         buffers: ``root``: after each backward every rank's buffers, such as the running means of batch normalization,
             become the root's. ``each``: each rank has its own.
 

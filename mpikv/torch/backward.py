@@ -67,6 +67,7 @@ class BackwardSync:
         """
         self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
+        self._overlaps = bucket_bytes is not None
         self.gradients: list[Gradient] = []
         self.watched: dict[Any, Gradient] = {}
         """By parameter."""
@@ -150,7 +151,8 @@ class BackwardSync:
         self._arrived[gradient] = grad, grad._version
         if gradient.buffer is not None:
             gradient.bucket.missing -= 1
-            self._send(complete=True)
+            if self._overlaps:
+                self._send(complete=True)
 
     def _begin(self, task: int) -> None:
         in_flight = bool(self._works)
@@ -209,8 +211,9 @@ class BackwardSync:
             if complete and bucket.missing:
                 return
             self._sent += 1
-            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=self.blocking)
-            if not self.blocking:
+            wait = self.blocking or not self._overlaps
+            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=wait)
+            if not wait:
                 self._works.append(work)
 
     def _restart(self) -> None:

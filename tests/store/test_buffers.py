@@ -187,6 +187,36 @@ def push_both(kv, other, oracle, turn):
         assert kv.version(key) == other.version(key) == oracle.versions[key]
 
 
+@MEMORY
+@pytest.mark.parametrize("name", UPDATERS)
+def test_large_buffers_are_filled_with_their_values(comm, over, name, monkeypatch):
+    """Owners fill the buffers of every rank, unless one wants its values elsewhere. All may be filled again at once."""
+    monkeypatch.setattr("mpikv.engine.plan._STREAMED_BYTES", 0)
+    slow = lambda transport: Slow(transport, seed=2, longest=1e-3)  # noqa: E731
+    with store_over(slow, comm=comm, timeout=10, bucket_bytes=4096, **over) as kv:
+        kv.init(FLOATS)
+        kv.buffer(list(FLOATS))
+        adopt(kv, UPDATERS[name]())
+        oracle = Oracle(FLOATS)
+        oracle.adopt(UPDATERS[name]())
+        for turn, order in enumerate((1, 2, -1, -2, 1)):
+            keys = list(FLOATS)[::order]
+            everyone = {key: [brought(kv, turn, rank, key, FLOATS[key]) for rank in range(kv.size)] for key in keys}
+            buffers = kv.buffer(keys)
+            for buffer, key in zip(buffers, keys, strict=True):
+                buffer[...] = everyone[key][kv.rank]
+                oracle.push(key, everyone[key])
+            apart = turn == 2 and kv.rank == 0
+            outs = [np.empty_like(buffer) for buffer in buffers] if apart else buffers
+            assert kv.pushpull(keys, out=outs) is outs
+            for out, buffer, view, key in zip(outs, buffers, kv.view(keys), keys, strict=True):
+                same(out, oracle.values[key], key)
+                same(view, oracle.values[key], key)
+                if apart:
+                    same(buffer, everyone[key][kv.rank], key)
+                buffer.fill(7)
+
+
 # --- Who may write when
 
 
