@@ -3,12 +3,18 @@
 The thread is asleep but for a look at MPI now and then: some microseconds after the last letter, and a few milliseconds
 when there was none for long. MPI moves messages only while somebody is in it, so that the thread also carries on what
 this rank sends while it computes.
+
+Each call of MPI gives up Python's lock, and a main thread that runs Python alone gives it back after Python's switch
+interval: 5 ms by default, several times for a request. While such a thread lives, the interval is 0.1 ms.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,6 +30,7 @@ __all__ = ["Endpoint", "Request", "Serve", "unserved"]
 _REQUEST, _REPLY = 1, 2
 _HEAD = 64
 _SHORTEST_NAP, _LONGEST_NAP = 2e-5, 2e-3
+_SWITCH_INTERVAL = 1e-4
 # Of messages on their way, as many are looked at when one is sent.
 _MOST_UNFINISHED = 16
 # Of the memory of messages that have arrived, as many pieces of a size are kept for the next ones.
@@ -122,7 +129,7 @@ class Endpoint:
 
     def _work(self) -> None:
         try:
-            with self._group.translated("answering other ranks"):
+            with self._group.translated("answering other ranks"), _switching_often():
                 self._answer_all()
         except BaseException as error:
             # The calling thread raises it, in its next call; it may compute for long before.
@@ -149,6 +156,28 @@ class Endpoint:
             self._answers.tidy()
             idle = here.now() - last
             here.nap(min(max(_SHORTEST_NAP, idle / 32), _LONGEST_NAP))
+
+
+_switching = threading.Lock()
+_intervals: list[float] = []
+"""The switch interval when each of the living threads began: the first one's is the program's own."""
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Have Python's threads change places often meanwhile. An interval that the program sets by itself stays."""
+    with _switching:
+        _intervals.append(sys.getswitchinterval())
+        if _intervals[-1] > _SWITCH_INTERVAL:
+            sys.setswitchinterval(_SWITCH_INTERVAL)
+    try:
+        yield
+    finally:
+        with _switching:
+            before = _intervals[0]
+            _intervals.pop()
+            if not _intervals and sys.getswitchinterval() <= _SWITCH_INTERVAL < before:
+                sys.setswitchinterval(before)
 
 
 class _Inbox:

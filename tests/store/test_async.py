@@ -233,6 +233,26 @@ def test_a_rank_that_has_left_is_not_waited_for(staleness):
 
 @pytest.mark.processes
 @SEVERAL
+@pytest.mark.parametrize("own", [5e-3, 5e-5])
+def test_threads_change_places_often_while_one_answers(comm, own):
+    """The program's own interval is back at the end of the last store, and stays if it is shorter. Python keeps whole microseconds."""
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(own)
+        with create():
+            with create():
+                assert sys.getswitchinterval() == pytest.approx(min(own, 1e-4), rel=0.05)
+            assert sys.getswitchinterval() == pytest.approx(min(own, 1e-4), rel=0.05)
+        assert sys.getswitchinterval() == pytest.approx(own, rel=0.05)
+        with create():
+            sys.setswitchinterval(2e-3)
+        assert sys.getswitchinterval() == pytest.approx(2e-3, rel=0.05)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.processes
+@SEVERAL
 @pytest.mark.parametrize("work", ["python", "numpy", "sleep"])
 @TRANSPORTS
 def test_an_owner_answers_while_it_computes(comm, tmp_path_factory, work, transport):
