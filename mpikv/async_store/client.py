@@ -7,13 +7,13 @@ answer comes back by :meth:`AsyncClient.take`, at once or from the thread that a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..cluster.runtime import present
-from ..cluster.waiting import Waits
+from ..cluster.waiting import Waiting, Waits
 from ..engine.keys import Entry
 from ..errors import PeerFailed, Stalled, TransportError, noted
 from ..protocols import Array, Key
@@ -181,10 +181,8 @@ class AsyncClient:
             except Stalled:  # this rank's own updater runs
                 del self._wanted[self._tickets]
                 silent.add(owner)
-        here = present()
-        deadline = here.now() + PATIENCE
-        while not self._has_heard(asked) and here.now() < deadline:
-            here.nap(1e-3, deadline)
+        with suppress(Stalled):
+            Waiting(PATIENCE).until(lambda: self._has_heard(asked), tuple)
         # What was not answered stays wanted: the communicator is not freed while letters are on their way.
         silent.update(owner for ticket, owner in asked.items() if ticket in self._wanted)
         return sorted({*found, *silent})

@@ -8,6 +8,7 @@ their order. What all ranks have left out together stays the same.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -76,12 +77,12 @@ def _copy_residual(entry: Entry, position: int) -> Array:
 
 def count_positions(exchange: Exchange, header: Header) -> dict[Block, int]:
     """Return for each block how many residuals its keys have in a checkpoint that the store can send. Local."""
-    positions: dict[Block, int] = {}
+    positions = Counter[Block]()
     if (codec := _find_codec(exchange)) is not None:
         for one, entry in _pair(exchange, header):
             if one.positions:
                 block, count = entry.place.block, one.positions if codec.elementwise else 1
-                positions[block] = max(positions.get(block, 0), count)
+                positions[block] = max(positions[block], count)
     return positions
 
 

@@ -115,7 +115,7 @@ class Agreement:
     def _enter(self, call: Call) -> None:
         self.calls += 1
         if call.note is self._board.text:
-            self._board.number[0] = self.calls
+            self._board.numbers[0] = self.calls
         else:
             self._board.write(self.calls, call.note)
 

@@ -71,7 +71,7 @@ class StatusBoard:
     def __init__(self, group: ProcessGroup) -> None:
         """Collective."""
         self._rank, self._ranks = group.rank, group.host_ranks
-        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self._head[0])
+        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self.numbers[0])
         numbers = [(name, "i8") for name in ("call", "length", "pid", "thread", "answers", "over")]
         slot = np.dtype([*numbers, ("text", "u1", self._TEXT)])
         board = group.windows.allocate(slot.itemsize * len(self._ranks))
@@ -81,9 +81,9 @@ class StatusBoard:
             mine["pid"] = mine["thread"] = present().process
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
         own = mine.view(np.uint8).data
-        self._head = own[:16].cast("q")
-        self.number = self._head[:1]
-        """The number of the call that this rank has begun: all that changes when it makes the same call again."""
+        self.numbers = own[:16].cast("q")
+        """The number of the call that this rank has begun, all that changes when it makes the same call again; and the
+        length of its text."""
         self.text = b""
         """What this rank's slot says."""
         # The types of numpy allow a dtype without fields; this one has them.
@@ -93,8 +93,8 @@ class StatusBoard:
         """Say that this rank has begun call ``number``."""
         self.text, length = text, min(len(text), self._TEXT)
         self._text[:length] = text[:length]
-        self._head[1] = length
-        self.number[0] = number
+        self.numbers[1] = length
+        self.numbers[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited for ``waited`` seconds."""
@@ -122,7 +122,7 @@ class StatusBoard:
 
     def _look(self, missing: Sequence[int]) -> Answer:
         """Find out about the late ranks of this host."""
-        begun = self._head[0]
+        begun = self.numbers[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         late = tuple(sorted({*fewer, *missing})) or self._away()
         texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
@@ -165,7 +165,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Let go of the shared memory."""
-        for view in (self.number, self._head, self._text):
+        for view in (self.numbers, self._text):
             view.release()
         self._slots = np.empty(0, self._slots.dtype)
 
@@ -354,9 +354,9 @@ class Inquiry:
                 number, late, text = json.loads(word[1])
                 if number == self._number:
                     heard[word[0]] = Answer(tuple(late), text)
-            said = [next((heard[rank] for rank in ranks if rank in heard), None) for _, ranks in self._others]
-            if None not in said or here.now() >= limit:
-                return [one or _silence(*host) for one, host in zip(said, self._others, strict=True)]
+            said = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
+            if all(answer for _, answer in said) or here.now() >= limit:
+                return [answer or _silence(*host) for host, answer in said]
             here.nap(0.005, limit)
 
 

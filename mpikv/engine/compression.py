@@ -365,8 +365,8 @@ class ValueCompression:
         held = plan.memo.get("held")
         if held is None:
             held = plan.memo["held"] = _held(plan, self._transport.rank)
-        for item, (entry, (owners, own)) in enumerate(zip(plan.entries, held, strict=True)):
-            place = entry.place
+        for item, (owners, own) in enumerate(held):
+            entry, place = plan.entries[item], plan.entries[item].place
             if place.size:
                 rounds = self._rounds(entry, [layer[item] for layer in layers])
                 summed = self._run(rounds, owners[0] if len(owners) == 1 else None)

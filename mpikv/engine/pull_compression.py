@@ -73,9 +73,9 @@ class PullCompression:
         places = list(accumulate(map(self._room, counts), initial=0))
         message = self._memory[: places[-1]]
         change = self._changed(bucket, assigned) if counts[mine] else None
-        exceeds = change is not None and transport.memory.exceeding((change,), self._cast.largest)[0]
+        exceeds = change is not None and True in transport.memory.exceeding((change,), self._cast.largest)
         # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
-        if not self._on_host and not transport.agree(0 if not exceeds else 1 + mine):
+        if not self._on_host and (not transport.agree(int(exceeds)) or exceeds):
             return False
         if change is not None:
             if self._on_host:
@@ -84,7 +84,8 @@ class PullCompression:
                 self._cast.encode(change, self._packed(message, places[mine], counts[mine]), None)
         owners = [rank for rank, count in enumerate(counts) if count]
         if len(owners) == 1:
-            transport.broadcast(message, owners[0])
+            (owner,) = owners
+            transport.broadcast(message, owner)
         else:
             transport.all_gather(message, [last - first for first, last in pairwise(places)])
         if self._on_host and any(message[places[rank]] for rank in owners):

@@ -193,7 +193,7 @@ class Rows:
         size, nbytes = self._transport.size, 0
         levels = 1 + size.bit_length() if self._exchange.in_pairs else 1
         for item, entry in enumerate(entries):
-            kind, present = _kind(entry), None if entry.present is None else entry.present.rows
+            kind = _kind(entry)
             wide = kind.width * accumulator(kind.dtype).itemsize
             slots = self._exchange.updater.slots(entry.dtype)
             states = kind.width * sum(dtype.itemsize for dtype in slots.values())
@@ -205,9 +205,12 @@ class Rows:
             if places and not self._owners(entry).alone:
                 nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
             nbytes += received * kind.nbytes + levels * rows * (wide + 8)
-            nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8) + 8 * (0 if present is None else present.size)
+            nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8)
+            if entry.present is not None and entry.present.rows is not None:
+                nbytes += 8 * entry.present.rows.size
+            if not entry.keeps_all:
+                nbytes += rows * kind.width // self._owners(entry).unit * 8
             nbytes += (16 + size * (1 + 3 * levels) + 2 * len(slots)) * ALIGNMENT
-            nbytes += 0 if entry.keeps_all else rows * kind.width // self._owners(entry).unit * 8
         return nbytes
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:

@@ -88,7 +88,7 @@ class Requests:
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         # A simulated rank polls only where something may have changed.
-        every = min(_LOOK_EVERY, present().polls + 1)
+        every = _LOOK_EVERY if present().polls else 1
         try:
             with self._group.translated("waiting"):
                 # Some operations need the others to go on, so that one that they have left may never complete.

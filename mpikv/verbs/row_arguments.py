@@ -89,10 +89,11 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
         wanted = [wanted]
     if not isinstance(key, (list, tuple)):
         (entry,) = entries
-        group = [wanted] if _is_one(wanted) else list(wanted)
-        asked = paired(entry, group, out)
+        asked = paired(entry, [wanted] if _is_one(wanted) else list(wanted), out)
         if out is None:
-            return [asked], asked[0].out if _is_one(wanted) else [each.out for each in asked]
+            out = [each.out for each in asked]
+            if _is_one(wanted):
+                (out,) = out
         return [asked], out
     if _is_one(wanted) and len(key) == 1:
         wanted = [wanted]

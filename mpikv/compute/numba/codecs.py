@@ -78,10 +78,9 @@ def _encode_two_bits(gradient: Any, payload: Any, residual: Any, threshold: Any)
         left, added = residual[low : low + _CHUNK], gradient[low : low + _CHUNK]
         for i in range(left.size):
             kept = left[i] + added[i]
-            above = threshold if kept >= threshold else none
-            below = threshold if kept <= -threshold else none
-            left[i] = kept - (above - below)
-            codes[i] = 3 * (kept >= threshold) + 2 * (kept <= -threshold)
+            above, below = kept >= threshold, kept <= -threshold
+            left[i] = kept - (threshold if above else -threshold if below else none)
+            codes[i] = above * 3 | below * 2
         codes[left.size :] = 0
         words = payload[low // 4 : (low + _CHUNK) // 4]
         for i in range(words.size):
