@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 import mpikv
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.errors import PeerFailed, Stalled, TransportError
+from mpikv.errors import PeerFailed, Stalled
 from mpikv.protocols import Sum
 from mpikv.transports.cma import Attached, CopyChoice, attach
 
@@ -236,19 +235,3 @@ def test_ranks_that_give_up_while_another_reads(comm, monkeypatch):
         kv.push("w", array)
     array.fill(np.nan)
     comm.Barrier()
-
-
-@pytest.mark.ranks(1)
-def test_memory_that_cannot_be_read(comm):
-    array, copy = np.arange(1000.0), np.empty(1000)
-    try:
-        own = Attached([os.getpid()], [0])
-    except OSError as error:
-        pytest.skip(str(error))
-    assert own.can_lend(array)
-    own.read(0, array.ctypes.data, copy)
-    np.testing.assert_array_equal(copy, array)
-    with pytest.raises(TransportError, match="rank 0 cannot be read: Bad address"):
-        own.read(0, 1 << 20, copy)
-    with pytest.raises(TransportError, match="rank 7 cannot be read: No such process"):
-        Attached([1 << 22], [7]).read(0, array.ctypes.data, copy)

@@ -78,6 +78,21 @@ def test_a_late_rank_is_told_with_the_last_call_that_it_made_alone(caplog: pytes
     assert "barrier(): rank 1 began call #4 push last" in caplog.text
 
 
+def test_a_late_rank_is_told_with_the_number_of_its_last_call_among_equal_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def program(comm: Any) -> None:
+        with mpikv.create(comm=comm, timeout=100.0) as kv:
+            for _ in range(3):
+                kv.barrier()
+            if kv.rank == 1:
+                time.sleep(30.0)
+            kv.barrier()
+
+    cluster(2).run(program)
+    assert "barrier(): rank 1 began call #3 barrier() last" in caplog.text
+
+
 def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting() -> None:
     """When the time of several is up at once, each names who is late, and not one that it has just waited with."""
 

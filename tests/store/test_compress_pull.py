@@ -14,7 +14,7 @@ from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.testing.faulty import store_over
-from mpikv.testing.wrappers import Wrapper
+from mpikv.testing.wrappers import Recording, Wrapper
 from mpikv.transports import open_transport
 
 from .test_compression import QUANTISERS, Simulated, gradients
@@ -412,8 +412,8 @@ def test_ranks_agree_once(comm, over, placement, change):
         assert kv._transport.agreements == before + 1
 
 
-class Weighed(Wrapper):
-    """Adds up the bytes of what is gathered and broadcast."""
+class Weighed(Recording):
+    """Adds up the bytes of what is gathered and broadcast, too."""
 
     nbytes = 0
 
@@ -426,8 +426,8 @@ class Weighed(Wrapper):
         super().broadcast(buffer, root)
 
 
-@pytest.mark.parametrize("placement", ["root", "sharded"])
-def test_half_as_many_bytes_travel(comm, transport, simulate_ranks_per_host, placement):
+@pytest.mark.parametrize(("placement", "call"), [("root", "broadcast"), ("sharded", "all_gather")])
+def test_half_as_many_bytes_travel_by_the_same_call(comm, transport, simulate_ranks_per_host, placement, call):
     sent = []
     for compression in ("bf16", both("bf16")):
         config = Config.read(transport=transport, placement=placement)
@@ -438,8 +438,9 @@ def test_half_as_many_bytes_travel(comm, transport, simulate_ranks_per_host, pla
             kv.init("w", np.zeros(1_000_000, F32))
             kv.set_optimizer("sgd", learning_rate=0.5)
             kv.push("w", np.ones(1_000_000, F32))
-            weighed.nbytes = 0
+            weighed.nbytes, _ = 0, weighed.take()
             assert (kv.pull("w") == -0.5 * kv.size).all()
+            assert set(weighed.take()) == {call}
             sent.append(weighed.nbytes)
     assert sent[0] == 4_000_000
     assert 2_000_000 <= sent[1] < 2_001_000

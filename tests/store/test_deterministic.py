@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mpikv
+from mpikv.testing import cluster
 
 SHAPES = {"small": (7,), "cut": (5000,), "matrix": (30, 11), "scalar": ()}
 SHARDS, STEPS = 4, 3
@@ -79,6 +80,19 @@ def test_bits_do_not_depend_on_the_number_of_ranks(transport):
             mine = range(kv.rank * share, (kv.rank + 1) * share)
             kv.push(list(SHAPES), [[gradient(shard, step, key) for shard in mine] for key in SHAPES])
         assert same_bits({key: kv.pull(key) for key in SHAPES}, expected)
+
+
+def test_sums_that_a_codec_of_whole_values_asks_for_have_that_order_too():
+    """On four ranks, the fewest on which that is not the order of the ranks. The codec leaves a vector as it is."""
+
+    def program(comm):
+        with mpikv.create(comm=comm, deterministic=True, compression={"type": "lowrank", "rank": 2}) as kv:
+            kv.init("cut", np.zeros(SHAPES["cut"], np.float32))
+            kv.push("cut", gradient(kv.rank, 0, "cut"))
+            return kv.pull("cut").tobytes()
+
+    expected = paired([gradient(rank, 0, "cut") for rank in range(4)])
+    assert cluster(4).run(program) == [expected.tobytes()] * 4
 
 
 @pytest.mark.ranks(2, 3)

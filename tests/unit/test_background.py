@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mpikv.cluster.background import Pending
+import pytest
+
+from mpikv.cluster.background import Pending, urgency
 from mpikv.cluster.runtime import present
 from mpikv.testing import cluster
 
@@ -17,3 +19,11 @@ def test_who_waits_is_patient_while_calls_complete():
         return patient
 
     assert cluster(1).run(program) == [True]
+
+
+@pytest.mark.parametrize(
+    ("priority", "highest"),
+    [(3, 3), (-2, -2), ([1, 5, 2], 5), ((-3, -1), -1), ([], 0), ("high", 0), ([1, None], 0), (float("inf"), 0)],
+)
+def test_a_call_is_as_urgent_as_its_most_urgent_key_and_one_that_will_be_refused_as_any(priority, highest):
+    assert urgency(priority) == highest

@@ -7,7 +7,7 @@ import enum
 import numpy as np
 import pytest
 
-from mpikv.engine.arena import Arena
+from mpikv.engine.arena import Arena, Kept
 from mpikv.engine.keys import KeyTable, flatten, parse
 from mpikv.errors import KeyAlreadyInitialized, KeyNotInitialized, ValueMismatch
 from mpikv.transports.local import LocalTransport
@@ -132,6 +132,23 @@ def test_a_table_keeps_the_order_and_counts():
     known.start_counts()
     known.counts[99] += 1
     assert known.version("k99") == 8
+
+
+def test_a_rank_keeps_all_of_a_value_if_one_of_its_ranges_has_every_element():
+    known = table("a", "b", "c")
+    block, size = known["a"].place.block, known["c"].place.start + 6
+    for ranges, kept in (
+        (((0, size),), "abc"),
+        (((0, 4), (6, size)), "bc"),
+        (((2, 6), (6, 12)), "b"),
+        (((0, 6), (14, size)), "a"),
+        (((8, 11),), ""),
+        ((), ""),
+    ):
+        block.keep(Kept(ranges), {})
+        assert [key for key in known if known[key].keeps_all] == list(kept)
+    block.keep(None, {})
+    assert all(known[key].keeps_all for key in known)
 
 
 def test_growth_keeps_counts():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpikv.cluster import status_board as board
-from mpikv.cluster.status_board import _answer, _answer_questions, _ask, _frames, _is_in_use
+from mpikv.cluster.status_board import StatusBoard, _answer, _answer_questions, _ask, _frames, _is_in_use
 
 FRAMES = """  File "train.py", line 7 in evaluate
   File "train.py", line 22 in <module>
@@ -94,3 +96,15 @@ def test_a_signal_that_is_ignored_is_in_use(number: int) -> None:
         assert not _is_in_use(number)
     finally:
         signal.signal(number, before)
+
+
+def test_a_board_that_is_closed_does_not_keep_the_shared_memory() -> None:
+    memory = mmap.mmap(-1, 4096)
+    windows = SimpleNamespace(allocate=lambda nbytes: np.frombuffer(memory, np.uint8, nbytes))
+    alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), one_host=True, windows=windows)
+    closed = StatusBoard(alone)
+    closed.write(1, b"barrier()")
+    with pytest.raises(BufferError):
+        memory.close()
+    closed.close()
+    memory.close()
