@@ -1,5 +1,10 @@
-"""Measures every Python process of a test session; it is found where this folder is in PYTHONPATH."""
+"""Measures every Python process of a test session, as part of the test that has started it; it is found where this
+folder is in PYTHONPATH.
+"""
+
+import os
 
 import coverage
 
-coverage.process_startup()
+if measured := coverage.process_startup():
+    measured.switch_context(os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0])
