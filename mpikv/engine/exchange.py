@@ -78,7 +78,7 @@ class Exchange:
         counts = self.values.table.counts[plan.rows]
         if len(keys) == 1:
             return Steps((updater.step(keys[0], int(counts) + 1),), True)
-        if not updater.by_key and len(keys) and (counts == counts[0]).all():
+        if not updater.by_key and len(keys) and np.logical_and.reduce(counts == counts[0]):
             return Steps((updater.step(keys[0], int(counts[0]) + 1),) * len(keys), True)
         steps = [updater.step(key, count + 1) for key, count in zip(keys, counts.tolist(), strict=True)]
         return Steps(steps, not steps or steps.count(steps[0]) == len(steps))

@@ -24,8 +24,10 @@ from ..protocols import Array, Event, Gpu, Graph, Stream
 
 __all__ = ["GpuOrder", "HostOrder", "Issued"]
 
-QueueContext: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
-"""Returns the context in which something is queued that is known by this text."""
+Door: TypeAlias = "Callable[[str, Callable[[Any], Any]], Any]"
+"""Returns what comes of something that queues work, which is known by this text, and is given what the transport queues
+work with.
+"""
 
 # The handle of CUDA's default stream of a thread: in each thread it is another stream.
 _PER_THREAD = 2
@@ -113,7 +115,8 @@ class GpuOrder:
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
         self._abort: Callable[[str], None] = _nothing
-        self._queued: QueueContext = nullcontext
+        self.queue: Door = _queue_alone
+        """Queues, in :meth:`run`, what no transport does."""
         self.recording = False
         """Whether work that is given to the stream is recorded, and not run."""
         # Those that may be launched, None once they were given up. The watchdog's thread gives them up, too.
@@ -124,14 +127,14 @@ class GpuOrder:
         self,
         check: Callable[[], None],
         abort: Callable[[str], None],
-        queued: QueueContext,
+        queue: Door,
         wake: Callable[[], None],
     ) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
         known to have failed, ``abort`` ends it, and tells other ranks why, what is not queued by a transport is queued
-        in ``queued``, and ``wake`` is told that :meth:`drop_done` will have something to drop.
+        by ``queue``, and ``wake`` is told that :meth:`drop_done` will have something to drop.
         """
-        self.check, self._abort, self._queued, self._wake = check, abort, queued, wake
+        self.check, self._abort, self.queue, self._wake = check, abort, queue, wake
 
     @property
     def failed(self) -> bool:
@@ -273,11 +276,6 @@ class GpuOrder:
         graph.close()
         raise TransportError("the recorded graph was discarded with the store")
 
-    def replay(self, graph: Graph, call: str) -> None:
-        """Queue what was recorded. In :meth:`run`, whose arguments are to keep what it uses."""
-        with self._queued(call):
-            graph.launch()
-
     def drop_graphs(self) -> None:
         """Give up all that was recorded, before what it uses ends."""
         with self._recording:
@@ -318,6 +316,10 @@ class Issued:
     def rejoin(self) -> None:
         if self.done is not None:
             self._order.follow(self.done)
+
+
+def _queue_alone(call: str, run: Callable[[Any], Any]) -> Any:
+    return run(None)
 
 
 def _nothing(*_: object) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.arrays import is_array, lies_on_host
-from ..cluster.agreement import Agreement, Call, PreparedCall
-from ..engine.exchange import Exchange
+from ..cluster.agreement import Call, PreparedCall
 from ..engine.keys import parse
 from ..engine.pipeline import Arrays, Steps, groups_of
 from ..engine.plan import Plan
@@ -28,10 +27,14 @@ from ..verbs.comparison import add_text
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import Renewed
 from ..verbs.row_arguments import Brought
-from .door import Door, State
+from .door import State
+
+if TYPE_CHECKING:
+    from .kvstore import KVStore
 
 __all__ = ["CapturedStep", "Fixed", "prepare_capture"]
 
+_NOT_TOLD = None, "", None
 # How a call is made, as ranks that disagree are told.
 _PLAIN, _FIRST, _AGAIN = "as a plain call", "called for the first time", "to be recorded anew at its next call"
 _RECORDED, _LAUNCHED = "recorded in this call", "launched as it was recorded"
@@ -78,6 +81,18 @@ class _Known:
         return alike and self.table.fits(steps.each[0])
 
 
+class _Launch(NamedTuple):
+    """A launch that was prepared: from call to call only the steps are others."""
+
+    known: _Known | None
+    call: Call | None
+    """What it was prepared for, before how it is made was added to that."""
+    prepared: PreparedCall | None
+
+
+_NO_LAUNCH, _NO_STEPS = _Launch(None, None, None), Steps((), True)
+
+
 class CapturedStep:
     """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.capture`, and
     called without arguments.
@@ -87,35 +102,28 @@ class CapturedStep:
     make other calls, or call another of these, all raise ``RankMismatch``.
     """
 
-    def __init__(
-        self,
-        given: Fixed,
-        number: int,
-        make: Callable[[str, Callable[[], PreparedCall]], Any],
-        door: Door,
-        verbs: Verbs,
-        exchange: Exchange,
-        agreement: Agreement,
-    ) -> None:
-        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks; ``make`` makes a call."""
-        self._given, self._number, self._make, self._door = given, number, make, door
-        self._verbs, self._exchange, self._agreement = verbs, exchange, agreement
-        self._rank, self._size = exchange.transport.rank, exchange.transport.size
-        memory = exchange.transport.memory
+    def __init__(self, given: Fixed, number: int, store: KVStore) -> None:
+        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks."""
+        self._given, self._number, self._store = given, number, store
+        self._door, self._verbs, self._exchange = store._door, store._verbs, store._exchange
+        memory = self._exchange.transport.memory
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
         self._known: _Known | None = None
         # The call that was described last, how, and that description.
-        self._told: tuple[Call | None, str, Call | None] = (None, "", None)
+        self._told: tuple[Call | None, str, Call | None] = _NOT_TOLD
+        self._launch = _NO_LAUNCH
+        self._steps = _NO_STEPS
         self._exchange.values.listeners.add(self)
 
     def invalidate(self) -> None:
         """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
-        self._known, self._told = None, (None, "", None)
+        self._known, self._told, self._launch = None, _NOT_TOLD, _NO_LAUNCH
 
     def __call__(self) -> Any:
         """Push and pull. Collective."""
-        result = self._make("pushpull", self._prepare)
+        # Looked up at each call: tracing puts a clock around it.
+        result = self._store._collective("pushpull", self._prepare)
         return result if self._given.result is None else self._given.result
 
     @property
@@ -147,16 +155,24 @@ class CapturedStep:
             call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
             if known.agreed:
                 return PreparedCall(call, run)
-            first = None if known.lack else self._verbs.comparison.update_call("pushpull", known.plan)[1]
-            return PreparedCall(call, lambda: self._first(known, first, run))
+            if not known.lack:
+                self._steps = self._verbs.comparison.update_call("pushpull", known.plan)[1]
+            return PreparedCall(call, lambda: self._first(known, run))
         call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
-        if not known.suits(steps, self._exchange.updater):
+        updater = self._exchange.updater
+        same = steps.uniform is known.uniform and updater.revision == known.revision
+        if not same and not known.suits(steps, updater):
             known = self._with_table(replace(known, ready=False, graph=None), steps)
+        self._steps, launch = steps, self._launch
+        if launch.prepared is not None and launch.known is known and launch.call is call:
+            return launch.prepared
+        if known.graph is not None:
+            prepared = PreparedCall(self._described(call, _LAUNCHED), self._launcher(memory, known))
+            self._launch = _Launch(known, call, prepared)
+            return prepared
         if not known.ready:
-            return PreparedCall(self._described(call, _AGAIN), lambda: self._queue_first(known, steps))
-        if known.graph is None:
-            return PreparedCall(self._described(call, _RECORDED), lambda: self._record(memory, known, steps))
-        return PreparedCall(self._described(call, _LAUNCHED), partial(self._launch, memory, known, steps))
+            return PreparedCall(self._described(call, _AGAIN), lambda: self._queue_first(known))
+        return PreparedCall(self._described(call, _RECORDED), lambda: self._record(memory, known))
 
     def _plainly(self, how: str) -> PreparedCall:
         """Prepare it as any pushpull."""
@@ -193,26 +209,23 @@ class CapturedStep:
 
     # --- What is run once all ranks agree
 
-    def _first(self, known: _Known, steps: Steps | None, run: Callable[[], Any]) -> Any:
+    def _first(self, known: _Known, run: Callable[[], Any]) -> Any:
         """Learn whether all ranks can record it; make it."""
         known = self._known = replace(known, agreed=True, lack=self._lack_anywhere(known.lack))
-        if known.lack or steps is None:
-            return run()
-        return self._queue_first(known, steps)
+        return run() if known.lack else self._queue_first(known)
 
     def _lack_anywhere(self, lack: str) -> str:
         """Return why it cannot be recorded on this rank, or on another. Collective."""
-        least = self._agreement.least(self._rank if lack else self._size)
-        return lack if lack or least == self._size else f"rank {least} cannot, and its own reason says why"
+        rank, size = self._store.rank, self._store.size
+        least = self._store._agreement.least(rank if lack else size)
+        return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
-    def _queue_first(self, known: _Known, steps: Steps) -> Any:
+    def _queue_first(self, known: _Known) -> Any:
         """Queue it as it will be recorded."""
         self._known = replace(known, ready=True)
-        self._write(known, steps)
-        self._queue(known)
-        return known.result
+        return self._run(known)
 
-    def _record(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
+    def _record(self, memory: DeviceMemory, known: _Known) -> Any:
         """Record it, and launch that if every rank could; else queue it, now and from now on."""
         graph, lack = None, ""
         with self._exchange.pipeline.uncounted(known.plan):
@@ -220,24 +233,25 @@ class CapturedStep:
                 graph = memory.order.record(self._queue, known)
             except RuntimeError as error:  # of CUDA, in whatever words
                 lack = str(error)
-        known = self._known = replace(known, graph=graph, lack=self._lack_anywhere(lack))
-        if known.lack:
-            self._known = replace(known, graph=None)
-            self._write(known, steps)
-            self._queue(known)
-            return known.result
-        return self._launch(memory, known, steps)
+        lack = self._lack_anywhere(lack)
+        known = self._known = replace(known, graph=None if lack else graph, lack=lack)
+        return self._run(known) if lack else self._launcher(memory, known)()
 
-    def _launch(self, memory: DeviceMemory, known: _Known, steps: Steps) -> Any:
-        assert known.graph is not None
-        self._write(known, steps)
-        memory.order.replay(known.graph, f"pushpull({known.plan.label})")
-        self._exchange.pipeline.count(known.plan, stale=False)
-        return known.result
+    def _launcher(self, memory: DeviceMemory, known: _Known) -> Callable[[], Any]:
+        """Return what launches it, and keeps all that it uses."""
+        return partial(memory.order.queue, f"pushpull({known.plan.label})", partial(self._run, known))
 
-    def _write(self, known: _Known, steps: Steps) -> None:
+    def _run(self, known: _Known, _: object = None) -> Any:
+        """Queue it, or launch what was recorded, with the steps of now."""
+        steps = self._steps
         if known.table is not None:
             known.table.write(steps.each[:1] if known.uniform else steps.each)
+        if known.graph is None:
+            self._queue(known)
+        else:
+            known.graph.launch()
+            self._exchange.pipeline.count(known.plan, stale=False)
+        return known.result
 
     def _queue(self, known: _Known) -> None:
         """Queue it with the steps of the table."""

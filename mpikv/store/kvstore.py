@@ -455,11 +455,7 @@ class KVStore(KVStoreBase):
         """
         given = self._collective("capture", partial(prepare_capture, self._verbs), key, value, out)
         number, self._captured = self._captured, self._captured + 1
-
-        def make(verb: str, prepare: Callable[[], PreparedCall]) -> Any:
-            return self._collective(verb, prepare)  # looked up at each call: tracing puts a clock around it
-
-        return CapturedStep(given, number, make, self._door, self._verbs, self._exchange, self._agreement)
+        return CapturedStep(given, number, self)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.

@@ -141,7 +141,7 @@ class NcclTransport:
         self._watchdog = Watchdog(
             waiting, self._gpu.watch, self._check_flight, self._fail, self._order.drop_done, self.rank
         )
-        self._order.watch(self._check, self.abandon, self._queued, self._watchdog.wake)
+        self._order.watch(self._check, self.abandon, self._queue, self._watchdog.wake)
         preflight(group, self._gpu, nccl.get_version())
         self.send_buffers: tuple[Array, ...] = (self._for_messages(limit),)
         self.slot = 0
@@ -299,7 +299,8 @@ class NcclTransport:
     ) -> Sequence[Array]:
         """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'."""
         wire = WIRES[send.dtype.name]
-        with self._queued(f"{name} of {send.size} {send.dtype}") as comm:
+
+        def run(comm: Any) -> None:
             source = _as_wire(send, wire)
             if source is None:
                 source = self._wide[0].view(np.dtype(wire.dtype))[: send.size]
@@ -311,6 +312,8 @@ class NcclTransport:
                 self.memory.copy((recv,), (into,))
             else:
                 start(comm, wire, source, into)
+
+        self._queue(f"{name} of {send.size} {send.dtype}", run)
         return () if recv is None else (recv,)
 
     def _sort(self, wire: Wire) -> tuple[int, int]:
@@ -324,21 +327,27 @@ class NcclTransport:
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         nbytes = [count * buffer.itemsize for count in counts]
         address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
-        with self._queued(f"all_gather of {buffer.size} {buffer.dtype}") as comm:
+
+        def run(comm: Any) -> None:
             if len(set(nbytes)) == 1:
-                mine = address + self.rank * nbytes[0]
-                self._call(comm.allGather, mine, address, nbytes[0], byte)
+                self._call(comm.allGather, address + self.rank * nbytes[0], address, nbytes[0], byte)
                 return
+            place = address
             with self._grouped():
                 for rank, length in enumerate(nbytes):
                     if length:
-                        self._call(comm.broadcast, address, address, length, byte, rank)
-                    address += length
+                        self._call(comm.broadcast, place, place, length, byte, rank)
+                    place += length
+
+        self._queue(f"all_gather of {buffer.size} {buffer.dtype}", run)
 
     def broadcast(self, buffer: Array, root: int) -> None:
-        address = self._gpu.address(buffer)
-        with self._queued(f"broadcast of {buffer.size} {buffer.dtype}") as comm:
-            self._call(comm.broadcast, address, address, buffer.nbytes, self._nccl.NCCL_UINT8, root)
+        address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
+
+        def run(comm: Any) -> None:
+            self._call(comm.broadcast, address, address, buffer.nbytes, byte, root)
+
+        self._queue(f"broadcast of {buffer.size} {buffer.dtype}", run)
 
     def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
@@ -354,13 +363,17 @@ class NcclTransport:
         parts = [received[rank * stride : rank * stride + nbytes].view(send.dtype) for rank in range(self.size)]
         parts[self.rank] = send[low : low + mine]
         address, byte = self._gpu.address(send), self._nccl.NCCL_UINT8
-        with self._queued(f"all_to_all of {send.size} {send.dtype}") as comm, self._grouped():
-            for peer in (rank for rank in range(self.size) if rank != self.rank):
-                if elements[peer]:
-                    place = address + starts[peer] * send.itemsize
-                    self._call(comm.send, place, elements[peer] * send.itemsize, byte, peer)
-                if mine:
-                    self._call(comm.recv, self._gpu.address(parts[peer]), nbytes, byte, peer)
+
+        def run(comm: Any) -> None:
+            with self._grouped():
+                for peer in (rank for rank in range(self.size) if rank != self.rank):
+                    if elements[peer]:
+                        place = address + starts[peer] * send.itemsize
+                        self._call(comm.send, place, elements[peer] * send.itemsize, byte, peer)
+                    if mine:
+                        self._call(comm.recv, self._gpu.address(parts[peer]), nbytes, byte, peer)
+
+        self._queue(f"all_to_all of {send.size} {send.dtype}", run)
         return parts
 
     # --- Agreement and ends
@@ -438,19 +451,21 @@ class NcclTransport:
 
     # --- The door of every call of NCCL
 
-    @contextmanager
-    def _queued(self, call: str) -> Iterator[Any]:
-        """Give a block the communicator, and look after what it queues, unless that is recorded to be queued later."""
+    def _queue(self, call: str, run: Callable[[Any], Any]) -> Any:
+        """Return what comes of ``run``, which queues work by the communicator; look after that work, unless it is
+        recorded to be queued later.
+        """
         work = Work(call)
         try:
             with self._queueing:
-                self._check()
+                if self._failure is not None:
+                    self._check()
                 if self._order.recording:
-                    yield self._comm
-                    return
+                    return run(self._comm)
                 self._watchdog.look_after(work)
-                yield self._comm
+                result = run(self._comm)
                 work.event = self._stream.record()
+                return result
         except BaseException as error:
             work.failed = True
             known = error if isinstance(error, MPIKVError) else TransportError(f"{call} was interrupted by {error!r}")

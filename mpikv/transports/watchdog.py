@@ -15,8 +15,7 @@ __all__ = ["Watchdog", "Work"]
 
 # Seconds in which what goes well is done, and nobody looks.
 _NAP = 0.01
-# Seconds in which the next work comes where a program trains: to start a thread for each call would take longer than
-# the call.
+# Seconds in which the next work comes where a program trains.
 _IDLE = 5.0
 
 
@@ -54,58 +53,58 @@ class Watchdog:
         """
         self._waiting = waiting.warning(self._warn)
         self._prepare, self._check, self._fail, self._drop, self._rank = prepare, check, fail, drop, rank
-        self._changed = threading.Condition()
         self._works: deque[Work] = deque()
-        self._alive = self._woken = self._stopped = False
+        self._alive = self._stopped = False
+        self._claiming = threading.Lock()
 
     def look_after(self, work: Work) -> None:
         """Look after work that comes after all before it, on the same stream."""
-        with self._changed:
-            self._works.append(work)
-            self._run()
+        self._works.append(work)
+        if not self._alive:
+            self._start()
 
     def wake(self) -> None:
         """Let go of what is used once more: something is, since the thread looked."""
-        with self._changed:
-            self._woken = True
-            self._run()
+        if not self._alive:
+            self._start()
 
     def stop(self) -> None:
         """Have the thread end, for good, when all is done that it looks after. It is not waited for."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        self._stopped = True
 
-    def _run(self) -> None:
-        if self._alive:
-            self._changed.notify()
-        elif not self._stopped:
-            self._alive = True
+    def _start(self) -> None:
+        if not self._stopped and self._claim():
             threading.Thread(target=self._watch, name="mpikv-watchdog", daemon=True).start()
+
+    def _claim(self) -> bool:
+        """Return whether nobody else is the thread."""
+        with self._claiming:
+            alive, self._alive = self._alive, True
+            return not alive
 
     def _watch(self) -> None:
         try:
             self._prepare()
-            while self._is_needed():
+            needed = time.monotonic()
+            while True:
+                # It is not told of what comes: it looks. To wake a thread takes longer than all else of a call.
                 time.sleep(_NAP)
                 self._drop_done()
                 if self._works:
                     self._waiting.until(self._moved, tuple)
+                if self._works or not self._drop():
+                    needed = time.monotonic()
+                elif (self._stopped or time.monotonic() - needed >= _IDLE) and self._may_end():
+                    return
         except Exception as error:
+            self._stopped = True
             self._fail(error, self._works[0].call if self._works else "")
-            with self._changed:
-                self._works.clear()
-                self._alive, self._stopped = False, True
+            self._works.clear()
 
-    def _is_needed(self) -> bool:
-        """Return whether there is work, or something in use, or will be soon; if not, the thread ends."""
-        if self._works or not self._drop():
-            return True
-        with self._changed:
-            self._changed.wait_for(lambda: self._works or self._woken or self._stopped, _IDLE)
-            self._alive = bool(self._works) or (self._woken and not self._stopped)
-            self._woken = False
-            return self._alive
+    def _may_end(self) -> bool:
+        # Whoever brings something looks whether the thread is alive after that. So this looks for it once more.
+        self._alive = False
+        return not (self._works or not self._drop()) or not self._claim()
 
     def _drop_done(self) -> None:
         # Only this thread takes work away.

@@ -238,15 +238,17 @@ def _translated(method: Method) -> Method:
 
     @wraps(method)
     def translated(self: CupyGpu, *arguments: Any) -> Any:
-        with self.present():
-            try:
+        try:
+            if self.present_number() == self.ordinal:
                 return method(self, *arguments)
-            except self.cuda.memory.OutOfMemoryError as error:
+            with self.cuda.Device(self.ordinal):
+                return method(self, *arguments)
+        except self.cuda.memory.OutOfMemoryError as error:
+            raise self._lacking(error) from error
+        except self.cuda.runtime.CUDARuntimeError as error:
+            if error.status == _OUT_OF_MEMORY:
                 raise self._lacking(error) from error
-            except self.cuda.runtime.CUDARuntimeError as error:
-                if error.status == _OUT_OF_MEMORY:
-                    raise self._lacking(error) from error
-                raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
+            raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
 
     return cast(Method, translated)
 
@@ -260,11 +262,13 @@ def _failing(text: str) -> Callable[[Method], Method]:
         @wraps(method)
         def translated(self: Any, *arguments: Any) -> Any:
             gpu = self.gpu
-            with gpu.present():
-                try:
+            try:
+                if gpu.present_number() == gpu.ordinal:
                     return method(self, *arguments)
-                except gpu.cuda.runtime.CUDARuntimeError as error:
-                    raise TransportError(f"{text.format(gpu.name)}: {error}") from error
+                with gpu.cuda.Device(gpu.ordinal):
+                    return method(self, *arguments)
+            except gpu.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"{text.format(gpu.name)}: {error}") from error
 
         return cast(Method, translated)
 
@@ -280,6 +284,8 @@ class CupyGpu:
         self.kind: type = cupy.ndarray
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
+        self.present_number: Callable[[], int] = self.cuda.runtime.getDevice
+        """Returns the number of the thread's present GPU."""
         # CuPy reads the 16 bytes as a text that a zero ends; the place on the bus tells apart what that leaves equal.
         uuid = self.cuda.runtime.getDeviceProperties(ordinal)["uuid"][:16].hex()
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
@@ -297,7 +303,7 @@ class CupyGpu:
 
     def present(self) -> Any:
         """Return a context in which this is the thread's present GPU."""
-        if self.cuda.runtime.getDevice() == self.ordinal:
+        if self.present_number() == self.ordinal:
             return _STAYS
         # A new one each time: CuPy's remembers in itself what was present before, so threads must not share one.
         return self.cuda.Device(self.ordinal)
@@ -509,7 +515,7 @@ class CupyStream:
 
     @_failing("nothing can be queued on {0}")
     def wait(self, event: Any) -> None:
-        event.delay(self.beneath)
+        self.beneath.wait_event(event.beneath)
 
     @_failing("what was queued on {0} failed")
     def synchronize(self) -> None:
@@ -527,23 +533,28 @@ class CupyStream:
     def __enter__(self) -> CupyStream:
         # Few are entered of those that are made for each call.
         self._entered = entered = self._entered or _Entered()
-        present = self.gpu.present()
-        present.__enter__()
+        gpu = self.gpu
+        other = None if gpu.present_number() == gpu.ordinal else gpu.cuda.Device(gpu.ordinal)
+        if other is not None:
+            other.__enter__()
         self.beneath.__enter__()
-        entered.presents.append(present)
+        entered.others.append(other)
         return self
 
     def __exit__(self, *failure: object) -> None:
         assert self._entered is not None
         self.beneath.__exit__(*failure)
-        self._entered.presents.pop().__exit__(*failure)
+        if (other := self._entered.others.pop()) is not None:
+            other.__exit__(*failure)
 
 
 class _Entered(threading.local):
-    """What was present before a thread entered a stream, as often as it has."""
+    """What leads a thread back to its GPU of before, as often as it has entered a stream; None where it had this
+    one.
+    """
 
     def __init__(self) -> None:
-        self.presents: list[Any] = []
+        self.others: list[Any] = []
 
 
 class CupyGraph:
@@ -570,26 +581,22 @@ class CupyEvent:
     """
 
     def __init__(self, gpu: CupyGpu, beneath: Any) -> None:
-        self._beneath = beneath
+        self.beneath = beneath
         self._gpu = gpu
 
     def __del__(self) -> None:
         # In a cycle that is collected others may call this one yet, which then has none.
-        beneath, self._beneath = self._beneath, None
+        beneath, self.beneath = self.beneath, None
         self._gpu.spare_events.append(beneath)
 
     @property
     def done(self) -> bool:
         """Raises TransportError if CUDA failed, on this GPU and before."""
         runtime = self._gpu.cuda.runtime
-        status = runtime.eventQuery(self._beneath.ptr)
+        status = runtime.eventQuery(self.beneath.ptr)
         if status not in (0, _NOT_READY):
             raise TransportError(f"what was queued on {self._gpu.name} failed: {runtime.CUDARuntimeError(status)}")
         return bool(status == 0)
-
-    def delay(self, stream: Any) -> None:
-        """Let what one of CuPy's streams is given from now on begin after the event."""
-        stream.wait_event(self._beneath)
 
 
 class CupyMark:

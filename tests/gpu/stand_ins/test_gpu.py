@@ -620,14 +620,14 @@ def test_threads_that_are_in_one_stream_leave_it_for_what_they_came_from(gpu, cu
         with stream:
             entered.set()
             assert left.wait(20)
-            found.append(list(stream._entered.presents))
+            found.append(list(stream._entered.others))
 
     with stream:
-        (own,) = stream._entered.presents
+        (own,) = stream._entered.others
         thread = threading.Thread(target=enter)
         thread.start()
         assert entered.wait(20)
-        assert stream._entered.presents == [own]
+        assert stream._entered.others == [own]
     left.set()
     thread.join(20)
     assert len(found[0]) == 1
@@ -678,13 +678,13 @@ def test_no_event_is_recorded_again_that_somebody_holds(gpu):
     held: list[Any] = []
     for _ in range(500):
         held.append(stream.record())
-        assert len({id(event._beneath) for event in held}) == len(held)
-        assert not {id(event._beneath) for event in held} & {id(spare) for spare in gpu.spare_events}
+        assert len({id(event.beneath) for event in held}) == len(held)
+        assert not {id(event.beneath) for event in held} & {id(spare) for spare in gpu.spare_events}
         while held and random.random() < 0.5:
             held.pop(int(random.integers(len(held))))
-    event, beneath = held[-1], held[-1]._beneath
+    event, beneath = held[-1], held[-1].beneath
     held.clear()
-    assert all(stream.record()._beneath is not beneath for _ in range(100))
+    assert all(stream.record().beneath is not beneath for _ in range(100))
     del event
     assert any(spare is beneath for spare in gpu.spare_events)
 
@@ -697,12 +697,12 @@ def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(g
         stream.wait(event)
     with pytest.raises(AttributeError):
         event.done
-    event._beneath = stream.record()._beneath  # for its other finalizer
+    event.beneath = stream.record().beneath  # for its other finalizer
 
 
 def test_idle_events_are_few(gpu, cupy):
     points = [gpu.stream().record() for _ in range(200)]
-    assert len({id(point._beneath) for point in points}) == 200
+    assert len({id(point.beneath) for point in points}) == 200
     points.clear()
     assert len(gpu.spare_events) == 64
 
@@ -727,11 +727,11 @@ def test_threads_take_no_event_twice(gpu, cupy):
         for _ in range(500):
             points = [stream.record() for _ in range(3)]
             for point in points:
-                if id(point._beneath) in taken:
+                if id(point.beneath) in taken:
                     failures.append(point)
-                taken.add(id(point._beneath))
+                taken.add(id(point.beneath))
             for point in points:
-                taken.discard(id(point._beneath))
+                taken.discard(id(point.beneath))
             del point, points
 
     threads = [threading.Thread(target=record, args=(stream,)) for stream in streams]
@@ -741,6 +741,22 @@ def test_threads_take_no_event_twice(gpu, cupy):
         thread.join(20)
     cupy.present = 0
     assert not failures
+
+
+def test_to_order_streams_takes_few_python_calls(gpu, cupy):
+    """Each call of a store makes five such steps or more."""
+    stream, passed = gpu.stream(), list[str]()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith("cuda/gpu.py"):
+            passed.append(frame.f_code.co_name)
+
+    cupy.present = 1
+    sys.setprofile(note)
+    stream.wait(stream.record())
+    sys.setprofile(None)
+    cupy.present = 0
+    assert len(passed) <= 7, passed
 
 
 def test_what_is_present_already_is_entered_for_nothing(gpu, cupy, monkeypatch):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -744,6 +745,54 @@ def test_the_checks_find_what_is_left_out(comm: Any, monkeypatch: Any, left_out:
             again(step)
     both.here.abandon("for a test")
     both.there.abandon("for a test")
+
+
+# --- What a launch costs the host
+
+MOST_CALLS = 25
+
+
+def calls_of(run: Callable[[], Any]) -> list[str]:
+    """Return the functions of Python that a call passes, but for those of stand-ins, and of waiting for ranks."""
+    passed: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and not any(part in file for file in files_of(frame) for part in NOT_COUNTED):
+            passed.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return passed
+
+
+NOT_COUNTED = "mpikv/testing", "cluster/waiting.py", "cluster/runtime.py"
+
+
+def files_of(frame: Any) -> Iterator[str]:
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("updater", ["momentum", "adam"])
+def test_a_launch_takes_few_python_calls(comm: Any, updater: str) -> None:
+    """However many keys there are, and though numbers of a rule change at each call."""
+    found = []
+    for count in (3, 100):
+        gpu = FakeGpu(number_of(comm))
+        with store_on(gpu, comm) as kv:
+            arrays = [gpu.upload(np.ones((2, 3), np.float32)) for _ in range(2 * count)]
+            kv.init(list(range(count)), arrays[:count])
+            kv.set_optimizer(UPDATERS[updater]())
+            step = kv.capture(list(range(count)), arrays[:count], arrays[count:])
+            calls = [calls_of(step) for _ in range(12)][2:]
+            assert step.captured
+            found.append(min(calls, key=len))
+    assert len(found[0]) == len(found[1]) <= MOST_CALLS, found
 
 
 # --- Programs
