@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from . import codecs
 from .async_store.async_kvstore import AsyncKVStore, check_options
@@ -15,6 +15,7 @@ from .cluster.connecting import connect
 from .cluster.process_group import ProcessGroup
 from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
+from .cluster.waiting import Waiting
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
@@ -23,13 +24,17 @@ from .memory.device import DeviceMemory
 from .memory.host import HostMemory
 from .optimizers.updaters import check_outside
 from .options import check_whole
-from .protocols import GpuKernels, Transport
+from .protocols import Gpu, GpuKernels, Transport
 from .store.allreduce_store import AllReduce
 from .store.endings import prepare_endings
 from .store.kvstore import KVStore, let_gpus_queue
 from .store.plugins import KVStoreBase, plugin
 from .store.tracing import Tracer, find_tracer
 from .transports import open_gpu_transport, open_transport
+from .transports.requests import AbortableWaiting
+
+if TYPE_CHECKING:
+    from .store.device_sums import DeviceSums
 
 __all__ = ["check_name", "create"]
 
@@ -64,6 +69,8 @@ _KIND_OF = {name: kind for kind in _KINDS for name in kind.names}
 _NAMES = (*_KIND_OF, "teststore")
 # Where a message is a launch, it may be larger than any cache.
 _BUCKET_OF_GPUS = 64 << 20
+# Where sums are made in the callers' arrays, few dtypes need messages, and memory of seven times their size.
+_BUCKET_OF_SUMS = 16 << 20
 
 
 @dataclass
@@ -93,6 +100,8 @@ class _Parts:
     transport: Transport
     kernels: GpuKernels | None
     """Those of the transport's memory, where that is a GPU's."""
+    waits: AbortableWaiting | None = None
+    """What the transport waits by, where ranks may come to wait for GPUs."""
 
 
 @hiding_frames
@@ -252,8 +261,11 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
     if device is not None and bucket_bytes is None and settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_GPUS)
     try:
-        board = StatusBoard(group)
-        parts = _Parts(group, settings, board, *_open_transport(group, settings, device, board))
+        board, waits = StatusBoard(group), None
+        if request.kind.storeless and all(cupy for *_, cupy in told):
+            waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
+            waits = AbortableWaiting(group, waiting, listening=False)
+        parts = _Parts(group, settings, board, *_open_transport(group, settings, device, board, waits), waits)
     except Exception as error:
         problem = error
     _compare(group, {}, problem)  # one host may have less memory than another
@@ -335,11 +347,15 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
 
 
 def _open_transport(
-    group: ProcessGroup, settings: Config, device: DeviceMemory | None, board: StatusBoard
+    group: ProcessGroup,
+    settings: Config,
+    device: DeviceMemory | None,
+    board: StatusBoard,
+    waits: AbortableWaiting | None,
 ) -> tuple[Transport, GpuKernels | None]:
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:
-        return open_transport(group, settings, board.warn, HostMemory(gpu_of)), None
+        return open_transport(group, settings, board.warn, HostMemory(gpu_of), waits), None
     from .compute.cuda.kernels import CudaKernels
 
     nccl = find_nccl() if group.size > 1 else None
@@ -360,7 +376,42 @@ def _build(request: _Request, parts: _Parts) -> KVStore:
         except Exception:
             store.close()  # nobody else could
             raise
-    return cast(KVStore, AllReduce(store)) if request.kind.storeless else store
+    if not request.kind.storeless:
+        return store
+    return cast(KVStore, AllReduce(store, None if parts.waits is None else partial(_open_sums, parts)))
+
+
+def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
+    """Return what sums arrays of GPUs for a store that keeps no values; on every rank None where NCCL cannot join these
+    GPUs. Collective.
+    """
+    from .store.device_sums import DeviceSums
+
+    group, settings, lack = parts.group, parts.settings, ""
+    if settings.bucket_bytes == Config.bucket_bytes:
+        settings = replace(settings, bucket_bytes=_BUCKET_OF_SUMS)
+    try:
+        nccl, memory = find_nccl() if group.size > 1 else None, DeviceMemory(gpu)
+    except Exception as error:  # whatever a driver makes of it: the other ranks wait to hear
+        lack = str(error)
+    if not (lack := next(filter(None, group.gather(lack)), "")):
+        let_gpus_queue()  # a communicator is made by sums
+        try:
+            mover = open_gpu_transport(group, settings, memory, nccl, parts.board.warn, control=parts.transport)
+            sums = DeviceSums(store, mover)
+        except (TransportUnavailable, MemoryError) as error:  # every rank has it
+            lack = str(error)
+    if lack:
+        level = logging.WARNING if group.rank == 0 else logging.INFO
+        text = "store %r copies arrays of GPUs to the host, because a rank reports: %s"
+        logging.getLogger("mpikv").log(level, text, store.type, lack)
+        return None
+    here = parts.transport.memory
+    assert isinstance(here, HostMemory)
+    here.order.beside, store.sums = memory.order, sums
+    if parts.waits is not None:
+        parts.waits.listen()
+    return sums
 
 
 def _make_store(request: _Request, parts: _Parts) -> KVStore:

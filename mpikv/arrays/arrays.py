@@ -381,11 +381,19 @@ def run_quietly(function: Callable[..., Result], *arguments: Any) -> Result:
         return function(*arguments)
 
 
-def disjoint(sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Array]]) -> bool:
+def _address_of(array: Array) -> int:
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+def disjoint(
+    sources: Sequence[Sequence[Array]],
+    targets: Sequence[Sequence[Array]],
+    address: Callable[[Array], int] = _address_of,
+) -> bool:
     """Return whether each key's targets may be written before the sources of the other keys have been read.
 
     ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine.
-    Where it would take long to tell, the answer is False.
+    Where it would take long to tell, the answer is False. ``address`` tells where arrays begin.
     """
     arrays = [array for group in (*sources, *targets) for array in group]
     if not all(array.flags.c_contiguous for array in arrays):
@@ -394,7 +402,7 @@ def disjoint(sources: Sequence[Sequence[Array]], targets: Sequence[Sequence[Arra
     for written, groups in ((False, sources), (True, targets)):
         for key, group in enumerate(groups):
             for array in group:
-                low = array.__array_interface__["data"][0]
+                low = address(array)
                 ranges[low, low + array.nbytes, key] = written
     return _apart(sorted((low, high, written) for (low, high, _), written in ranges.items()))
 

@@ -116,15 +116,25 @@ class HostMemory:
 
     # --- Arrays of GPUs
 
+    def find(self, value: Any) -> Gpu:
+        """Return the GPU of an array that lies on one.
+
+        Raises:
+            Unsupported: this memory knows none.
+        """
+        if self._find is None:
+            raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
+        return self._find(value)
+
     def _fetched(self, value: Any) -> Array:
-        gpu, there = self._found(value)
+        gpu, there = self._copied(value)
         array = np.empty(there.shape, there.dtype)
         gpu.download(there, array)
         return array
 
     def _stand_in(self, out: Any) -> Array:
         arrays.check_mutable(out)
-        gpu, there = self._found(out)
+        gpu, there = self._copied(out)
         arrays.check_apart(there)
         array = np.empty(there.shape, there.dtype)
         whole = there if there.flags.c_contiguous else gpu.empty(there.shape, there.dtype)
@@ -133,14 +143,18 @@ class HostMemory:
 
     def _found(self, value: Any) -> tuple[Gpu, Array]:
         """Return the GPU of an array, and the array as one of its library's."""
-        if self._find is None:
-            raise Unsupported("the array is on a GPU, and this store cannot copy it to the host; copy it first")
-        if makes_calls():
+        gpu = self.find(value)
+        # That owns() knows it for an array is nothing that types can say.
+        return gpu, value if gpu.owns(value) else gpu.adopt(value)
+
+    def _copied(self, value: Any) -> tuple[Gpu, Array]:
+        """Return the same of an array that is copied."""
+        if self._find is not None and makes_calls():
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
                 "a GPU array; copy it to the host, or leave wait=False out"
             )
-        gpu = self._find(value)
+        gpu, there = self._found(value)
         if not self._said:
             self._said = True
             logging.getLogger("mpikv").warning(
@@ -148,8 +162,7 @@ class HostMemory:
                 "mpikv.create('nccl') keeps values on GPUs",
                 gpu.name,
             )
-        # That owns() knows it for an array is nothing that types can say.
-        return gpu, value if gpu.owns(value) else gpu.adopt(value)
+        return gpu, there
 
 
 HOST = HostMemory()

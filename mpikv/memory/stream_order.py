@@ -42,11 +42,15 @@ class HostOrder:
     arrays of GPUs is queued after the call, on its caller's stream.
     """
 
-    failed = False
-
     def __init__(self) -> None:
         self._fills: list[Callable[[], object]] = []
         self.needed = False
+        self.beside: GpuOrder | None = None
+        """The stream of a GPU on which calls are made whose arrays lie there, if a store of the host makes such."""
+
+    @property
+    def failed(self) -> bool:
+        return self.beside is not None and self.beside.failed
 
     def add(self, fill: Callable[[], object]) -> None:
         """Have an array filled after the call that is prepared."""
@@ -78,7 +82,8 @@ class HostOrder:
     begin = check_new = rejoin = close = wait
 
     def abandon(self, why: str) -> None:
-        pass
+        if self.beside is not None:
+            self.beside.abandon(why)
 
 
 class _Call(threading.local):

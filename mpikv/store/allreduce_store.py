@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import source, target
+from ..arrays.arrays import is_array, is_immutable, lies_on_host, source, target
+from ..cluster.agreement import PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest
-from ..engine.keys import parse
+from ..engine.keys import Form, parse
+from ..engine.plan import label
 from ..errors import KeyNotInitialized, RankMismatch, Unsupported, ValueMismatch, brief
-from ..protocols import Array, Key
+from ..memory.host import HostMemory
+from ..protocols import Array, Gpu, Key
+from ..verbs.comparison import compare_text
+from ..verbs.operands import given_to_fill
 from .kvstore import KVStore
 from .plugins import KVStoreBase
 from .wrapped import Wrapped
+
+if TYPE_CHECKING:
+    from .device_sums import DeviceSums
 
 __all__ = ["AllReduce", "TestStore"]
 
 __tracebackhide__ = hidden_from_pytest
 
 
-_Kind: TypeAlias = "tuple[tuple[int, ...], np.dtype[Any]]"
-"""A shape and a dtype."""
+class _Kind(NamedTuple):
+    """What a rank brings under a name."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    on_gpu: bool
+    """Whether it lies on a GPU, and may be summed there."""
+
+
+OpenSums: TypeAlias = "Callable[[KVStore, Gpu], DeviceSums | None]"
+"""Returns what makes sums on the GPUs of the ranks, of which each brings its own; on every rank None if that cannot be.
+Collective."""
 
 
 class AllReduce(Wrapped):
@@ -32,6 +50,11 @@ class AllReduce(Wrapped):
     and a key is only a name by which ranks agree on what they sum. It may have another shape and dtype at each call, on
     every rank alike; keeping them saves work. The memory of a name is kept for its next call, until :meth:`delete`. A
     :class:`mpikv.Trainer` on it updates the weights on each rank.
+
+    Names under which every rank brings arrays of its GPU are summed there by NCCL, in the arrays that are filled, and
+    in place where they are those that are brought; calls are then in the order of streams, as those of ``nccl``. A list
+    of arrays for one name has one shape and dtype there. Where NCCL cannot join the ranks, or a rank brings arrays of
+    the host, all are copied to the host. Where a name's arrays lie may change if it does on every rank.
 
     It has ``pushpull``, ``broadcast``, ``delete``, ``barrier``, ``check_equal``, ``any_rank``, ``raise_on_all_ranks``,
     ``is_capable`` and ``close``, and the facts ``type``, ``rank``, ``size``, ``num_workers``, ``local_rank`` and
@@ -44,10 +67,14 @@ class AllReduce(Wrapped):
         array([1., 1.])
     """
 
-    def __init__(self, store: KVStore) -> None:
-        """Use :func:`mpikv.create`. The store belongs to this one."""
+    def __init__(self, store: KVStore, open_sums: OpenSums | None = None) -> None:
+        """Use :func:`mpikv.create`. The store belongs to this one. Without ``open_sums`` there are no sums on GPUs."""
         super().__init__(store)
         self._known: dict[Key, _Kind] = {}
+        self._open_sums = open_sums
+        self._sums: DeviceSums | None = None
+        # The names that are summed there, the same on every rank.
+        self._on_gpus: set[Key] = set()
 
     def __repr__(self) -> str:
         return f"<mpikv.AllReduce {self.type!r} rank {self.rank}/{self.size} transport={self._store.transport}>"
@@ -92,9 +119,13 @@ class AllReduce(Wrapped):
                 raise KeyNotInitialized(f"{unknown[0]!r} was never summed or broadcast in this store, or was deleted")
         except Exception as error:
             self.raise_on_all_ranks(error, "delete")
-        self._store.delete(key)
+        if here := [name for name in names if name in self._store]:
+            self._store.delete(here)
+        else:
+            self._store.check_equal(label(names), "delete")
         for name in names:
             del self._known[name]
+        self._on_gpus.difference_update(names)
 
     def close(self) -> None:
         """End the store. Collective, idempotent."""
@@ -110,11 +141,12 @@ class AllReduce(Wrapped):
 
     def _called(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
         try:
-            self._enter(verb, key, value)
-            return getattr(self._store, verb)(key, value, out, priority)
+            return self._call(verb, key, value, out, priority)
         except RankMismatch as error:
-            brought = self._apart(key, value, {}).items()
-            kinds = ", ".join(f"{name!r} {dtype.name}{list(shape)}" for name, (shape, dtype) in brought)
+            brought = self._kinds(parse(key, value)).items()
+            kinds = ", ".join(
+                f"{name!r} {kind.dtype.name}{list(kind.shape)}{' on a GPU' * kind.on_gpu}" for name, kind in brought
+            )
             text, mark, rank = str(error).rpartition(" [rank ")
             error.args = (
                 f"{text}; the store {self.type!r} calls init when shapes or dtypes differ from the last call, and "
@@ -122,27 +154,68 @@ class AllReduce(Wrapped):
             )
             raise
 
-    def _enter(self, verb: str, key: Any, value: Any) -> None:
-        """Make room for the sums of keys that are new, or whose arrays have changed."""
+    def _call(self, verb: str, key: Any, value: Any, out: Any, priority: Any) -> Any:
         try:
-            changed = self._apart(key, value, self._known)
+            form = parse(key, value)
+            kinds = self._kinds(form)
         except Exception as error:
             self.raise_on_all_ranks(error, verb)
-        if changed:
-            self._store.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
-            self._known.update(changed)
+        on_gpus = self._on_gpus.issuperset(kinds)
+        # Of a call all names are in one place.
+        moved = set() if on_gpus else self._on_gpus.intersection(kinds)
+        if changed := {name: kind for name, kind in kinds.items() if name in moved or self._known.get(name) != kind}:
+            on_gpus = not moved and self._agree_on_place(form, all(kind.on_gpu for kind in kinds.values()))
+            if on_gpus:
+                self._on_gpus.update(kinds)
+            else:
+                zeros = [np.zeros(kind.shape, kind.dtype) for kind in changed.values()]
+                self._store.init(list(changed), zeros, overwrite=True)
+                self._on_gpus.difference_update(changed)
+            self._known.update(kinds)
+        if not (on_gpus and self._sums):
+            return getattr(self._store, verb)(key, value, out, priority)
+        filled = given_to_fill(key, value, out)
+        return self._store._collective(verb, self._sums.prepare, key, verb, form, filled, priority)
 
-    def _apart(self, key: Any, value: Any, known: Mapping[Key, _Kind]) -> dict[Key, _Kind]:
-        """Return what a call brings for each name of which something else is known."""
-        apart = {}
-        form, facts = parse(key, value), self._store._transport.memory.facts
+    def _kinds(self, form: Form) -> dict[Key, _Kind]:
+        """Return what a call brings for each name. Local."""
+        kinds, facts = {}, self._store._transport.memory.facts
+        asked = self._sums is not None or self._open_sums is not None
         for name, group in zip(form.keys, form.groups, strict=True):
             if not group:
                 raise ValueMismatch(f"no value for key {name!r}; a store without values has no buffers either")
-            kind = facts(group[0])
-            if known.get(name) != kind:
-                apart[name] = kind
-        return apart
+            on_gpu = asked and all(map(_is_of_gpu, group))
+            shape, dtype = (self._sums.memory.facts if on_gpu and self._sums else facts)(group[0])
+            kinds[name] = _Kind(shape, dtype, on_gpu)
+        return kinds
+
+    def _agree_on_place(self, form: Form, on_gpu: bool) -> bool:
+        """Return whether every rank's arrays lie on its GPU, and can be summed there. Collective."""
+        if self._open_sums is None:
+            return False
+        agreed: bool = self._store._collective("init", self._prepare_place, form, on_gpu)
+        return agreed
+
+    def _prepare_place(self, form: Form, on_gpu: bool) -> PreparedCall:
+        memory = self._store._transport.memory
+        assert isinstance(memory, HostMemory)
+        gpu = memory.find(form.groups[0][0]) if on_gpu and self._sums is None else None
+
+        def run() -> bool:
+            if not self._store._agreement.least(int(on_gpu)):
+                return False
+            if self._sums is None and self._open_sums is not None and gpu is not None:
+                self._sums = self._open_sums(self._store, gpu)
+                if self._sums is None:
+                    self._open_sums = None
+            return self._sums is not None
+
+        return PreparedCall(compare_text("init", f"where {form.keys} lie", label(form.keys)), run)
+
+
+def _is_of_gpu(array: Any) -> bool:
+    """Return whether an array lies on a GPU, and can be written there."""
+    return type(array) is not np.ndarray and is_array(array) and not lies_on_host(array) and not is_immutable(array)
 
 
 @KVStoreBase.register

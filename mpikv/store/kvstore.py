@@ -116,6 +116,8 @@ class KVStore(KVStoreBase):
         self._pending = Pending(self._least, self._on_worker, lambda: bool(self._door.running))
         self._door = Door(self._agreement, self._memory, board, group, self._pending, self.abandon)
         self._captured = 0
+        self.sums: Any = None
+        """What makes sums on GPUs for a store that keeps no values, if something does: it is closed with the store."""
         self._stores = open_stores()
         self._stores.append(self)
 
@@ -1189,6 +1191,8 @@ class KVStore(KVStoreBase):
 
     def _free(self) -> None:
         self._exchange.close()
+        if self.sums is not None:
+            self.sums.close()
         self._transport.close()  # it may wait, and warn by the board
         self._board.close()
         self._group.close()

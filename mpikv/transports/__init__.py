@@ -81,7 +81,12 @@ def open_transport(
 
 
 def open_gpu_transport(
-    group: ProcessGroup, config: Config, memory: DeviceMemory, nccl: Any, warn: Warn | None = None
+    group: ProcessGroup,
+    config: Config,
+    memory: DeviceMemory,
+    nccl: Any,
+    warn: Warn | None = None,
+    control: Transport | None = None,
 ) -> Transport:
     """Return the transport for the GPUs of these ranks, each of which brings its own. Collective over the group.
 
@@ -91,6 +96,7 @@ def open_gpu_transport(
         memory: that of this rank's GPU.
         nccl: the module ``cupy.cuda.nccl``; of one rank anything.
         warn: is told of long waits.
+        control: one of the host, by which ranks agree in place of a new one. Its waits are abortable.
 
     Raises:
         TransportUnavailable: NCCL cannot join these GPUs.
@@ -100,7 +106,8 @@ def open_gpu_transport(
     from .nccl import NcclTransport
     from .requests import AbortableWaiting
 
-    own = min(config.bucket_bytes, Config.bucket_bytes)
     waiting = Waiting(config.timeout, config.warn_after, warn)
-    control = open_transport(group, replace(config, bucket_bytes=own), warn, waits=AbortableWaiting(group, waiting))
+    if control is None:
+        own = replace(config, bucket_bytes=min(config.bucket_bytes, Config.bucket_bytes))
+        control = open_transport(group, own, warn, waits=AbortableWaiting(group, waiting))
     return NcclTransport(group, control, memory, nccl, config.bucket_bytes, waiting, gathers=config.deterministic)

@@ -263,6 +263,23 @@ class NcclTransport:
 
         return self._sum("allreduce", send, recv, start)
 
+    def adds(self, dtype: np.dtype[Any]) -> bool:
+        """Return whether NCCL makes sums of a dtype as it is. Local."""
+        return not self._gathers and _as_wire(np.empty(0, dtype), WIRES[dtype.name]) is not None
+
+    def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Sum every rank's first array of each pair, of any size, into the second at every rank, or both in one. NCCL
+        :meth:`adds` them, all by one call, so that no array that is filled may lie in another one.
+        """
+
+        def run(comm: Any) -> None:
+            with self._grouped():
+                for send, recv in pairs:
+                    wire, addresses = WIRES[send.dtype.name], (self._gpu.address(send), self._gpu.address(recv))
+                    self._call(comm.allReduce, *addresses, send.size * wire.each, *self._sort(wire))
+
+        self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
+
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         if self._gathers:
             return self._terms(send, counts)

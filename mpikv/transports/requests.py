@@ -47,13 +47,20 @@ def _looking(
 
 class AbortableWaiting:
     """A :class:`~mpikv.cluster.waiting.Waits` that raises TransportError when another rank has told that it has ended
-    the store, and why.
+    the store, and why; with ``listening`` false not before :meth:`listen`, and nothing is slower until then.
     """
 
-    def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
+    def __init__(self, group: ProcessGroup, waiting: Waits, *, listening: bool = True) -> None:
         self._group, self._waiting = group, waiting
+        self.until: Callable[[Callable[[], bool], Callable[[], Sequence[int]]], None] = waiting.until
+        if listening:
+            self.listen()
 
-    def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
+    def listen(self) -> None:
+        """Hear from now on what other ranks tell. Local."""
+        self.until = self._until_told
+
+    def _until_told(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         self._waiting.until(_looking(ready, self._look), missing)
 
     def _look(self) -> TransportError | None:
