@@ -30,6 +30,7 @@ from ...errors import TransportError, TransportUnavailable, Unsupported, a_kind,
 from ...protocols import Array, Event, Graph, Kernels, Stream
 from . import copies, norms
 from . import rows as cuda_rows
+from .nccl_faults import faults_of
 from .sharing import share_gpus
 
 __all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "has_cupy", "survey"]
@@ -168,6 +169,8 @@ class Found(NamedTuple):
     devices: list[str]
     problems: list[str]
     """What is missing, each as its error would say."""
+    warnings: list[str]
+    """What is known to be wrong with what is there, each with what to do."""
 
 
 def survey(visible: str | None = None) -> Found:
@@ -175,10 +178,11 @@ def survey(visible: str | None = None) -> Found:
     try:
         cupy = _find_cupy()
     except TransportUnavailable as error:
-        return Found(None, None, [], [str(error)])
-    nccl, devices, problems = None, [], []
+        return Found(None, None, [], [str(error)], [])
+    nccl, devices, problems, faults = None, [], [], list[str]()
     try:
         number = find_nccl().get_version()
+        faults = faults_of(number, cupy.cuda.runtime.runtimeGetVersion() // 1000)
         nccl = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     except TransportUnavailable as error:
         problems.append(str(error))
@@ -186,7 +190,7 @@ def survey(visible: str | None = None) -> Found:
         devices = [_name(cupy, ordinal) for ordinal in range(_count(cupy, visible))]
     except TransportUnavailable as error:
         problems.append(str(error))
-    return Found(cupy.__version__, nccl, devices, problems)
+    return Found(cupy.__version__, nccl, devices, problems, faults)
 
 
 def has_cupy() -> bool:

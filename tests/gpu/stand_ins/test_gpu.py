@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpikv.cli.info import _gpu_rows
 from mpikv.compute.cuda.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
 from mpikv.compute.cuda.sharing import sharing
 from mpikv.config import Launch, visible_gpus
@@ -130,6 +131,34 @@ def test_versions():
         assert re.fullmatch(r"2\.\d+\.\d+", found.nccl)
         assert find_nccl().NcclCommunicator
     assert bool(found.devices) is cupy.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (22707, ""),
+        (22803, "NCCL 2.28.3: PyTorch has passed over"),
+        (22808, r"pip install 'nvidia-nccl-cu12>=2\.28\.9,<2\.29'$"),
+        (22809, ""),
+        (22902, "sums may hang"),
+        (23007, ""),
+        (23102, r"destroyed only after an abort .*'nvidia-nccl-cu12>=2\.29\.3,<2\.31\.2'$"),
+        (23203, "NCCL 2.32.3: from 2.31.2 on"),
+    ],
+)
+def test_versions_of_nccl_with_known_faults(monkeypatch, version, said):
+    """What is advised has none of them."""
+    standin = Standin()
+    standin.__version__ = "14"
+    standin.cuda.runtime.runtimeGetVersion = lambda: 12090
+    monkeypatch.setitem(sys.modules, "cupy", standin)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.find_nccl", lambda: SimpleNamespace(get_version=lambda: version))
+    found = survey()
+    assert (found.nccl, found.problems) == (f"2.{version // 100 % 100}.{version % 100}", [])
+    assert len(found.warnings) == bool(said)
+    assert re.search(said, "".join(found.warnings))
+    rows = _gpu_rows(found._asdict())
+    assert rows[1:] == [("warning", text) for text in found.warnings]
 
 
 # --- CuPy's names

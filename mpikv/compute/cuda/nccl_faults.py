@@ -1,0 +1,56 @@
+"""Versions of NCCL with faults that others have found, and what to do about each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["faults_of"]
+
+
+class _Fault(NamedTuple):
+    """What is wrong with versions, as NCCL counts them."""
+
+    first: int
+    last: int
+    text: str
+    wanted: str
+    """The versions without it, as pip is told."""
+
+
+_NEWEST = 99999
+_FAULTS = (
+    _Fault(
+        22803,
+        22808,
+        "PyTorch has passed over 2.28.3 to 2.28.8 for their faults (https://github.com/pytorch/pytorch/pull/166174)",
+        ">=2.28.9,<2.29",
+    ),
+    _Fault(
+        22902,
+        22902,
+        "sums may hang, as in no later version (https://github.com/pytorch/pytorch/pull/174338)",
+        ">=2.29.3,<2.31.2",
+    ),
+    _Fault(
+        23102,
+        _NEWEST,
+        "from 2.31.2 on a communicator is safely destroyed only after an abort (pytorch#194775, not tried here), so a "
+        "program may hang in close()",
+        ">=2.29.3,<2.31.2",
+    ),
+)
+
+
+def faults_of(version: int, cuda: int) -> list[str]:
+    """Return what is known to be wrong with a version of NCCL, each with the line that installs another one for this
+    version of CUDA.
+
+    >>> faults_of(22707, 13), len(faults_of(22808, 12)), len(faults_of(22809, 12))
+    ([], 1, 0)
+    """
+    return [
+        f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}: {fault.text}; pip install "
+        f"'nvidia-nccl-cu{cuda}{fault.wanted}'"
+        for fault in _FAULTS
+        if fault.first <= version <= fault.last
+    ]
