@@ -235,7 +235,10 @@ def test_a_rank_that_has_left_is_not_waited_for(staleness):
 @SEVERAL
 @pytest.mark.parametrize("own", [5e-3, 5e-5])
 def test_threads_change_places_often_while_one_answers(comm, own):
-    """The program's own interval is back at the end of the last store, and stays if it is shorter. Python keeps whole microseconds."""
+    """The program's own interval is back at the end of the last store, and stays if it is shorter.
+
+    Python keeps whole microseconds of it.
+    """
     before = sys.getswitchinterval()
     try:
         sys.setswitchinterval(own)
