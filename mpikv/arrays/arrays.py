@@ -213,7 +213,7 @@ def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
     Raises:
         ValueMismatch: it is none of the known ones.
     """
-    if dtype.name not in _KINDS:
+    if name_of(dtype) not in _KINDS:
         raise ValueMismatch(f"dtype {dtype} cannot be stored (known: {', '.join(_KINDS)})")
     return dtype
 

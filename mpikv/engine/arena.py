@@ -19,14 +19,14 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import accumulator
+from ..arrays.arrays import accumulator, name_of
 from ..memory.host import private
 from ..protocols import Array, Memory, Slots, Transport
 from .grid import Grid, rounded
@@ -187,8 +187,7 @@ class Block:
         return slice(low, high) if self.kept is None else self.kept.find(low, high)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """A value's elements in its block: ``[start, start + size)``."""
 
     block: Block
@@ -324,7 +323,7 @@ class Arena:
         for block, start, size in ((place.block, place.start, place.size) for place in places):
             self._values[block] -= 1
             if self.is_shared(block):
-                self._holes.add(block.values.dtype.name, block.index, start, rounded(size, block.grid.line))
+                self._holes.add(name_of(block.values.dtype), block.index, start, rounded(size, block.grid.line))
             if not self._values[block]:
                 self._end(block)
 
@@ -348,7 +347,7 @@ class Arena:
 
     def holds(self, array: Array) -> bool:
         """Return whether an array lies in the memory of values."""
-        return any(np.may_share_memory(array, segment) for segment in self._segments.values())
+        return any(map(partial(np.may_share_memory, array), self._segments.values()))
 
     def holds_any(self, addresses: Array, address: Callable[[Array], int]) -> bool:
         """Return whether one of a GPU's addresses is in the memory of values; ``address`` tells that of an array."""
@@ -382,7 +381,7 @@ class Arena:
     def _shared(self, dtype: np.dtype[Any], size: int) -> Place:
         """Return a place in a block that small values share."""
         room = self._room(dtype, size)
-        found = self._holes.take(dtype.name, room) or self._in_new_pool(dtype, room)
+        found = self._holes.take(name_of(dtype), room) or self._in_new_pool(dtype, room)
         block, start = self._pools[found[0]], found[1]
         old = block.old or start < block.used
         block.used = max(block.used, start + room)
@@ -392,10 +391,10 @@ class Arena:
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would come between those of a list, which are to lie side by side.
-            self._holes.remove_last(dtype.name, full.index, full.values.size - full.grid.padding)
+            self._holes.remove_last(name_of(dtype), full.index, full.values.size - full.grid.padding)
         block = self._block(dtype, 0, (0, self._pool // dtype.itemsize))
         self._pools[block.index] = block
-        self._holes.add(dtype.name, block.index, room, block.values.size - block.grid.padding - room)
+        self._holes.add(name_of(dtype), block.index, room, block.values.size - block.grid.padding - room)
         return block.index, 0
 
     def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
@@ -446,7 +445,7 @@ class Arena:
 
     def _room(self, dtype: np.dtype[Any], size: int) -> int:
         """Return how many elements there are from a value's first to where the next one begins."""
-        return rounded(size, self._grid(dtype)[1])
+        return size if self._on_host else rounded(size, self._grid(dtype)[1])
 
     def _padded(self, dtype: np.dtype[Any], size: int) -> int:
         """Return the elements of a block for so many, of which ranks have equally many on GPUs."""
@@ -477,7 +476,7 @@ class Arena:
     def _end(self, block: Block) -> None:
         del self._values[block]
         if self._pools.pop(block.index, None) is not None:
-            self._holes.remove(block.values.dtype.name, block.index, 0)
+            self._holes.remove(name_of(block.values.dtype), block.index, 0)
         self._holes.add(_BYTES, *block.origin, self._nbytes(block.values.dtype, block.values.size))
         self._add_load(block, -1)
         self._ended = True

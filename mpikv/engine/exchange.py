@@ -85,15 +85,15 @@ class Exchange:
 
     def check_slots(self) -> None:
         """Raise if a setting that was changed since :meth:`adopt` asks for other state than there is. Local."""
-        for entry in self.values.table.entries():
-            check_state(self.updater, entry.dtype, entry.place.block.state)
+        for block in self.values.blocks:
+            check_state(self.updater, block.values.dtype, block.state)
         # Other options may need other code.
         self._ready(self.updater, self.values.dtypes)
         self._revision = self.updater.revision
 
     def check_storable(self, arrays: Sequence[Array]) -> None:
         """Raise if values like these cannot be stored, or not be updated by the present updater. Local."""
-        self._ready(self.updater, {storable(array.dtype) for array in arrays})
+        self._ready(self.updater, set(map(storable, {array.dtype for array in arrays})))
 
     def placed(self, updater: Updater, dtypes: Set[np.dtype[Any]] = frozenset()) -> Placement:
         """Return the placement for an updater that can take over the present values, and such of more dtypes; or raise.
@@ -119,7 +119,7 @@ class Exchange:
         """Take another updater, with new state."""
         placement, table = self.placed(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
-        dtypes = {entry.place.block: entry.dtype for entry in table.entries()}
+        dtypes = {block: block.values.dtype for block in self.values.blocks}
         planner = replace(self.values.planner, updater=updater, placement=placement)
         kept = {block: planner.kept(block) for block in dtypes}
         states = {block: block.new_state(updater.slots(dtype), kept[block]) for block, dtype in dtypes.items()}

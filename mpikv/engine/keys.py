@@ -26,7 +26,7 @@ _KINDS = ({str}, {int})
 __all__ = ["Entry", "Form", "KeyTable", "flatten", "parse"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Entry:
     """All that the store knows of one key; the memory itself is the block's."""
 
@@ -121,13 +121,19 @@ class KeyTable:
     def entries(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
+    def find(self, keys: Sequence[Key]) -> list[Entry]:
+        """Return the entries of keys, in their order."""
+        try:
+            return [self._entries[key] for key in keys]
+        except KeyError as error:
+            raise KeyNotInitialized(self._unknown(error.args[0])) from None
+
     def add(
         self, key: Key, shape: tuple[int, ...], dtype: np.dtype[Any], place: Place, present: NonzeroRows | None = None
     ) -> Entry:
         """Enter a new key."""
         low, high = place.start, place.start + place.size
-        row = self._free_rows.pop() if self._free_rows else self._new_row()
-        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.summed[row] = 0
+        row = self._free_row() if self._free_rows else self._new_row()
         entry = Entry(key, row, shape, dtype, place, place.block.values[low:high].reshape(shape), present)
         self._entries[key] = entry
         return entry
@@ -178,6 +184,11 @@ class KeyTable:
         near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
         known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"
         return f"key {key!r} was never initialized ({known}); call init({key!r}, value) on every rank first"
+
+    def _free_row(self) -> int:
+        row = self._free_rows.pop()
+        self.counts[row] = self.earlier[row] = self.stale[row] = self.buffered[row] = self.summed[row] = 0
+        return row
 
     def _new_row(self) -> int:
         self._rows += 1

@@ -356,7 +356,8 @@ class Pipeline:
         """Give every rank the values of the keys, to the last bit, which their owners have changed in place."""
         for present in plan.present:
             present.fill()
-        publication.end(plan.buckets)
+        if self._values.packed:
+            publication.end(plan.buckets)
         for bucket in () if self.current else plan.buckets:
             bucket.publish()
         self._values.table.stale[plan.rows] = False

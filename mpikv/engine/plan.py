@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,10 +86,10 @@ class Bucket:
     """Whether no other key's elements are in the bucket; if some are, they are sent as zeros."""
     total: Array
     """Where a transport whose library adds puts the sum of this rank's elements."""
-    updates: tuple[Update, ...]
-    """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
     joint_updates: tuple[Update, ...]
-    """The same, where keys side by side with equal settings may be updated at once."""
+    """What this rank updates, where keys side by side with equal settings may be updated at once."""
+    cut_updates: Callable[[], Iterable[Update]]
+    """Makes :attr:`updates`."""
     sends: tuple[Array, ...]
     """The message in each of the transport's send_buffers."""
     items: slice | None
@@ -108,6 +108,13 @@ class Bucket:
     """As :meth:`~mpikv.protocols.Placement.bind_reduce` returns it. Collective."""
     publish: Callable[[], None]
     """As :meth:`~mpikv.protocols.Placement.bind_publish` returns it. Collective."""
+
+    # Two that not every call needs, and that take a while where keys are many.
+
+    @cached_property
+    def updates(self) -> tuple[Update, ...]:
+        """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
+        return tuple(self.cut_updates())
 
     @cached_property
     def slots(self) -> tuple[tuple[Array, ...], ...]:
@@ -151,6 +158,11 @@ class Plan:
         """Work out now what moving whole values needs: before ranks agree on it, as it may fail on one of them."""
         _ = self.buckets, self.totals
 
+    def prepare_updates(self) -> None:
+        """Work out, as early, what keys with different steps need."""
+        for bucket in self.buckets:
+            _ = bucket.updates
+
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         return tuple(self.planner.buckets(self.entries))
@@ -158,6 +170,8 @@ class Plan:
     @cached_property
     def totals(self) -> tuple[Array | None, ...]:
         """For updaters of whole values: where the sum of each key that this rank owns is put together."""
+        if not self.planner.whole:
+            return (None,) * len(self.entries)
         return tuple(self.planner.total_of(entry) for entry in self.entries)
 
     @cached_property
@@ -167,8 +181,7 @@ class Plan:
     @cached_property
     def cut(self) -> bool:
         """Whether a key is spread over several buckets."""
-        sizes = [entry.place.size for entry in self.entries]
-        return any(piece.high - piece.low < sizes[piece.item] for b in self.buckets for piece in b.pieces)
+        return sum(len(bucket.pieces) for bucket in self.buckets) > sum(entry.place.size > 0 for entry in self.entries)
 
     # What a push need not ask of the placement, the updater and the compression.
 
@@ -270,7 +283,10 @@ def digest(text: str) -> int:
 
 def describe(keys: Sequence[Key], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype[Any]]) -> list[str]:
     """Return one short text per key, by which ranks compare their calls."""
-    return [f"{key!r} {name_of(dtype)}{list(shape)}" for key, shape, dtype in zip(keys, shapes, dtypes, strict=True)]
+    texts = {
+        (shape, dtype): f" {name_of(dtype)}{list(shape)}" for shape, dtype in set(zip(shapes, dtypes, strict=True))
+    }
+    return [f"{key!r}{texts[kind]}" for key, kind in zip(keys, zip(shapes, dtypes, strict=True), strict=True)]
 
 
 def _rows(rows: Sequence[int]) -> Any:
@@ -300,29 +316,38 @@ def _by_block(entries: Sequence[Entry]) -> dict[Block, list[int]]:
     return blocks
 
 
-def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterable[list[Range]]:
-    """Cut keys at the cells of the block's grid. Ranges are of the block."""
-    cells: dict[int, list[Range]] = {}
+def _cells(block: Block, items: Sequence[int], entries: Sequence[Entry]) -> Iterator[tuple[int, list[Range]]]:
+    """Cut keys, which are in the order of their memory, at the cells of the block's grid; yield for each cell where its
+    first range begins in the block, and the ranges, which count from there.
+    """
+    ranges: list[Range] = []
+    start = stop = 0
     for item in items:
         place = entries[item].place
         low, end = place.start, place.start + place.size
         while low < end:
-            high = min(end, block.grid.cell(low)[1])
-            cells.setdefault(low // block.grid.cell_size, []).append(
-                Range(item, low - place.start, high - place.start, low, high)
-            )
+            if low >= stop:
+                if ranges:
+                    yield start, ranges
+                start, stop, ranges = low, block.grid.cell(low)[1], []
+            high = min(end, stop)
+            ranges.append(Range(item, low - place.start, high - place.start, low - start, high - start))
             low = high
-    return cells.values()
+    if ranges:
+        yield start, ranges
 
 
 def joined(ranges: Sequence[Range], line: int = 1) -> list[Range]:
     """Join ranges that touch, but for what belongs to nobody where ranges begin at multiples of a ``line``."""
     runs: list[Range] = []
-    for each in ranges:
-        if runs and rounded(runs[-1].high, line) == each.low:
-            runs[-1] = runs[-1]._replace(high=each.high)
-        else:
-            runs.append(each)
+    first, high = 0, None
+    for number, each in enumerate(ranges):
+        if high is not None and rounded(high, line) != each.low:
+            runs.append(ranges[first]._replace(high=high))
+            first = number
+        high = each.high
+    if high is not None:
+        runs.append(ranges[first]._replace(high=high))
     return runs
 
 
@@ -383,8 +408,10 @@ class Planner:
         """Return the elements of a block of which this rank is to keep state, None for all: on a GPU those it owns.
         The host gives pages when they are written, so that there what this rank does not own takes none.
         """
-        if block.memory.is_host or block.by_rows:
-            return None
+        return None if block.memory.is_host or block.by_rows else Kept(tuple(self.owned(block)))
+
+    def owned(self, block: Block) -> list[tuple[int, int]]:
+        """Return the elements of a block that this rank owns, as ranges in their order that do not touch."""
         ranges: list[tuple[int, int]] = []
         for first, last in block.grid.cells():
             shard = block.grid.shard(self.placement, first, last)
@@ -392,12 +419,10 @@ class Planner:
             if ranges and ranges[-1][1] == low:
                 low, _ = ranges.pop()
             ranges.append((low, high))
-        return Kept(tuple(ranges))
+        return ranges
 
     def total_of(self, entry: Entry) -> Array | None:
         """Return where the sum of a value is put together, if it is on this rank and whole."""
-        if not self.whole:
-            return None
         block, low = entry.place.block, entry.place.start
         # An empty value belongs to the owner of its place.
         shard = block.grid.shard(self.placement, low, low + 1)
@@ -411,9 +436,7 @@ class Planner:
         for block, items in _by_block(entries).items():
             if not self.updater.assigns:
                 check_state(self.updater, block.values.dtype, block.state)
-            for ranges in _cells(block, items, entries):
-                start = ranges[0].low
-                pieces = [each._replace(low=each.low - start, high=each.high - start) for each in ranges]
+            for start, pieces in _cells(block, items, entries):
                 yield self._bucket(entries, block, start, tuple(pieces))
 
     def _bucket(self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...]) -> Bucket:
@@ -424,8 +447,10 @@ class Planner:
         dense = len(runs) == 1
         total = self._total(block, start, shard, dense)
         joint = tuple(self._updates(block, start, shard, runs, total))
-        gpu = self._gpu_kernels
-        each = self._ranged(gpu, joint, shard, pieces) if gpu else self._updates(block, start, shard, pieces, total)
+        if (gpu := self._gpu_kernels) is not None:
+            cut_updates = partial(self._ranged, gpu, joint, shard, pieces)
+        else:
+            cut_updates = partial(self._updates, block, start, shard, pieces, total)
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
         buffers = () if block.buffers is None else block.buffers
         return Bucket(
@@ -435,8 +460,8 @@ class Planner:
             runs=runs,
             dense=dense,
             total=total,
-            updates=tuple(each),
             joint_updates=joint,
+            cut_updates=cut_updates,
             sends=tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers),
             items=_items(pieces, entries),
             shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),

@@ -15,6 +15,7 @@ from ..protocols import Array, Gpu, Key, Transport
 from . import pull_compression as publication
 from .alltoallv import gather
 from .arena import Arena, Block, Place
+from .grid import overlap
 from .keys import Entry, KeyTable
 from .plan import Plan, Planner, Plans
 
@@ -53,7 +54,7 @@ class Values:
         plan = self.plans.single.get(keys[0]) if len(keys) == 1 else self.plans.find(keys)
         if plan is None:
             self.table.check_kind(keys)
-            plan = self.planner.plan([self.table[key] for key in keys])
+            plan = self.planner.plan(self.table.find(keys))
             self.plans.add(plan, len(self.table))
         return plan
 
@@ -81,7 +82,7 @@ class Values:
     @property
     def dtypes(self) -> set[np.dtype[Any]]:
         """The dtypes of values. Local."""
-        return {entry.dtype for entry in self.table.entries()}
+        return {block.values.dtype for block in self.blocks}
 
     def enter(self, keys: Sequence[Key], arrays: Sequence[Array], sparse: Container[Key] = ()) -> None:
         """Give keys their memory; the arrays say how much. Known keys start anew. Those in ``sparse`` are row-sparse.
@@ -108,14 +109,16 @@ class Values:
 
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         """Store the root's arrays, so that every rank can read them; of a GPU such as :meth:`set_apart` returns."""
-        apart = [self.apart(array) for array in arrays] if self._memory.is_host else arrays
-        for key, array in zip(keys, apart, strict=True):
-            entry = self.table[key]
-            if self.transport.rank == self._root:
-                self._memory.copy((entry.value,), (array,))
-            if not self.transport.shared:
-                self.transport.broadcast(entry.value.reshape(-1), self._root)
-            self.table.stale[entry.index] = False
+        entries = self.table.find(keys)
+        if self.transport.rank == self._root:
+            apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
+            self._memory.copy([entry.value for entry in entries], apart)
+        if not self.transport.shared:
+            for block, runs in _side_by_side(entries).items():
+                for low, high in runs:
+                    self.transport.broadcast(block.values[low:high], self._root)
+        self.table.stale[[entry.index for entry in entries]] = False
+        for entry in entries:
             if entry.present is not None:
                 entry.present.fill()
         self.transport.fence()
@@ -125,12 +128,11 @@ class Values:
         """Copy values that were given, and that all ranks have, to where an owner knows them better: to exact values,
         where what is pulled is packed, and to an optimizer's float32 masters. Local.
         """
-        blocks = {self.table[key].place.block for key in keys}
-        if not any(block.exact is not None or "master" in block.state for block in blocks):
+        if not any(block.exact is not None or "master" in block.state for block in self.blocks):
             return
         buckets = self.plan(tuple(keys)).buckets
         publication.begin(buckets)
-        for update in (update for bucket in buckets for update in bucket.updates if "master" in update.state):
+        for update in (each for bucket in buckets for each in bucket.joint_updates if "master" in each.state):
             self._memory.copy((update.state["master"],), (update.value,))
 
     def delete(self, keys: Sequence[Key]) -> None:
@@ -142,17 +144,20 @@ class Values:
         """Forget keys; return their places."""
         if not keys:
             return []
-        self._clear(tuple(key for key in keys if self._arena.is_shared(self.table[key].place.block)))
+        self._clear([entry for entry in self.table.find(keys) if self._arena.is_shared(entry.place.block)])
         places = [self.table.remove(key) for key in keys]
         self.invalidate()
         return places
 
-    def _clear(self, keys: tuple[Key, ...]) -> None:
+    def _clear(self, entries: Sequence[Entry]) -> None:
         """Fill what is kept beside values with zeros, where it may be given to new keys."""
-        states = [update.state for bucket in self.plan(keys).buckets for update in bucket.updates]
-        residuals = [residual for key in keys for residual in self.table[key].residuals()]
-        for array in [*residuals, *(array for state in states for array in state.values())]:
-            array.fill(0)
+        for block, runs in _side_by_side(entries).items():
+            for _, low, high in overlap(runs, self.planner.owned(block)):
+                for state in block.state_of(low, high).values():
+                    state.fill(0)
+            for residual in block.residuals:
+                for low, high in runs:
+                    residual[low:high].fill(0)
 
     def drop_residuals(self, keeping: Mapping[Block, int] = _NOTHING) -> None:
         """Forget what was left out of earlier pushes. Local. Of some blocks the memory of so many positions is kept."""
@@ -236,7 +241,8 @@ class Values:
 
     def is_view(self, array: Array) -> bool:
         """Return whether an array lies in the memory of values. Local."""
-        return self._arena.holds(array)
+        # What has memory of its own has no base.
+        return not (type(array) is np.ndarray and array.base is None) and self._arena.holds(array)
 
     def apart(self, array: Array) -> Array:
         """Return the array, or a copy if it lies in the memory of values, which may change before it is read. Local."""
@@ -267,6 +273,22 @@ class Values:
                 "the array to fill lies in the memory of the store's values, and filling it would overwrite one; "
                 "pass an out= with memory of its own"
             )
+
+
+def _side_by_side(entries: Sequence[Entry]) -> dict[Block, list[tuple[int, int]]]:
+    """Return the elements that values have of each block, as ranges in their order that do not touch."""
+    blocks: dict[Block, list[tuple[int, int]]] = {}
+    for block, start, size, _ in sorted((entry.place for entry in entries), key=_order):
+        runs = blocks.setdefault(block, [])
+        if runs and runs[-1][1] == start:
+            start, size = runs[-1][0], start + size - runs.pop()[0]
+        if size:
+            runs.append((start, start + size))
+    return blocks
+
+
+def _order(place: Place) -> tuple[int, int]:
+    return place.block.index, place.start
 
 
 def _is_same(array: Array, other: Array) -> bool:

@@ -90,6 +90,8 @@ class Comparison:
             # Two schedules of a user's may differ and have the same name.
             if isinstance(updater, Optimizer) and updater.opaque:
                 call = add_text(call, f"lr_scheduler gives {'; '.join(map(str, dict.fromkeys(steps.each)))}")
+        if not steps.uniform and contribution not in _OF_ROWS:
+            plan.prepare_updates()
         if confirm is not None and contribution not in _OF_ROWS:
             confirm = self._exchange.pipeline.restoring(plan, confirm)
         return call if priority == 0 else _add_priorities(call, plan, priority), steps, confirm

@@ -11,7 +11,7 @@ from weakref import ref
 import numpy as np
 
 from ..engine.exchange import Exchange
-from ..engine.keys import flatten, parse
+from ..engine.keys import Form, flatten, parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
 from ..errors import Unsupported, ValueMismatch, is_unwritable
@@ -64,17 +64,17 @@ class Operands:
         """Return the plan and what is pushed, and perhaps ``filled``: arrays, rows, or None for the buffers."""
         names, given = (tuple(key), list(key.values())) if type(key) is dict and value is None else (key, value)
         plan = self._find_plan(names)
-        # A push changes values bucket by bucket, which arrays over their memory are copied before.
-        if (
-            plan is not None
-            and (arrays := self._plain(plan, names, given, filled)) is not None
-            and (not (filled or len(plan.buckets) > 1) or self._lie_apart(arrays))
-        ):
+        if plan is not None and (arrays := self._plain_sources(plan, names, given, filled)) is not None:
             return plan, arrays
         if names is not key or (plan is None and isinstance(key, Mapping)):
             return self.sources(*flatten(key, value), filled)
         if value is not None:
-            return self._sources(key, value)
+            form = parse(key, value)
+            if plan is None:
+                plan = self._exchange.values.plan(form.keys)
+                if (arrays := self._plain_sources(plan, key, value, filled)) is not None:
+                    return plan, arrays
+            return self._sources(form)
         plan = plan or self.plan(key)
         if (missing := self._exchange.values.unbuffered(plan)) is not None:
             raise ValueMismatch(
@@ -84,14 +84,13 @@ class Operands:
 
     def arrays(self, key: Any, value: Any) -> tuple[Plan, Arrays]:
         """Return the plan of what is pushed, and the flat arrays of any form, which brings no rows."""
-        plan, arrays = self._sources(key, value)
+        plan, arrays = self._sources(parse(key, value))
         if isinstance(arrays, Brought):
             raise Unsupported("this store takes no RowSparse; push to_dense(), or use 'dist_sync'")
         return plan, arrays
 
-    def _sources(self, key: Any, value: Any) -> tuple[Plan, Arrays | Brought]:
+    def _sources(self, form: Form) -> tuple[Plan, Arrays | Brought]:
         """Return the plan and the arrays, or the rows, of any form."""
-        form = parse(key, value)
         plan = self._exchange.values.plan(form.keys)
         if brings_rows(form.groups):
             check_updater(self._exchange)
@@ -101,6 +100,14 @@ class Operands:
         if len(plan.buckets) > 1:
             arrays = [tuple(map(self._exchange.values.apart, group)) for group in arrays]
         return plan, arrays
+
+    def _plain_sources(self, plan: Plan, key: Any, given: Any, filled: bool) -> Arrays | None:
+        """Return plain arrays if those are what is pushed, and perhaps ``filled``."""
+        arrays = self._plain(plan, key, given, filled)
+        # A push changes values bucket by bucket, which arrays over their memory are copied before.
+        if arrays is None or ((filled or len(plan.buckets) > 1) and not self._lie_apart(arrays)):
+            return None
+        return arrays
 
     def _plain(self, plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
         """Return the one array per key if that is what was given: of the store's memory, of the values' shapes and
@@ -181,16 +188,20 @@ class Operands:
         """Return whether none of plain arrays lies in the memory of values.
 
         No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
-        that each is asked once; what has memory of its own has no base.
+        that each is asked once, or all views of one array are by asking that; what has memory of its own has no base.
         """
         if self._gpu is not None:
             return self._exchange.values.lie_apart(self._gpu, arrays)
         known = self._known_apart
         for array in arrays:
-            if array.base is not None and id(array) not in known:
-                if self._exchange.values.is_view(array):
-                    return False
-                known[id(array)] = ref(array, partial(_forget, known, id(array)))
+            base = array.base
+            if base is None or id(base) in known or id(array) in known:
+                continue
+            if type(base) is np.ndarray and not self._exchange.values.is_view(base):
+                array = base
+            elif self._exchange.values.is_view(array):
+                return False
+            known[id(array)] = ref(array, partial(_forget, known, id(array)))
         return True
 
     def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:

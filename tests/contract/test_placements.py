@@ -176,6 +176,20 @@ def test_collectives_of_a_store(comm, placement, updater, push, pull):
 
 
 @pytest.mark.ranks(2)
+def test_neighbours_are_given_to_all_ranks_at_once(comm):
+    group, config = ProcessGroup(comm), Config(transport="mpi")
+    recording = Recording(open_transport(group, config))
+    with KVStore(group, StatusBoard(group), recording, config) as store:
+        keys, values = list(range(100)), [np.full(number % 7, number, np.float32) for number in range(100)]
+        store.init(keys, values)
+        assert recording.take() == ["broadcast"]
+        store.set(keys[50:20:-2], values[50:20:-2])
+        assert recording.take() == ["broadcast"] * 11, "empty ones join neighbours, or are left out"
+        for key, value in zip(keys, values, strict=True):
+            np.testing.assert_array_equal(store.pull(key), value)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("placement", "optimizer", "name"),
     [

@@ -112,6 +112,17 @@ def test_neighbours_are_one_message():
     assert len(plan.buckets[0].joint_updates) == 1
 
 
+def test_keys_with_equal_steps_are_bound_together():
+    """Binding each key by itself would take longer than all else that a first push does."""
+    bound = []
+    plan = plan_of(entries([(f"k{number}", (10,), FLOAT) for number in range(20)]))
+    plan.planner.updater.bind = lambda total, value, state: bound.append(value.size)
+    plan.prepare()
+    assert bound == [200]
+    plan.prepare_updates()
+    assert bound == [200, *[10] * 20]
+
+
 def test_gaps_belong_to_other_keys():
     made = entries([(f"k{number}", (10,), FLOAT) for number in range(5)])
     (bucket,) = plan_of([made[0], made[2], made[3]]).buckets
