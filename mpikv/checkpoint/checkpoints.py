@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -17,11 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.arrays import name_of
 from ..cluster.agreement import Agreement, Call, PreparedCall
 from ..engine.alltoallv import gather
+from ..engine.arena import Block
 from ..engine.exchange import Exchange
+from ..engine.grid import overlap
 from ..engine.keys import Entry
-from ..engine.plan import Bucket, Plan, digest
+from ..engine.plan import digest
 from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
 from ..optimizers import Optimizer
 from ..protocols import Array, Key, Updater
@@ -34,8 +37,9 @@ from .compatibility import (
     slot_names,
     warn_of_other_mean,
 )
+from .extents import list_extents
 from .files import Draft, Reader, Source
-from .header import CHUNK, VALUE, Header, SavedKey, check_writable, parse_dtype
+from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
 from .residuals import add_residuals, count_positions, cut_residuals, make_room, place_residuals
 
 __all__ = ["Checkpoints", "KeptState", "load_states", "save_states"]
@@ -67,21 +71,24 @@ class Checkpoints:
     ) -> PreparedCall:
         path = os.fsdecode(path)
         self._exchange.check_slots()
-        header = Header(self._describe_keys(), values, updater)
+        header = Header(*self._describe_keys(), values, updater)
         start = check_writable(header)
         call = _describe_call(verb, path, header, *["with residuals"] * residuals)
         return PreparedCall(call, lambda: self._save(call, Draft(path), header, start, residuals))
 
-    def _describe_keys(self) -> tuple[SavedKey, ...]:
+    def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
+        """Return the keys, what there is to say of keys, and the position of that for each."""
         table, slots = self._exchange.values.table, self._exchange.updater.slots
-        # By dtype, as there are few of them and many keys.
-        names = {dtype: (dtype.name, slot_names(slots(dtype))) for dtype in {entry.dtype for entry in table.entries()}}
         counts, earlier = table.counts.tolist(), table.earlier.tolist()
-        return tuple(
-            SavedKey(one.key, name, one.shape, counts[one.index], earlier[one.index], state, one.present is not None)
+        kinds, kind_of = number_alike(
+            (one.dtype, one.shape, counts[one.index], earlier[one.index], one.present is not None)
             for one in table.entries()
-            for name, state in [names[one.dtype]]
         )
+        described = [
+            Kind(name_of(dtype), shape, updates, before, slot_names(slots(dtype)), row_sparse)
+            for dtype, shape, updates, before, row_sparse in kinds
+        ]
+        return tuple(table), tuple(described), kind_of
 
     def _save(self, call: Call, draft: Draft, header: Header, start: int, residuals: bool) -> None:
         extras: list[Piece] = []
@@ -128,7 +135,7 @@ class Checkpoints:
         return {entry.key: entry for entry in self._exchange.values.table.entries()}
 
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
-        self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.keys})
+        self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
         return PreparedCall(call, lambda: self._load(call, source, updater))
 
@@ -143,18 +150,17 @@ class Checkpoints:
 
     def _load_new(self, call: Call, reader: Reader, updater: Updater) -> None:
         """Load into a store without keys, which has none again if the file turns out to be damaged."""
-        exchange, saved = self._exchange, reader.source.header.keys
+        exchange, header = self._exchange, reader.source.header
         before = exchange.updater
         try:
             exchange.adopt(updater)
             # Arrays of one element each, which say how much memory the values need.
-            likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in saved]
-            exchange.values.enter(
-                [one.key for one in saved], likes, sparse={one.key for one in saved if one.row_sparse}
-            )
+            likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in header.kinds]
+            sparse = {key for key, kind in header.pairs if kind.row_sparse}
+            exchange.values.enter(header.keys, [likes[number] for number in header.kind_of], sparse)
             self._read(call, reader)
         except BaseException:
-            exchange.values.delete([one.key for one in saved if one.key in exchange.values.table])
+            exchange.values.delete([key for key in header.keys if key in exchange.values.table])
             exchange.adopt(before)
             raise
 
@@ -186,7 +192,7 @@ class Checkpoints:
     def _read(self, call: Call, reader: Reader) -> None:
         """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
         self._run_parts(call, self._read_parts(reader))
-        self._exchange.pipeline.republish(self._plan(reader.source.header))
+        self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
     def _read_parts(self, reader: Reader) -> Parts:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
@@ -202,51 +208,44 @@ class Checkpoints:
             # Those that are there belong to pushes that these values have not seen.
             self._exchange.values.drop_residuals(keeping=count_positions(self._exchange, header))
         own, shared = place_residuals(self._exchange, header, on_host)
-        values = self._cut_values(header, _get_owned, on_host)
+        values = self._cut_values(header, self._exchange.values.planner.owned, on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
         yield from read_arrays(reader, own, shared)
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _settle_counts(self, header: Header) -> None:
         table = self._exchange.values.table
-        for one in header.keys:
-            row = table[one.key].index
-            # An optimizer's state says nothing of how many pushes these values have seen.
-            earlier = one.earlier if header.values else table.version(one.key) - one.updates
-            table.counts[row], table.earlier[row] = one.updates, earlier
+        rows, kind_of = [entry.index for entry in table.find(header.keys)], np.array(header.kind_of, np.intp)
+        updates, earlier = np.array([[kind.updates, kind.earlier] for kind in header.kinds], np.int64).reshape(-1, 2).T
+        # An optimizer's state says nothing of how many pushes these values have seen.
+        versions = updates[kind_of] + earlier[kind_of] if header.values else table.counts[rows] + table.earlier[rows]
+        table.counts[rows] = updates[kind_of]
+        table.earlier[rows] = versions - updates[kind_of]
 
     # --- What a rank has of the file
 
-    def _plan(self, header: Header) -> Plan:
-        return self._exchange.values.plan(tuple(one.key for one in header.keys))
-
-    def _divide(self, bucket: Bucket) -> tuple[int, int]:
-        """Return which elements of a bucket this rank writes: those it owns, or its part of what all own."""
+    def _divide(self, block: Block) -> Sequence[tuple[int, int]]:
+        """Return the elements of a block that this rank writes: those it owns, or its part of what all own."""
         if not self._exchange.placement.everywhere:
-            return _get_owned(bucket)
-        size, ranks, rank = bucket.value.size, self._transport.size, self._transport.rank
-        return size * rank // ranks, size * (rank + 1) // ranks
+            return self._exchange.values.planner.owned(block)
+        size, ranks, rank = block.values.size, self._transport.size, self._transport.rank
+        return [(size * rank // ranks, size * (rank + 1) // ranks)]
 
     def _cut_values(
-        self, header: Header, elements: Callable[[Bucket], tuple[int, int]], on_host: Callable[[Array], Array]
+        self,
+        header: Header,
+        elements: Callable[[Block], Sequence[tuple[int, int]]],
+        on_host: Callable[[Array], Array],
     ) -> Iterator[Piece]:
-        """Yield what this rank has of values and state, given its elements of a bucket, and what stands for them on the
+        """Yield what this rank has of values and state, given its elements of a block, and what stands for them on the
         host.
         """
-        plan = self._plan(header)
-        tensors: list[list[tuple[int, str]]] = [[] for _ in plan.entries]
-        for tensor in header.tensors:
-            tensors[tensor.item].append((tensor.begin, tensor.slot))
-        for bucket in plan.buckets:
-            low, high = elements(bucket)
-            for piece in bucket.pieces:
-                first, last = (min(max(edge, piece.low), piece.high) - piece.low for edge in (low, high))
-                entry, edges = plan.entries[piece.item], (piece.begin + first, piece.begin + last)
-                arrays = {VALUE: entry.updated.reshape(-1)[slice(*edges)], **entry.state_of(*edges)}
-                for begin, slot in tensors[piece.item]:
-                    if slot in arrays:
-                        part = on_host(arrays[slot])
-                        yield from cut_array(begin + edges[0] * part.itemsize, part)
+        entries = self._exchange.values.table.find(header.keys)
+        mine = {block: elements(block) for block in self._exchange.values.blocks}
+        for block, slot, extents in list_extents(header, entries):
+            for extent, low, high in overlap(extents, mine[block]):
+                array = block.updated[low:high] if slot == VALUE else block.state_of(low, high)[slot]
+                yield from cut_array(extent.begin + (low - extent.low) * array.itemsize, on_host(array))
 
     # --- Together with the other ranks
 
@@ -275,6 +274,8 @@ class Checkpoints:
     def _check_weights(self) -> None:
         """Raise where values are sums of gradients, while the weights and their state are elsewhere."""
         table = self._exchange.values.table
+        if not table.summed.any():
+            return
         if (key := next((one.key for one in table.entries() if table.summed[one.index]), None)) is not None:
             raise Unsupported(
                 f"the value of {key!r} is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False "
@@ -288,10 +289,6 @@ class Checkpoints:
         if not isinstance(updater, Optimizer):
             raise ConfigError("the store has no optimizer and so no state; call set_optimizer first")
         return updater
-
-
-def _get_owned(bucket: Bucket) -> tuple[int, int]:
-    return bucket.shard.low, bucket.shard.high
 
 
 def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
@@ -341,11 +338,11 @@ def save_states(
         Unsupported: no reader would take it.
     """
     path = os.fsdecode(path)
-    keys = [
-        SavedKey(key, value.dtype.name, value.shape, kept[key].count, 0, slot_names(optimizer.slots(value.dtype)))
-        for key, value in values.items()
+    kinds, kind_of = number_alike((value.dtype, value.shape, kept[key].count) for key, value in values.items())
+    described = [
+        Kind(name_of(each), shape, count, 0, slot_names(optimizer.slots(each))) for each, shape, count in kinds
     ]
-    header = Header(tuple(keys), False, describe_updater(optimizer))
+    header = Header(tuple(values), tuple(described), kind_of, False, describe_updater(optimizer))
     start = check_writable(header)
     text = f"{brief(repr(path), 300)}, {_describe(header)}"
     yield text
@@ -377,7 +374,7 @@ def load_states(
     source, optimizer = find_states(path, values, present, "Trainer")
     text = f"{brief(repr(source.path), 300)}, {_describe(source.header)}, {_describe_sums(source)}"
     yield text
-    kept = {one.key: _make_state(one) for one in source.header.keys}
+    kept = {key: _make_state(kind) for key, kind in source.header.pairs}
     with closing(Reader(source)) as reader:
         reader.open()
         for _ in read_arrays(reader, own=(), shared=_cut_states(source.header, kept)):
@@ -385,11 +382,12 @@ def load_states(
     return optimizer, kept
 
 
-def _make_state(saved: SavedKey) -> KeptState:
+def _make_state(saved: Kind) -> KeptState:
     state = {slot: np.empty(saved.shape, parse_dtype(dtype)) for slot, dtype in saved.state.items()}
     return KeptState(state, saved.updates)
 
 
 def _cut_states(header: Header, kept: Mapping[Key, KeptState]) -> Iterator[Piece]:
-    for tensor in header.tensors:
-        yield from cut_array(tensor.begin, kept[header.keys[tensor.item].key].state[tensor.slot])
+    for column in header.columns:
+        for item, begin in zip(column.items.tolist(), column.edges.tolist(), strict=False):
+            yield from cut_array(begin, kept[header.keys[item]].state[column.slot])

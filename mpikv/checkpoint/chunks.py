@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..errors import CheckpointError, brief
 from ..protocols import Array
-from .files import NONCE, Draft, Reader, Source
+from .files import MOST_PARTS, NONCE, Draft, Reader, Source
 from .header import CHUNK, Header
 
 __all__ = ["NO_SUMS", "Parts", "Piece", "cut", "cut_array", "read_arrays", "shift_crcs", "write_arrays"]
@@ -45,6 +46,11 @@ class Piece(NamedTuple):
     memory: memoryview
     total: Array | None = None
     """What the numbers that are read are added to."""
+
+    @property
+    def end(self) -> int:
+        """The first byte behind it."""
+        return self.offset + self.memory.nbytes
 
 
 def cut(begin: int, nbytes: int) -> Iterator[slice]:
@@ -79,7 +85,7 @@ def write_arrays(
             draft.attach(nonce)
         yield NO_SUMS
         for chunks, (mine,) in _windows(header.nbytes, pieces):
-            sums[chunks] = _sum(mine, chunks, header.nbytes, lambda one: draft.write(one.memory, start + one.offset))
+            sums[chunks] = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, start + offset))
             if mine:
                 draft.flush()
             yield sums[chunks]
@@ -93,14 +99,8 @@ def write_arrays(
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = ()) -> Parts:
     """Read the pieces that no other rank reads, and those that every rank does; compare the checksums."""
     nbytes = reader.source.header.nbytes
-
-    def read(piece: Piece) -> None:
-        reader.read(piece.memory, piece.offset)
-        if piece.total is not None:
-            np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
-
     for chunks, (mine, everyones) in _windows(nbytes, own, shared):
-        sums, known = (_sum(pieces, chunks, nbytes, read) for pieces in (mine, everyones))
+        sums, known = (_sum(pieces, chunks, nbytes, reader.read) for pieces in (mine, everyones))
         yield sums
         _check_sums(sums ^ known, reader.source, chunks)
     yield NO_SUMS
@@ -116,20 +116,47 @@ def _windows(nbytes: int, *kinds: Iterable[Piece]) -> Iterator[tuple[slice, list
         yield chunks, [pieces[low:high] for pieces, (low, high) in zip(ordered, edges, strict=True)]
 
 
-def _sum(pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Piece], None]) -> Array:
+def _sum(
+    pieces: Sequence[Piece], chunks: slice, nbytes: int, move: Callable[[Sequence[memoryview], int], None]
+) -> Array:
     """Write or read pieces; return what they contribute to the checksum of each chunk, made while they are cached."""
     sums = np.zeros(chunks.stop - chunks.start, np.uint32)
-    crcs = []
-    for piece in pieces:
-        move(piece)
-        crcs.append(zlib.crc32(piece.memory))
-    if pieces:
-        offsets = np.array([piece.offset for piece in pieces], np.int64)
-        ends = offsets + np.array([piece.memory.nbytes for piece in pieces], np.int64)
-        numbers = offsets // CHUNK
+    crcs, offsets, ends = list[int](), list[int](), list[int]()
+    for run in _runs(pieces):
+        move([piece.memory for piece in run], run[0].offset)
+        crc = 0
+        for piece in run:
+            crc = zlib.crc32(piece.memory, crc)
+            if piece.total is not None:
+                np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
+        crcs.append(crc)
+        offsets.append(run[0].offset)
+        ends.append(run[-1].end)
+    if crcs:
+        numbers = np.array(offsets, np.int64) // CHUNK
         parts = shift_crcs(np.array(crcs, np.uint32), np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
         np.bitwise_xor.at(sums, numbers - chunks.start, parts)
     return sums
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces that are one range of a chunk, to be moved by one call; one alone that is added to something, as
+    those have the same memory.
+    """
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and (
+            piece.offset != run[-1].end
+            or piece.offset % CHUNK == 0
+            or len(run) == MOST_PARTS
+            or piece.total is not None
+            or run[-1].total is not None
+        ):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
 
 
 def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
@@ -138,10 +165,10 @@ def _check_sums(sums: Array, source: Source, chunks: slice) -> None:
     if wrong.size:
         begin = (chunks.start + int(wrong[0])) * CHUNK
         end = min(begin + CHUNK, source.header.nbytes)
-        names = [brief(one.name) for one in source.header.tensors if one.begin < end and one.end > begin]
+        names = list(islice(source.header.names_between(begin, end), 4))
         raise CheckpointError(
             f"the checkpoint is damaged: the checksum of its bytes {source.start + begin} to {source.start + end}, of "
-            f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}, does not match"
+            f"{', '.join(map(brief, names[:3]))}{' …' if len(names) > 3 else ''}, does not match"
         )
 
 

@@ -98,33 +98,34 @@ def slot_names(slots: Slots) -> dict[str, str]:
 
 def _check_keys(header: Header, present: Mapping[Key, Any], what: str) -> None:
     """Raise ValueMismatch unless a checkpoint has exactly the keys that are present, in shape and dtype, too."""
-    saved: dict[Key, Any] = {one.key: one for one in header.keys}
-    strange = [f"{brief(repr(key))} is not in the {what}" for key in saved if key not in present]
+    saved = set(header.keys)
+    strange = [f"{brief(repr(key))} is not in the {what}" for key in header.keys if key not in present]
     strange += [f"{key!r} is not in the checkpoint" for key in present if key not in saved]
     if strange:
         raise ValueMismatch(
             f"the checkpoint has {len(saved)} keys and the {what} {len(present)}: {strange[0]}; load into a {what} "
             f"that has the same keys{', or none' if what == 'store' else ''}"
         )
-    for one in header.keys:
-        entry = present[one.key]
-        if (entry.shape, entry.dtype) != (one.shape, parse_dtype(one.dtype)):
+    dtypes = {one.dtype: parse_dtype(one.dtype) for one in header.kinds}
+    for key, kind in header.pairs:
+        entry = present[key]
+        if entry.shape != kind.shape or entry.dtype != dtypes[kind.dtype]:
             remedy = "; delete it, or load into a store without keys" if what == "store" else ""
             raise ValueMismatch(
-                f"key {one.key!r} is {one.dtype}{list(one.shape)} in the checkpoint and "
+                f"key {key!r} is {kind.dtype}{list(kind.shape)} in the checkpoint and "
                 f"{entry.dtype.name}{list(entry.shape)} in the {what}{remedy}"
             )
 
 
 def _check_slots(source: Source, updater: Updater) -> None:
     """Raise CheckpointError unless a checkpoint has the state arrays that an updater needs."""
-    keys = source.header.keys
-    wanted = {name: slot_names(updater.slots(parse_dtype(name))) for name in {one.dtype for one in keys}}
-    for one in keys:
-        if one.state != wanted[one.dtype]:
+    header = source.header
+    for number, kind in enumerate(header.kinds):
+        if kind.state != (wanted := slot_names(updater.slots(parse_dtype(kind.dtype)))):
+            key = header.keys[header.kind_of.index(number)]
             raise CheckpointError(
-                f"{source.path!r} has the states {brief(one.state)} for key {brief(repr(one.key))}, and "
-                f"{brief(updater.settings(), 500)} needs {wanted[one.dtype]}"
+                f"{source.path!r} has the states {brief(kind.state)} for key {brief(repr(key))}, and "
+                f"{brief(updater.settings(), 500)} needs {wanted}"
             )
 
 

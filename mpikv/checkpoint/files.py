@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +23,12 @@ from ..errors import CheckpointError, Unsupported
 from ..protocols import Array
 from .header import LARGEST_HEADER, Header, parse_header
 
-__all__ = ["NONCE", "Draft", "Reader", "Source", "inspect"]
+__all__ = ["MOST_PARTS", "NONCE", "Draft", "Reader", "Source", "inspect"]
 
 NONCE = 8
 """Random bytes in the name of a draft, by which the other ranks know it and no other job takes it."""
+MOST_PARTS = os.sysconf("SC_IOV_MAX")
+"""Parts that the system writes, or reads, in one call."""
 _SUFFIX = ".mpikv-part"
 # Bytes of a checkpoint's name that are kept in its draft's, for which most file systems allow 255.
 _LONGEST_STEM, _CUT_STEM = 200, 100
@@ -80,12 +83,11 @@ class Draft:
                 "system that all hosts share"
             ) from None
 
-    def write(self, content: bytes | memoryview, offset: int) -> None:
-        """Write all of it there."""
-        rest = memoryview(content)
-        while rest:
-            done = os.pwrite(self._file, rest, offset)
-            rest, offset = rest[done:], offset + done
+    def write(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Write all of up to :data:`MOST_PARTS` there, one behind the other."""
+        while parts:
+            done = os.pwritev(self._file, parts, offset)
+            parts, offset = _rest(parts, done), offset + done
 
     def flush(self) -> None:
         """Wait until what was written is on the disk."""
@@ -98,7 +100,7 @@ class Draft:
             CheckpointError: the draft was removed meanwhile.
             OSError: the file could not be put there; or it was, and the message says so.
         """
-        self.write(header.encode(sums), 0)
+        self.write([memoryview(header.encode(sums))], 0)
         if self._mode is not None and _mode(os.fstat(self._file)) != self._mode:
             os.fchmod(self._file, self._mode)
         os.fsync(self._file)
@@ -259,20 +261,28 @@ class Reader:
         if _identity(self._file) != self.source.identity:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 
-    def read(self, memory: memoryview, offset: int) -> None:
-        """Fill the memory with what lies at an offset of the arrays."""
-        rest = memory
+    def read(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Fill up to :data:`MOST_PARTS` with what lies from an offset of the arrays on, one after the other."""
         offset += self.source.start
-        while rest:
-            done = os.preadv(self._file, [rest], offset)
+        while parts:
+            done = os.preadv(self._file, parts, offset)
             if not done:
                 raise CheckpointError(f"{self.source.path!r} was truncated at byte {offset} while it was loaded")
-            rest, offset = rest[done:], offset + done
+            parts, offset = _rest(parts, done), offset + done
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _rest(parts: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """Return what is left of parts of which so many bytes are done."""
+    for number, part in enumerate(parts):
+        if done < part.nbytes:
+            return [part[done:], *parts[number + 1 :]]
+        done -= part.nbytes
+    return ()
 
 
 def _open(path: str) -> int:

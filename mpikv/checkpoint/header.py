@@ -14,11 +14,13 @@ import math
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from json.encoder import encode_basestring_ascii as _escape
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -31,14 +33,17 @@ __all__ = [
     "LARGEST_HEADER",
     "VALUE",
     "CodecArray",
+    "Column",
     "Header",
-    "SavedKey",
-    "Tensor",
+    "Kind",
     "check_byte_order",
     "check_writable",
+    "number_alike",
     "parse_dtype",
     "parse_header",
 ]
+
+T = TypeVar("T")
 
 CHUNK = 1 << 20
 """Bytes of the arrays that have a checksum together."""
@@ -47,8 +52,10 @@ LARGEST_HEADER = 100_000_000
 VALUE = ""
 """Stands in the place of the name of a state for the value itself."""
 
-_VERSION = 3
+_VERSION = 4
 _ALIGNMENT = 64
+# What a header begins with that this module has made.
+_BEGIN = '{"__metadata__":'
 _MOST_DIMENSIONS = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
 _LARGEST = (1 << 63) - 1
 _MOST_UPDATES = 1 << 62
@@ -71,21 +78,29 @@ _STORED = {
 }
 
 
-class Tensor(NamedTuple):
-    """One array of the file."""
+class Column(NamedTuple):
+    """Arrays of the file of one name and dtype, one behind the other in the order of their keys."""
 
-    item: int
-    """The position of its key."""
     slot: str
     """The name of a state, :data:`VALUE`, ``residual/RANK/POSITION``, or ``codec/NAME`` for what a codec keeps."""
-    name: str
     dtype: str
-    """safetensors' name."""
-    shape: tuple[int, ...]
-    """As safetensors sees it: complex numbers have one more dimension."""
-    begin: int
-    """Its first byte, counted from the first array."""
-    end: int
+    """numpy's name."""
+    shapes: Mapping[int, tuple[int, ...]]
+    """The shape of the arrays of each kind of keys that have one."""
+    items: Array
+    """The positions of these keys, which ascend, int64."""
+    edges: Array
+    """The first byte of each array, counted from the first array of the file, and the end of the last, int64."""
+
+    @property
+    def name(self) -> str:
+        """What the name of each array begins with; the key follows."""
+        return f"{self.slot if '/' in self.slot else f'state/{self.slot}' if self.slot else 'value'}/"
+
+    def describe(self, kind: int) -> tuple[str, tuple[int, ...]]:
+        """Return safetensors' name of the dtype, and the shape as it sees it, where complex numbers are pairs."""
+        shape = self.shapes[kind]
+        return _STORED[self.dtype][0], (*shape, 2) if self.dtype.startswith("complex") else shape
 
 
 class CodecArray(NamedTuple):
@@ -96,10 +111,11 @@ class CodecArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-class SavedKey(NamedTuple):
-    """One key of the store. The names of the fields are those in the file."""
+class Kind(NamedTuple):
+    """What is said of a key beside its name; most keys are of few kinds. The names of the fields are those in the
+    file.
+    """
 
-    key: Key
     dtype: str
     """numpy's name."""
     shape: tuple[int, ...]
@@ -107,7 +123,7 @@ class SavedKey(NamedTuple):
     """How many updates the updater has made."""
     earlier: int
     """How many pushes came before those; negative for state of more updates than the value has seen."""
-    state: dict[str, str]
+    state: Mapping[str, str]
     """The optimizer's state arrays: their names and numpy's names of their dtypes."""
     row_sparse: bool = False
     """Whether the key takes and clears rows; the file has all of them."""
@@ -117,11 +133,14 @@ class SavedKey(NamedTuple):
     """What the codec keeps between pushes, by its names."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Header:
-    """All that a checkpoint holds but the arrays and their checksums. Equal on all ranks."""
+    """All that a checkpoint holds but the arrays and their checksums. The same on all ranks."""
 
-    keys: tuple[SavedKey, ...]
+    keys: tuple[Key, ...]
+    kinds: tuple[Kind, ...]
+    kind_of: tuple[int, ...]
+    """The position of each key's kind."""
     values: bool
     """Whether the values are there, or the optimizer's state alone."""
     updater: Mapping[str, Any]
@@ -131,12 +150,17 @@ class Header:
     ranks: int = 0
     """How many ranks have left them."""
 
+    @property
+    def pairs(self) -> Iterator[tuple[Key, Kind]]:
+        """Each key, and its kind."""
+        return zip(self.keys, map(self.kinds.__getitem__, self.kind_of), strict=True)
+
     @cached_property
     def text(self) -> str:
         """The description in the metadata: JSON of everything here."""
         tree = {"version": _VERSION, "values": self.values, "updater": self.updater}
-        tree |= {"compression": self.compression, "ranks": self.ranks, "keys": [one._asdict() for one in self.keys]}
-        return json.dumps(tree, default=dict)
+        tree |= {"compression": self.compression, "ranks": self.ranks, "keys": self.keys, "kind_of": self.kind_of}
+        return json.dumps(tree | {"kinds": [one._asdict() for one in self.kinds]}, default=dict)
 
     @cached_property
     def checksum(self) -> int:
@@ -149,45 +173,55 @@ class Header:
         # Option by option, before the texts that have all of them.
         updater = {**(self.updater.get("options") or {}), **self.updater}
         texts = [f"{name}={brief(repr(value), 300)}" for name, value in updater.items()]
-        return texts + [brief(repr(one), 300) for one in self.keys]
+        return texts + [brief(f"{key!r}: {kind}", 300) for key, kind in self.pairs]
 
     @cached_property
-    def tensors(self) -> tuple[Tensor, ...]:
+    def columns(self) -> tuple[Column, ...]:
         """The arrays in the order of the file: those of large elements first, so that all are aligned."""
-        tensors, begin = [], 0
-        for item, slot, dtype, shape in sorted(self._list_arrays(), key=lambda array: -_STORED[array[2]][1]):
-            name, itemsize = _STORED[dtype]
-            shape = (*shape, 2) if dtype.startswith("complex") else shape
-            end = begin + math.prod(shape) * itemsize
-            title = f"{slot if '/' in slot else f'state/{slot}' if slot else 'value'}/{self.keys[item].key}"
-            tensors.append(Tensor(item, slot, title, name, shape, begin, end))
-            begin = end
-        return tuple(tensors)
+        shapes: dict[tuple[str, str], dict[int, tuple[int, ...]]] = {}
+        for number, kind in enumerate(self.kinds):
+            for slot, dtype, shape in self._list_arrays(kind):
+                shapes.setdefault((slot, dtype), {})[number] = shape
+        kind_of, begin, columns = np.array(self.kind_of, np.int64), 0, list[Column]()
+        for (slot, dtype), shape_of in sorted(shapes.items(), key=lambda column: -_STORED[column[0][1]][1]):
+            nbytes = np.full(len(self.kinds), -1, np.int64)
+            for number, shape in shape_of.items():
+                nbytes[number] = _nbytes(dtype, shape)
+            items = np.flatnonzero(nbytes[kind_of] >= 0)
+            edges = begin + np.concatenate(([0], np.cumsum(nbytes[kind_of[items]])))
+            columns.append(Column(slot, dtype, shape_of, items, edges))
+            begin = int(edges[-1])
+        return tuple(columns)
 
-    def _list_arrays(self) -> Iterator[tuple[int, str, str, tuple[int, ...]]]:
-        """Yield the item, the slot, numpy's dtype and the shape of each array."""
-        for item, one in enumerate(self.keys):
-            for slot, dtype in (({VALUE: one.dtype} if self.values else {}) | one.state).items():
-                yield item, slot, dtype, one.shape
+    def _list_arrays(self, kind: Kind) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Yield the slot, numpy's dtype and the shape of each array of a key of a kind."""
+        for slot, dtype in (({VALUE: kind.dtype} if self.values else {}) | dict(kind.state)).items():
+            yield slot, dtype, kind.shape
         # Of ranks that have left nothing there may be any number.
-        left = [(item, one) for item, one in enumerate(self.keys) if one.positions]
-        for rank in range(self.ranks if left else 0):
-            for item, one in left:
-                for position in range(one.positions):
-                    yield item, f"residual/{rank}/{position}", "float32", one.shape
-        for item, one in enumerate(self.keys):
-            for name, (dtype, shape) in one.codec.items():
-                yield item, f"codec/{name}", dtype, shape
+        for rank in range(self.ranks if kind.positions else 0):
+            for position in range(kind.positions):
+                yield f"residual/{rank}/{position}", "float32", kind.shape
+        for name, (dtype, shape) in kind.codec.items():
+            yield f"codec/{name}", dtype, shape
+
+    # Of a forged header these may be any numbers, and nobody counts up to them.
 
     @property
     def count(self) -> int:
         """How many arrays there are."""
-        return sum(self.values + len(one.state) + self.ranks * one.positions + len(one.codec) for one in self.keys)
+        of_kind = [self.values + len(one.state) + self.ranks * one.positions + len(one.codec) for one in self.kinds]
+        return sum(of_kind[number] for number in self.kind_of)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of all arrays."""
-        return self.tensors[-1].end if self.tensors else 0
+        of_kind = [
+            sum(_nbytes(dtype, one.shape) for dtype in ([one.dtype] * self.values + [*one.state.values()]))
+            + self.ranks * one.positions * _nbytes("float32", one.shape)
+            + sum(_nbytes(*array) for array in one.codec.values())
+            for one in self.kinds
+        ]
+        return sum(of_kind[number] for number in self.kind_of)
 
     @property
     def chunks(self) -> int:
@@ -197,31 +231,75 @@ class Header:
     @property
     def places(self) -> dict[str, Any]:
         """Where each array lies, as JSON has it."""
-        return {
-            one.name: {"dtype": one.dtype, "shape": [*one.shape], "data_offsets": [one.begin, one.end]}
-            for one in self.tensors
-        }
+        places = {}
+        for column in self.columns:
+            described = {kind: column.describe(kind) for kind in column.shapes}
+            for item, offsets in zip(column.items.tolist(), pairwise(column.edges.tolist()), strict=True):
+                dtype, shape = described[self.kind_of[item]]
+                name = f"{column.name}{self.keys[item]}"
+                places[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [*offsets]}
+        return places
+
+    def names_between(self, begin: int, end: int) -> Iterator[str]:
+        """Yield the names of the arrays that have some of these bytes."""
+        for column in self.columns:
+            low, high = np.searchsorted(column.edges[1:], begin, "right"), np.searchsorted(column.edges[:-1], end)
+            for item in column.items[low:high].tolist():
+                yield f"{column.name}{self.keys[item]}"
 
     @cached_property
-    def _end(self) -> str:
-        """What follows the metadata: it has no checksums, so that it is made once."""
-        return f",{_dump(self.places)[1:]}" if self.tensors else "}"
+    def end(self) -> str:
+        """What follows the metadata: :attr:`places` in JSON, put together from few texts where keys are many."""
+        names, texts = [_escape(str(key))[1:] for key in self.keys], list[str]()
+        for column in self.columns:
+            begin, middle = _escape(column.name)[:-1], {}
+            for kind in column.shapes:
+                dtype, shape = column.describe(kind)
+                middle[kind] = f':{{"dtype":"{dtype}","shape":{_dump(shape)},"data_offsets":['
+            texts += [
+                f"{begin}{names[item]}{middle[self.kind_of[item]]}{low},{high}]}}"
+                for item, (low, high) in zip(column.items.tolist(), pairwise(column.edges.tolist()), strict=True)
+            ]
+        return "".join([f",{text}" for text in texts] + ["}"])
 
-    def encode(self, sums: Array) -> bytes:
-        """Return all that stands before the arrays: of one length, whatever the checksums are."""
-        checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
-        metadata = _dump({"__metadata__": {"mpikv_checkpoint": self.text, "mpikv_crc32": checksums}})
-        text = (metadata[:-1] + self._end).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-        if len(text) > LARGEST_HEADER:
+    @cached_property
+    def start(self) -> int:
+        """Where the arrays begin in the file, whatever the checksums are.
+
+        Raises:
+            Unsupported: the header is too long.
+        """
+        length = len(self._text_before_end(np.zeros(self.chunks, np.uint32))) + len(self.end)  # it is ASCII
+        length += -(8 + length) % _ALIGNMENT
+        if length > LARGEST_HEADER:
             raise Unsupported(
-                f"a header of {len(text)} bytes for {len(self.keys)} keys is more than safetensors' {LARGEST_HEADER}; "
+                f"a header of {length} bytes for {len(self.keys)} keys is more than safetensors' {LARGEST_HEADER}; "
                 "use fewer, larger arrays"
             )
-        return len(text).to_bytes(8, "little") + text
+        return 8 + length
+
+    def encode(self, sums: Array) -> bytes:
+        """Return all that stands before the arrays."""
+        text = f"{self._text_before_end(sums)}{self.end}"
+        return (self.start - 8).to_bytes(8, "little") + text.ljust(self.start - 8).encode()
+
+    def _text_before_end(self, sums: Array) -> str:
+        checksums = f"{self.checksum:08x}" + sums.astype(">u4").tobytes().hex()
+        return f"{_BEGIN}{_dump({'mpikv_checkpoint': self.text, 'mpikv_crc32': checksums})}"
 
 
-def _dump(tree: Mapping[str, Any]) -> str:
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * _STORED[dtype][1] * (2 if dtype.startswith("complex") else 1)
+
+
+def number_alike(described: Iterable[T]) -> tuple[list[T], tuple[int, ...]]:
+    """Return what there is among some things that differ, and the position of each thing there."""
+    numbers: dict[T, int] = {}
+    number_of = tuple([numbers.setdefault(one, len(numbers)) for one in described])
+    return list(numbers), number_of
+
+
+def _dump(tree: Any) -> str:
     return json.dumps(tree, separators=(",", ":"))
 
 
@@ -247,7 +325,7 @@ def check_writable(header: Header) -> int:
         _parse_description(_parse_tree(header.text))
     except ValueError as error:  # CheckpointError is one; so is what JSON says of numbers of too many digits
         raise Unsupported(f"no checkpoint can hold this store: {brief(str(error), 300)}") from None
-    return len(header.encode(np.zeros(header.chunks, np.uint32)))
+    return header.start
 
 
 def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
@@ -256,8 +334,10 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
     Raises:
         CheckpointError: it is no header of a whole checkpoint.
     """
-    tree = _parse_tree(text)
-    metadata = tree.pop("__metadata__", None)
+    whole = _decode(text)
+    metadata, end = _read_metadata(whole)
+    if metadata is None:
+        metadata = _parse_tree(whole).get("__metadata__")
     if not isinstance(metadata, dict) or not {"mpikv_checkpoint", "mpikv_crc32"} <= metadata.keys():
         raise CheckpointError(
             "it is a safetensors file, but not a checkpoint of mpikv: its metadata lack mpikv's entries"
@@ -269,17 +349,37 @@ def parse_header(text: bytes, size: int) -> tuple[Header, Array]:
         header = _parse_description(_parse_tree(described))
     except KeyError as error:
         raise CheckpointError(f"the description of its contents lacks {error}") from None
-    _check_places(header, tree)
-    whole = 8 + len(text) + header.nbytes
-    if whole != size:
-        raise CheckpointError(f"it has {size} bytes, but its arrays need {whole}")
+    _check_places(header, whole, end)
+    if size != (needed := 8 + len(text) + header.nbytes):
+        raise CheckpointError(f"it has {size} bytes, but its arrays need {needed}")
     return header, _parse_sums(checksums, header.chunks)
 
 
-def _check_places(header: Header, tree: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the arrays of a file lie where its description says."""
-    if header.ranks and len(tree) != header.count:  # before they are listed, as it may be any number
+def _read_metadata(text: str) -> tuple[Any, int]:
+    """Return the metadata of a header, and where they end in it, if it begins with them as :meth:`Header.encode` has
+    it; else None.
+    """
+    try:
+        return _DECODER.raw_decode(text, len(_BEGIN)) if text.startswith(_BEGIN) else (None, 0)
+    except (ValueError, RecursionError):
+        return None, 0
+
+
+def _check_places(header: Header, text: str, end: int) -> None:
+    """Raise CheckpointError unless the arrays of a file lie where its description says. What follows the metadata
+    begins at ``end``, if they come first.
+    """
+    # These may be any numbers, to which nobody is to count up.
+    too_many, too_large = header.count > len(text), header.nbytes > _LARGEST
+    # In a file that something else has written anew, the same may be another text.
+    if not (too_many or too_large) and text[end:].rstrip(" ") == header.end:
+        return
+    tree = _parse_tree(text)
+    del tree["__metadata__"]
+    if (header.ranks or too_many) and len(tree) != header.count:
         raise CheckpointError(f"it has {len(tree)} arrays and its description says {brief(header.count, 40)}")
+    if too_large:
+        raise CheckpointError(f"its arrays need {brief(header.nbytes, 40)} bytes")
     if tree != (expected := header.places):
         name = next((name for name in (*tree, *expected) if tree.get(name) != expected.get(name)), "")
         found, described = brief(tree.get(name)), brief(expected.get(name))
@@ -296,9 +396,16 @@ def _parse_sums(text: str, chunks: int) -> Array:
     return sums
 
 
-def _parse_tree(text: bytes | str) -> dict[str, Any]:
+def _decode(text: bytes) -> str:
     try:
-        tree = json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_refuse_twins)
+        return text.decode()
+    except ValueError as error:
+        raise CheckpointError(f"its header is not JSON: {error}") from None
+
+
+def _parse_tree(text: str) -> dict[str, Any]:
+    try:
+        tree = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its header is not JSON: {error}") from None
     found: dict[str, Any] = _check_type(tree, dict)
@@ -313,25 +420,43 @@ def _refuse_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
+_DECODER = json.JSONDecoder(object_pairs_hook=_refuse_twins)
+
+
 def _parse_description(tree: Mapping[str, Any]) -> Header:
     if tree["version"] != _VERSION:
         raise CheckpointError(
             f"it has version {brief(tree['version'], 40)} of the format; this mpikv reads version {_VERSION}"
         )
-    keys = tuple(_parse_key(_check_type(one, dict)) for one in _check_type(tree["keys"], list))
-    if len({one.key for one in keys}) < len(keys) or len({type(one.key) for one in keys}) > 1:
+    keys: tuple[Key, ...] = tuple(_check_type(tree["keys"], list))
+    if not set(map(type, keys)) <= {int, str}:
+        for key in keys:
+            _check_type(key, (int, str))
+    if len(set(keys)) < len(keys) or len(set(map(type, keys))) > 1:
         raise CheckpointError("its keys are not all different and all numbers or all strings")
+    kinds, kind_of = _parse_kinds(_check_type(tree["kinds"], list), _check_type(tree["kind_of"], list), keys)
     updater, values = _parse_updater(tree["updater"]), _check_type(tree["values"], bool)
     compression: str | None = _check_type(tree["compression"], (str, type(None)))
-    ranks = _check_count(tree["ranks"])
+    header = Header(keys, kinds, kind_of, values, updater, compression, _check_count(tree["ranks"]))
     # What numbers say has to be there, as arrays, which are counted before anybody counts up to the numbers.
-    arrays = sum(one.positions > 0 or bool(one.codec) for one in keys)
-    if len({compression is not None, ranks > 0, arrays > 0}) > 1:
+    arrays = sum(one.positions > 0 or bool(one.codec) for _, one in header.pairs)
+    if len({compression is not None, header.ranks > 0, arrays > 0}) > 1:
         raise CheckpointError(
-            f"it contradicts itself about residuals: compression {brief(repr(compression), 40)}, {ranks} ranks, "
+            f"it contradicts itself about residuals: compression {brief(repr(compression), 40)}, {header.ranks} ranks, "
             f"{arrays} keys with residuals"
         )
-    return Header(keys, values, updater, compression, ranks)
+    return header
+
+
+def _parse_kinds(
+    trees: Sequence[Any], kind_of: Sequence[Any], keys: Sequence[Key]
+) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+    """Return the kinds of keys, and that of each."""
+    if len(kind_of) != len(keys) or not set(map(type, kind_of)) <= {int} or set(kind_of) != set(range(len(trees))):
+        raise CheckpointError(f"it does not say of each of {len(keys)} keys which of {len(trees)} kinds it is of")
+    first = dict(zip(reversed(kind_of), reversed(keys), strict=True))
+    kinds = tuple(_parse_kind(first[number], _check_type(tree, dict)) for number, tree in enumerate(trees))
+    return kinds, tuple(kind_of)
 
 
 def _parse_updater(value: Any) -> dict[str, Any]:
@@ -344,8 +469,8 @@ def _parse_updater(value: Any) -> dict[str, Any]:
     return updater
 
 
-def _parse_key(tree: Mapping[str, Any]) -> SavedKey:
-    key: Key = _check_type(tree["key"], (int, str))
+def _parse_kind(key: Key, tree: Mapping[str, Any]) -> Kind:
+    """Return the kind of a key, and perhaps of others."""
     state: dict[str, str] = _check_type(tree["state"], dict)
     dtypes = [_check_type(name, str) for name in (tree["dtype"], *state.values())]
     shape = _parse_shape(tree["shape"])
@@ -366,7 +491,7 @@ def _parse_key(tree: Mapping[str, Any]) -> SavedKey:
         raise CheckpointError(f"key {brief(repr(key), 40)} {fault}")
     positions = _check_count(tree["positions"])
     codec = {name: _parse_codec_array(name, one) for name, one in _check_type(tree["codec"], dict).items()}
-    return SavedKey(key, dtypes[0], shape, updates, earlier, state, row_sparse, positions, codec)
+    return Kind(dtypes[0], shape, updates, earlier, state, row_sparse, positions, codec)
 
 
 def _parse_codec_array(name: str, tree: Any) -> CodecArray:

@@ -20,7 +20,7 @@ from ..engine.exchange import Exchange
 from ..engine.keys import Entry
 from ..protocols import Array, Codec
 from .chunks import Piece, cut, cut_array
-from .header import CHUNK, CodecArray, Header, SavedKey, Tensor, parse_dtype
+from .header import CHUNK, CodecArray, Column, Header, Kind, number_alike, parse_dtype
 
 __all__ = ["add_residuals", "count_positions", "cut_residuals", "make_room", "place_residuals"]
 
@@ -40,27 +40,29 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
     positions = gather(exchange.transport.control, mine).max(axis=0)
     if not positions.any() and not any(entry.codec_state for entry in entries):
         return header
-    keys = tuple(
-        one._replace(
-            positions=count,
-            codec={name: CodecArray(array.dtype.name, array.shape) for name, array in entry.codec_state.items()},
+    kept = [tuple((name, each.dtype.name, each.shape) for name, each in entry.codec_state.items()) for entry in entries]
+    described, kind_of = number_alike(zip(header.kind_of, positions.tolist(), kept, strict=True))
+    kinds = tuple(
+        header.kinds[number]._replace(
+            positions=count, codec={name: CodecArray(dtype, shape) for name, dtype, shape in arrays}
         )
-        for one, entry, count in zip(header.keys, entries, positions.tolist(), strict=True)
+        for number, count, arrays in described
     )
     settings = exchange.compression.codec.settings()
-    return Header(keys, header.values, header.updater, settings, exchange.transport.size)
+    return Header(header.keys, kinds, kind_of, header.values, header.updater, settings, exchange.transport.size)
 
 
 def cut_residuals(exchange: Exchange, header: Header) -> list[Piece]:
     """Return the pieces that this rank writes: its residuals, and at the first rank what codecs keep. Local."""
     entries, mine = [entry for _, entry in _pair(exchange, header)], exchange.transport.rank
     pieces = []
-    for tensor, at in _list_extras(header, "residual"):
+    for column, at in _list_extras(header, "residual"):
         rank, position = map(int, at.split("/"))
-        if rank == mine:
-            pieces += cut_array(tensor.begin, _copy_residual(entries[tensor.item], position))
-    for tensor, name in _list_extras(header, "codec") if mine == 0 else ():
-        pieces += cut_array(tensor.begin, entries[tensor.item].codec_state[name])
+        for item, begin, _ in _list_arrays(column) if rank == mine else ():
+            pieces += cut_array(begin, _copy_residual(entries[item], position))
+    for column, name in _list_extras(header, "codec") if mine == 0 else ():
+        for item, begin, _ in _list_arrays(column):
+            pieces += cut_array(begin, entries[item].codec_state[name])
     return pieces
 
 
@@ -109,7 +111,7 @@ def place_residuals(
     """
     if not header.compression:
         return [], []
-    lost = _find_codec(exchange) is None and any(one.positions for one in header.keys)
+    lost = _find_codec(exchange) is None and any(kind.positions for kind in header.kinds)
     if lost and exchange.transport.rank == 0:
         _log.warning(
             "the checkpoint has the residuals of compressed pushes (%s), and this store cannot send them: they are "
@@ -130,14 +132,13 @@ def _cut_targets(exchange: Exchange, header: Header, on_host: Callable[[Array], 
         for one, entry in _pair(exchange, header)
     ]
     spare, pieces = np.empty(CHUNK, np.uint8), list[Piece]()
-    for tensor, at in _list_extras(header, "residual"):
+    for column, at in _list_extras(header, "residual"):
         rank, position = map(int, at.split("/"))
-        if rank % transport.size != transport.rank:
-            continue
-        room = rooms[tensor.item]
-        for part in cut(tensor.begin, tensor.end - tensor.begin):
-            total = room[min(position, len(room) - 1)].view(np.uint8)[part].view(np.float32) if room else None
-            pieces.append(Piece(tensor.begin + part.start, spare[: part.stop - part.start].data, total))
+        for item, begin, end in _list_arrays(column) if rank % transport.size == transport.rank else ():
+            room = rooms[item]
+            for part in cut(begin, end - begin):
+                total = room[min(position, len(room) - 1)].view(np.uint8)[part].view(np.float32) if room else None
+                pieces.append(Piece(begin + part.start, spare[: part.stop - part.start].data, total))
     return pieces
 
 
@@ -145,12 +146,12 @@ def _cut_codec_arrays(exchange: Exchange, header: Header) -> list[Piece]:
     """Return the pieces of what the codec of the file keeps, which a codec of the same settings takes over."""
     pieces: list[Piece] = []
     same = exchange.compression is not None and exchange.compression.codec.settings() == header.compression
-    for tensor, name in _list_extras(header, "codec"):
-        one = header.keys[tensor.item]
-        array = np.empty(one.codec[name].shape, parse_dtype(one.codec[name].dtype))
-        if same:
-            exchange.values.table[one.key].codec_state[name] = array
-        pieces += cut_array(tensor.begin, array)
+    for column, name in _list_extras(header, "codec"):
+        for item, begin, _ in _list_arrays(column):
+            array = np.empty(column.shapes[header.kind_of[item]], parse_dtype(column.dtype))
+            if same:
+                exchange.values.table[header.keys[item]].codec_state[name] = array
+            pieces += cut_array(begin, array)
     return pieces
 
 
@@ -160,13 +161,19 @@ def _find_codec(exchange: Exchange) -> Codec | None:
     return codec if codec is not None and codec.feedback else None
 
 
-def _pair(exchange: Exchange, header: Header) -> list[tuple[SavedKey, Entry]]:
-    return [(one, exchange.values.table[one.key]) for one in header.keys]
+def _pair(exchange: Exchange, header: Header) -> list[tuple[Kind, Entry]]:
+    return [(kind, exchange.values.table[key]) for key, kind in header.pairs]
 
 
-def _list_extras(header: Header, kind: str) -> Iterator[tuple[Tensor, str]]:
-    """Yield arrays of a kind beside values and state, in the order of the file, and what their slots say of them."""
-    for tensor in header.tensors:
-        prefix, _, rest = tensor.slot.partition("/")
+def _list_extras(header: Header, kind: str) -> Iterator[tuple[Column, str]]:
+    """Yield columns of a kind beside values and state, in the order of the file, and what their slots say of them."""
+    for column in header.columns:
+        prefix, _, rest = column.slot.partition("/")
         if rest and prefix == kind:
-            yield tensor, rest
+            yield column, rest
+
+
+def _list_arrays(column: Column) -> Iterator[tuple[int, int, int]]:
+    """Yield the position of the key of each array, and its first byte and its end."""
+    edges = column.edges.tolist()
+    return zip(column.items.tolist(), edges[:-1], edges[1:], strict=True)

@@ -16,13 +16,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .. import __version__
-from ..checkpoint import SavedKey, Source, inspect
+from ..checkpoint import Kind, Source, inspect
 from ..cluster.connecting import connect
 from ..cluster.process_group import ProcessGroup
 from ..compute.cuda.gpu import survey
 from ..compute.kernels import find_kernels
 from ..config import TRANSPORTS, Config, Launch, advise_start, find_allocation, launch_of, visible_gpus
 from ..errors import MPIKVError
+from ..protocols import Key
 from ..transports import choose
 from .launchers import core_count, environment, find_launcher, find_library
 
@@ -78,18 +79,18 @@ def _describe_checkpoint(source: Source) -> Report:
         "values": header.values,
         "updater": header.updater,
         "residuals": {"compression": header.compression, "ranks": header.ranks},
-        "keys": [_describe_key(one) for one in header.keys],
+        "keys": [_describe_key(key, kind) for key, kind in header.pairs],
     }
 
 
-def _describe_key(one: SavedKey) -> Report:
+def _describe_key(key: Key, kind: Kind) -> Report:
     return {
-        "key": one.key,
-        "dtype": one.dtype,
-        "shape": list(one.shape),
-        "version": one.updates + one.earlier,
-        "updates": one.updates,
-        "state": dict(one.state),
+        "key": key,
+        "dtype": kind.dtype,
+        "shape": list(kind.shape),
+        "version": kind.updates + kind.earlier,
+        "updates": kind.updates,
+        "state": dict(kind.state),
     }
 
 

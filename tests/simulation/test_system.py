@@ -18,7 +18,7 @@ from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.testing import cluster
 
-REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite
+REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwritev
 
 
 def test_a_minute_takes_no_time() -> None:
@@ -148,7 +148,7 @@ def test_real_threads_keep_the_real_functions() -> None:
 
     cluster(1).run(program)
     assert 0.05 <= slept[0] < 10
-    assert (time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwrite) == REAL
+    assert (time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwritev) == REAL
 
 
 def test_ranks_do_not_see_each_others_warnings() -> None:

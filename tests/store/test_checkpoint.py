@@ -610,15 +610,15 @@ def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch):
         kv.save(path)
         before = path.read_bytes()
         kv.push("w", np.ones(10_000))
-        write = os.pwrite
+        write = os.pwritev
 
-        def full(file, content, offset):
-            if len(content) > 1000:
+        def full(file, parts, offset):
+            if sum(map(len, parts)) > 1000:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(file, content, offset)
+            return write(file, parts, offset)
 
         if kv.rank == culprit:
-            monkeypatch.setattr(os, "pwrite", full)
+            monkeypatch.setattr(os, "pwritev", full)
         error = outcome(kv.save, path)
         monkeypatch.undo()
         if kv.rank == culprit:
@@ -751,11 +751,11 @@ def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, failure):
     kv.save(folder / "checkpoint")
     read, reads = Reader.read, []
 
-    def once(self, memory, offset):
+    def once(self, parts, offset):
         reads.append(offset)
         if len(reads) > 1:
             raise failure
-        read(self, memory, offset)
+        read(self, parts, offset)
 
     if kv.is_root:
         monkeypatch.setattr(Reader, "read", once)

@@ -29,7 +29,7 @@ def create(path: Path) -> Draft:
 
 def commit(draft: Draft, text: str) -> None:
     """Make a checkpoint of no keys."""
-    draft.commit(Header((), True, {"kind": "function", "settings": text}), np.zeros(0, np.uint32))
+    draft.commit(Header((), (), (), True, {"kind": "function", "settings": text}), np.zeros(0, np.uint32))
 
 
 def held(path: Path) -> str:
@@ -148,16 +148,16 @@ def test_the_order_of_flushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with mpikv.create() as kv:
         kv.init("w", np.ones(10))
-        record("pwrite", lambda file, content, offset: "arrays" if offset else "header")
+        record("pwritev", lambda file, content, offset: "arrays" if offset else "header")
         record("fdatasync", kind)
         record("fsync", kind)
         record("replace", lambda old, new: new)
         kv.save(path)
         monkeypatch.undo()
     assert calls == [
-        ("pwrite", "arrays"),
+        ("pwritev", "arrays"),
         ("fdatasync", "file"),
-        ("pwrite", "header"),
+        ("pwritev", "header"),
         ("fsync", "file"),
         ("replace", str(path)),
         ("fsync", "folder"),

@@ -208,19 +208,19 @@ def compressed(tmp_path: Path) -> Path:
         (change("ranks", to=True), "a value of the wrong type"),
         (change("compression", to=1), "a value of the wrong type"),
         (change("compression", to=None), "residuals: compression None, 1 ranks, 1 keys with residuals"),
-        (change("keys", 0, "positions", to=10**15), "3 arrays and its description says 1000000000000002"),
-        (change("keys", 0, "positions", to="1"), "a value of the wrong type"),
-        (change("keys", 0, "codec", to={}), "3 arrays and its description says 2"),
-        (change("keys", 0, "codec", to={"end": ["float32", [4, 1]]}), "array 'codec/start/w' is"),
-        (change("keys", 0, "codec", "start", to=["float32", [4, 2]]), "array 'codec/start/w'"),
-        (change("keys", 0, "codec", "start", to=["float31", [4, 1]]), "of dtype 'float31'"),
-        (change("keys", 0, "codec", "start", to=["complex64", [4, 1]]), "of dtype 'complex64'"),
+        (change("kinds", 0, "positions", to=10**15), "3 arrays and its description says 1000000000000002"),
+        (change("kinds", 0, "positions", to="1"), "a value of the wrong type"),
+        (change("kinds", 0, "codec", to={}), "3 arrays and its description says 2"),
+        (change("kinds", 0, "codec", to={"end": ["float32", [4, 1]]}), "array 'codec/start/w' is"),
+        (change("kinds", 0, "codec", "start", to=["float32", [4, 2]]), "array 'codec/start/w'"),
+        (change("kinds", 0, "codec", "start", to=["float31", [4, 1]]), "of dtype 'float31'"),
+        (change("kinds", 0, "codec", "start", to=["complex64", [4, 1]]), "of dtype 'complex64'"),
         (
-            change("keys", 0, "codec", "start", to=["float32", [1 << 40, 1 << 40]]),
+            change("kinds", 0, "codec", "start", to=["float32", [1 << 40, 1 << 40]]),
             "keeps 'start' of an impossible shape",
         ),
-        (change("keys", 0, "codec", "start", to=["float32"]), "with an invalid description ['float32']"),
-        (change("keys", 0, "codec", to={"a/b": ["float32", [4, 1]]}), "keeps 'a/b'"),
+        (change("kinds", 0, "codec", "start", to=["float32"]), "with an invalid description ['float32']"),
+        (change("kinds", 0, "codec", to={"a/b": ["float32", [4, 1]]}), "keeps 'a/b'"),
     ],
 )
 def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tree, Tree], None], text: str) -> None:
@@ -235,9 +235,9 @@ def test_forged_residuals(compressed: Path, tmp_path: Path, spoil: Callable[[Tre
 def test_numbers_of_no_array(good: Path, tmp_path: Path, count: int, positions: int) -> None:
     """Nobody counts up to a number that no array stands for."""
     header, described, arrays = parts(good)
-    keys = [one | {"positions": positions, "codec": {}} for one in described["keys"]]
-    described |= {"compression": "2bit()", "ranks": count, "keys": keys}
-    none = f"compression '2bit()', {count} ranks, {len(keys) if positions else 0} keys with residuals"
+    kinds = [one | {"positions": positions, "codec": {}} for one in described["kinds"]]
+    described |= {"compression": "2bit()", "ranks": count, "kinds": kinds}
+    none = f"compression '2bit()', {count} ranks, {len(VALUES) if positions else 0} keys with residuals"
     text = "arrays and its description says" if count and positions else none
     assert text in complaint(forge(tmp_path / "forged", header, described, arrays))
 
@@ -250,7 +250,7 @@ def test_any_number_of_ranks_that_have_left_nothing(compressed: Path, tmp_path: 
     for entry in header.values():
         if entry.get("data_offsets", [0])[0] >= high:
             entry["data_offsets"] = [edge - (high - low) for edge in entry["data_offsets"]]
-    described["keys"][0]["positions"] = 0
+    described["kinds"][0]["positions"] = 0
     described["ranks"] = 10**15
     path = forge(tmp_path / "forged", header, described, arrays[:low] + arrays[high:])
     assert inspect(str(path)).header.ranks == 10**15
@@ -273,11 +273,11 @@ def no_array(header: Tree, described: Tree) -> None:
 
 
 def no_key(header: Tree, described: Tree) -> None:
-    del described["keys"][0]["shape"]
+    del described["kinds"][0]["shape"]
 
 
 def twice(header: Tree, described: Tree) -> None:
-    described["keys"].append(described["keys"][0])
+    described["keys"][1] = described["keys"][0]
 
 
 def nested(depth: int) -> Any:
@@ -301,35 +301,45 @@ W = {"dtype": "F64", "shape": [2, 3]}
         (no_array, "array 'value/w' is None and its description says"),
         (no_key, "lacks 'shape'"),
         (twice, "not all different"),
-        (change("version", to=2), "version 2 of the format; this mpikv reads version 3"),
+        (change("version", to=3), "version 3 of the format; this mpikv reads version 4"),
         (change("values", to=1), "a value of the wrong type"),
         (change("values", to=False), "array 'value/"),
         (change("keys", to={}), "a value of the wrong type"),
-        (change("keys", 0, to=3), "a value of the wrong type"),
-        (change("keys", 0, "key", to=3), "all numbers or all strings"),
-        (change("keys", 0, "key", to=1.5), "a value of the wrong type"),
-        (change("keys", 0, "key", to=True), "a value of the wrong type"),
-        (change("keys", 0, "dtype", to="object"), "unknown dtype 'object'"),
-        (change("keys", 0, "dtype", to="O"), "unknown dtype 'O'"),
-        (change("keys", 0, "dtype", to=["float64"]), "a value of the wrong type"),
-        (change("keys", 0, "shape", to=[2, -3]), "-3 is not a length"),
-        (change("keys", 0, "shape", to=[2, -1]), "-1 is not a length"),
-        (change("keys", 0, "shape", to=[1 << 70]), "is not a length"),
-        (change("keys", 0, "shape", to=[1 << 40, 1 << 40]), "has an impossible shape"),
-        (change("keys", 0, "shape", to=[1 << 40, 1 << 40, 0]), "has an impossible shape"),
-        (change("keys", 0, "shape", to=[1] * 65), "has an impossible shape"),
-        (change("keys", 0, "shape", to=[1 << 40]), "array 'value/w' is"),
-        (change("keys", 0, "shape", to="23"), "a value of the wrong type"),
-        (change("keys", 0, "updates", to=-1), "impossible update counts -1 and 0"),
-        (change("keys", 0, "updates", to=1 << 63), "impossible update counts 9223372036854775808 and 0"),
-        (change("keys", 0, "updates", to=(1 << 63) - 1), "impossible update counts"),
-        (change("keys", 0, "earlier", to=(1 << 63) - 1), "impossible update counts"),
-        (change("keys", 0, "earlier", to=-2), "impossible update counts 1 and -2"),
-        (change("keys", 0, "earlier", to=10**4000), "impossible update counts"),
-        (change("keys", 0, "earlier", to=None), "a value of the wrong type"),
-        (change("keys", 0, "state", to={}), "array 'state/"),
-        (change("keys", 0, "state", to={"a/b": "float64"}), "has an invalid state name"),
-        (change("keys", 0, "state", to={"momentum": "object"}), "unknown dtype"),
+        (change("keys", 0, to=3), "all numbers or all strings"),
+        (change("keys", 0, to=1.5), "a value of the wrong type"),
+        (change("keys", 0, to=True), "a value of the wrong type"),
+        (change("keys", 0, to=["w"]), "a value of the wrong type"),
+        (change("kinds", to={}), "a value of the wrong type"),
+        (change("kinds", 0, to=3), "a value of the wrong type"),
+        (change("kind_of", to={}), "a value of the wrong type"),
+        (change("kind_of", to=[0]), "does not say of each of 2 keys which of 2 kinds"),
+        (change("kind_of", to=[0, 0]), "does not say of each of 2 keys which of 2 kinds"),
+        (change("kind_of", to=[0, 2]), "does not say of each of 2 keys which of 2 kinds"),
+        (change("kind_of", to=[0, -1]), "does not say of each of 2 keys which of 2 kinds"),
+        (change("kind_of", to=[0, True]), "does not say of each of 2 keys which of 2 kinds"),
+        (change("kind_of", to=[0, [1]]), "does not say of each of 2 keys which of 2 kinds"),
+        (change("kind_of", to=[1, 0]), "array 'value/"),
+        (change("kinds", 0, "dtype", to="object"), "unknown dtype 'object'"),
+        (change("kinds", 0, "dtype", to="O"), "unknown dtype 'O'"),
+        (change("kinds", 0, "dtype", to=["float64"]), "a value of the wrong type"),
+        (change("kinds", 0, "shape", to=[2, -3]), "-3 is not a length"),
+        (change("kinds", 0, "shape", to=[2, -1]), "-1 is not a length"),
+        (change("kinds", 0, "shape", to=[1 << 70]), "is not a length"),
+        (change("kinds", 0, "shape", to=[1 << 40, 1 << 40]), "has an impossible shape"),
+        (change("kinds", 0, "shape", to=[1 << 40, 1 << 40, 0]), "has an impossible shape"),
+        (change("kinds", 0, "shape", to=[1] * 65), "has an impossible shape"),
+        (change("kinds", 0, "shape", to=[1 << 40]), "array 'value/w' is"),
+        (change("kinds", 0, "shape", to="23"), "a value of the wrong type"),
+        (change("kinds", 0, "updates", to=-1), "impossible update counts -1 and 0"),
+        (change("kinds", 0, "updates", to=1 << 63), "impossible update counts 9223372036854775808 and 0"),
+        (change("kinds", 0, "updates", to=(1 << 63) - 1), "impossible update counts"),
+        (change("kinds", 0, "earlier", to=(1 << 63) - 1), "impossible update counts"),
+        (change("kinds", 0, "earlier", to=-2), "impossible update counts 1 and -2"),
+        (change("kinds", 0, "earlier", to=10**4000), "impossible update counts"),
+        (change("kinds", 0, "earlier", to=None), "a value of the wrong type"),
+        (change("kinds", 0, "state", to={}), "array 'state/"),
+        (change("kinds", 0, "state", to={"a/b": "float64"}), "has an invalid state name"),
+        (change("kinds", 0, "state", to={"momentum": "object"}), "unknown dtype"),
         (change("updater", to="sgd"), "a value of the wrong type"),
         (change("updater", "kind", to="pickle"), "unknown kind 'pickle'"),
         (change("updater", "kind", to=[]), "unknown kind"),
@@ -379,13 +389,14 @@ LONG = "long" * 100_000
         change("version", to=LONG),
         change("version", to=[LONG]),
         change("values", to=LONG),
-        change("keys", 0, "key", to=LONG),
-        change("keys", 0, "key", to=[LONG]),
-        change("keys", 0, "dtype", to=LONG),
-        change("keys", 0, "shape", to=[1] * 100_000),
-        change("keys", 0, "shape", to=[10**4000]),
-        change("keys", 0, "state", to={LONG: "float64"}),
-        change("keys", 0, "state", to={LONG + "/": "float64"}),
+        change("keys", 0, to=LONG),
+        change("keys", 0, to=[LONG]),
+        change("kind_of", to=[LONG, LONG]),
+        change("kinds", 0, "dtype", to=LONG),
+        change("kinds", 0, "shape", to=[1] * 100_000),
+        change("kinds", 0, "shape", to=[10**4000]),
+        change("kinds", 0, "state", to={LONG: "float64"}),
+        change("kinds", 0, "state", to={LONG + "/": "float64"}),
         change("updater", "kind", to=LONG),
         change("updater", "name", to=LONG),
         change(*OPTIONS, to={LONG: 1}),
@@ -432,7 +443,7 @@ def test_halves_of_surrogate_pairs(good: Path, tmp_path: Path) -> None:
     checksums = f"{zlib.crc32(text.encode(errors='replace')):08x}" + header["__metadata__"]["mpikv_crc32"][8:]
     header["__metadata__"] = {"mpikv_checkpoint": text, "mpikv_crc32": checksums}
     complaint(write(tmp_path / "forged", json.dumps(header), arrays))
-    described["keys"][0]["key"] = "w\udc80"
+    described["keys"][0] = "w\udc80"
     forge(tmp_path / "forged", {}, described, arrays)
     complaint(tmp_path / "forged")
 
@@ -476,6 +487,47 @@ def test_a_range_is_cut_at_the_chunks_of_the_file(begin: int, nbytes: int) -> No
     parts = list(cut(begin, nbytes))
     assert [0, *(part.stop for part in parts)] == [*(part.start for part in parts), nbytes]
     assert all((begin + part.start) // CHUNK == (begin + part.stop - 1) // CHUNK for part in parts)
+
+
+def test_many_small_keys_are_few_calls_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of keys, in memory and in the file."""
+    calls = []
+
+    def counted(name: str) -> None:
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *arguments: calls.append(name) or function(*arguments))
+
+    values = {f"k{number}": np.full(number % 5, number, np.float32) for number in range(3000)}
+    shuffled = {key: values[key] for key in random.Random(0).sample(list(values), len(values))}
+    with mpikv.create() as kv, mpikv.create() as other:
+        for store, given in ((kv, values), (other, shuffled)):
+            store.init(given)
+            store.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+            store.push(given)
+        counted("pwritev")
+        counted("preadv")
+        kv.save(tmp_path / "kv")
+        assert calls == ["pwritev"] * 2, "of arrays, and of the header"
+        other.save(tmp_path / "other")
+        calls.clear()
+        kv.load(tmp_path / "kv")
+        assert calls == ["preadv"] * 2, "to find it good, and to load it"
+        calls.clear()
+        for store, path in ((kv, "other"), (other, "kv")):
+            store.set("k1", np.zeros(1))
+            store.load(tmp_path / path)
+            for key, value in zip(values, store.pull(list(values)), strict=True):
+                np.testing.assert_array_equal(value, values[key] / 2)
+            assert len(calls) < 20
+            calls.clear()
+
+
+def test_a_header_that_something_else_has_written(good: Path, tmp_path: Path) -> None:
+    """The order of entries and blanks say nothing."""
+    header, _, arrays = parts(good)
+    entries = list(header.items())
+    for order in (entries, entries[::-1]):
+        assert loaded(write(tmp_path / "other", json.dumps(dict(order), indent=1), arrays)) == loaded(good)
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class Differ:
 @dataclass(frozen=True)
 class FullDisk:
     """The disk of a rank's host is full, from the rank's scheduling point of this number on: ``os.pwrite``,
-    ``os.rename`` and ``os.replace`` fail there, and so do checkpoints. Python's own file objects still write.
+    ``os.pwritev``, ``os.rename`` and ``os.replace`` fail there, and so do checkpoints. Python's own file objects still
+    write.
     """
 
     rank: int
