@@ -252,15 +252,16 @@ class Header:
         """What follows the metadata: :attr:`places` in JSON, put together from few texts where keys are many."""
         names, texts = [_escape(str(key))[1:] for key in self.keys], list[str]()
         for column in self.columns:
-            begin, middle = _escape(column.name)[:-1], {}
+            begin, middle = f",{_escape(column.name)[:-1]}", {}
             for kind in column.shapes:
                 dtype, shape = column.describe(kind)
                 middle[kind] = f':{{"dtype":"{dtype}","shape":{_dump(shape)},"data_offsets":['
+            edges = list(map(str, column.edges.tolist()))
             texts += [
                 f"{begin}{names[item]}{middle[self.kind_of[item]]}{low},{high}]}}"
-                for item, (low, high) in zip(column.items.tolist(), pairwise(column.edges.tolist()), strict=True)
+                for item, low, high in zip(column.items.tolist(), edges[:-1], edges[1:], strict=True)
             ]
-        return "".join([f",{text}" for text in texts] + ["}"])
+        return "".join([*texts, "}"])
 
     @cached_property
     def start(self) -> int:

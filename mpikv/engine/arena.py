@@ -16,11 +16,12 @@ value, and its state with it; a large segment goes back to the transport when no
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -247,13 +248,21 @@ class _Holes:
 
     def take(self, kind: str, size: int) -> tuple[int, int] | None:
         """Return the memory and the start of the smallest hole that fits, whose first ``size`` are then taken."""
+        found = self.take_several(kind, size, 1)
+        return None if found is None else found[:2]
+
+    def take_several(self, kind: str, size: int, most: int) -> tuple[int, int, int] | None:
+        """Take the first ``size`` of the smallest hole that fits, and again, up to ``most`` times, as long as what is
+        left of it fits: no other that does is as small. Return the memory, the start, and how many were taken.
+        """
         at = bisect_left(self._by_size, (kind, size))
         if at == len(self._by_size) or self._by_size[at][0] != kind:
             return None
-        _, _, memory, start = self._by_size[at]
-        rest = self.remove(kind, memory, start) - size
-        self.add(kind, memory, start + size, rest)
-        return memory, start
+        _, length, memory, start = self._by_size[at]
+        taken = min(length // size, most) if size else most
+        self.remove(kind, memory, start)
+        self.add(kind, memory, start + taken * size, length - taken * size)
+        return memory, start, taken
 
     def cover(self, memory: int, size: int) -> bool:
         """Return whether all of a memory of this size is free."""
@@ -301,9 +310,15 @@ class Arena:
         for group in groups:
             listed |= zip(group.numbers, self._listed(group, coming), strict=True)
             coming -= self._nbytes_of(group)
-        places = [listed.get(number) or self._shared(*request) for number, request in enumerate(requests)]
-        for place in places:
-            self._values[place.block] += 1
+        places: list[Place] = []
+        shared = (request for number, request in enumerate(requests) if number not in listed)
+        for (dtype, size), alike in groupby(shared):
+            places += self._shared(dtype, size, sum(1 for _ in alike))
+        if listed:
+            following = iter(places)
+            places = [listed.get(number) or next(following) for number in range(len(requests))]
+        for block, number in Counter(place.block for place in places).items():
+            self._values[block] += number
         return places
 
     @contextmanager
@@ -378,24 +393,30 @@ class Arena:
         block = self._block(group.dtype, coming, starts)
         return [Place(block, start, size, block.old) for start, size in zip(starts, group.sizes, strict=False)]
 
-    def _shared(self, dtype: np.dtype[Any], size: int) -> Place:
-        """Return a place in a block that small values share."""
+    def _shared(self, dtype: np.dtype[Any], size: int, most: int) -> Iterator[Place]:
+        """Yield so many places of one size in blocks that small values share."""
         room = self._room(dtype, size)
-        found = self._holes.take(name_of(dtype), room) or self._in_new_pool(dtype, room)
-        block, start = self._pools[found[0]], found[1]
-        old = block.old or start < block.used
-        block.used = max(block.used, start + room)
-        return Place(block, start, size, old)
+        while most:
+            found = self._holes.take_several(name_of(dtype), room, most)
+            if found is None:
+                self._add_pool(dtype)
+                continue
+            number, start, taken = found
+            block, most = self._pools[number], most - taken
+            for _ in range(taken):
+                yield Place(block, start, size, block.old or start < block.used)
+                start += room
+            block.used = max(block.used, start)
 
-    def _in_new_pool(self, dtype: np.dtype[Any], room: int) -> tuple[int, int]:
+    def _add_pool(self, dtype: np.dtype[Any]) -> None:
+        """Make a block that small values share."""
         full = next((block for block in reversed(self._pools.values()) if block.values.dtype == dtype), None)
         if full is not None:
             # Later values at its end would come between those of a list, which are to lie side by side.
             self._holes.remove_last(name_of(dtype), full.index, full.values.size - full.grid.padding)
         block = self._block(dtype, 0, (0, self._pool // dtype.itemsize))
         self._pools[block.index] = block
-        self._holes.add(name_of(dtype), block.index, room, block.values.size - block.grid.padding - room)
-        return block.index, 0
+        self._holes.add(name_of(dtype), block.index, 0, block.values.size - block.grid.padding)
 
     def _block(self, dtype: np.dtype[Any], coming: int, starts: Sequence[int]) -> Block:
         """Return a new block; ``coming`` bytes of others are known to follow, itself included if it is one of them.
