@@ -69,7 +69,7 @@ _KIND_OF = {name: kind for kind in _KINDS for name in kind.names}
 _NAMES = (*_KIND_OF, "teststore")
 # Where a message is a launch, it may be larger than any cache.
 _BUCKET_OF_GPUS = 64 << 20
-# Where sums are made in the callers' arrays, few dtypes need messages, and memory of seven times their size.
+# Where sums are made in the callers' arrays, few dtypes need messages, and memory of eight times their size.
 _BUCKET_OF_SUMS = 16 << 20
 
 

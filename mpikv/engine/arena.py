@@ -32,7 +32,7 @@ from ..memory.host import private
 from ..protocols import Array, Memory, Slots, Transport
 from .grid import Grid, rounded
 
-__all__ = ["Arena", "Block", "Place"]
+__all__ = ["LINE_BYTES", "Arena", "Block", "Place"]
 
 # A block that small values share; a value of a quarter of that or more gets a block of its own, split over all ranks.
 _POOL_BYTES = 256 << 10
@@ -41,7 +41,7 @@ _POOL_BYTES_OF_GPUS = 16 << 20
 # From here on values that come together are a block of their own there.
 _LIST_BYTES = 1 << 20
 # There keys begin at multiples of this many bytes, or of so many elements if those are more: as shards do.
-_LINE_BYTES, _LINE_ELEMENTS = 256, 64
+LINE_BYTES, _LINE_ELEMENTS = 256, 64
 _SMALLEST_SEGMENT = 1 << 20
 _LARGEST_GROWTH = 256 << 20
 # The kind of the holes in segments, which are counted in bytes. In blocks it is the dtype's name, and they are in
@@ -460,7 +460,7 @@ class Arena:
     def _grid(self, dtype: np.dtype[Any]) -> tuple[int, int]:
         """Return the elements of a cell, and those at whose multiples values begin."""
         cell = self._transport.limit // dtype.itemsize
-        line = max(_LINE_BYTES // dtype.itemsize, _LINE_ELEMENTS)
+        line = max(LINE_BYTES // dtype.itemsize, _LINE_ELEMENTS)
         lines = line * self._transport.size
         return (cell, 1) if self._on_host or cell < lines else (cell // lines * lines, line)
 
@@ -479,7 +479,7 @@ class Arena:
 
     def _nbytes(self, dtype: np.dtype[Any], size: int) -> int:
         """Return the bytes of a segment that a block for so many elements takes."""
-        return rounded(self._padded(dtype, size) * dtype.itemsize, 64 if self._on_host else _LINE_BYTES)
+        return rounded(self._padded(dtype, size) * dtype.itemsize, 64 if self._on_host else LINE_BYTES)
 
     def _in_new_segment(self, nbytes: int, coming: int) -> tuple[int, int]:
         """Segments grow with what there is, since an MPI has few thousand windows. Where values come and go, there is

@@ -20,6 +20,7 @@ from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable,
 from . import pull_compression as publication
 from .arena import Block
 from .compression import Compression, check, check_payloads, compress
+from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, Steps, groups_of
 from .placement import place
 from .plan import Plan, Planner
@@ -60,7 +61,8 @@ class Exchange:
         self.values.planner = planner
         self.values.packed = self._publication is not None and not planner.current
         self.values.invalidate()
-        self.pipeline = Pipeline(self.values, self.compression, self._publication)
+        kind = Pipeline if self.transport.memory.is_host else GpuPipeline
+        self.pipeline = kind(self.values, self.compression, self._publication)
 
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees. Local."""

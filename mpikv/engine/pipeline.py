@@ -1,7 +1,8 @@
 """What a push and a pull do once all ranks have agreed on them: pack, reduce, update, publish, unpack.
 
 Every bucket of a plan goes this way: it is packed from the caller's arrays, summed over ranks, given to the updater
-while it is in the cache, published where ranks do not share memory, and copied to the caller's outputs.
+while it is in the cache, published where ranks do not share memory, and copied to the caller's outputs. What a GPU does
+otherwise is in ``gpu_pipeline.py``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import add, add_in_pairs, add_in_pairs_over, disjoint, local_sum, run_quietly
+from ..arrays.arrays import add, add_in_pairs, disjoint, local_sum, run_quietly
 from ..errors import noted
-from ..protocols import Array, Whole, WholeKernels
+from ..protocols import Array
 from . import pull_compression as publication
 from .compression import Compression, Layers, restoring
 from .keys import Entry
@@ -23,7 +24,7 @@ from .plan import Bucket, Plan
 from .pull_compression import PullCompression
 from .values import Values
 
-__all__ = ["Arrays", "Confirm", "Pipeline", "Steps", "are_plain", "groups_of"]
+__all__ = ["Arrays", "Confirm", "Pipeline", "Steps", "are_plain", "cut", "groups_of"]
 
 Confirm: TypeAlias = "Callable[[BaseException | None], None]"
 """Tells the other ranks what an update raised here, if it did, and learns what it did there."""
@@ -53,12 +54,7 @@ class Pipeline:
         self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
         self._in_pairs = planner.in_pairs
         self._add = add_in_pairs if planner.in_pairs else add
-        if planner.in_pairs and not self._memory.is_host:
-            self._add = partial(add_in_pairs_over, transport.rank)
         self._compression, self._publication = compression, publication
-        self._whole_kernels: WholeKernels | None = None
-        if self._whole and not self._updater.may_raise and isinstance(self._kernels, WholeKernels):
-            self._whole_kernels = self._kernels
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
         self.prefetched: Array | None = None
@@ -69,8 +65,6 @@ class Pipeline:
     def prepare(self, plan: Plan) -> None:
         """Work out now what a push of whole arrays needs: before ranks agree on it, as it may fail on one. Local."""
         plan.prepare()
-        if self._whole_kernels is not None and "owned" not in plan.memo:
-            self._memory.order.run(self._bound, self._whole_kernels, plan)
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
@@ -80,28 +74,12 @@ class Pipeline:
             self.prefetched = pack(plan.buckets[0], sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
-        """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local.
-
-        A codec of ranges packs each array by itself.
-        """
-        by_array = self._compression is not None and self._compression.codec.elementwise
-        if self._memory.is_host or by_array or are_plain(sources) or all(len(group) == 1 for group in sources):
-            return sources
-        added: Arrays = self._memory.order.run(run_quietly, self._local_sums, plan, sources)
-        return added
-
-    def _local_sums(self, plan: Plan, sources: Arrays) -> Arrays:
-        pairs = zip(plan.entries, sources, strict=True)
-        return [(local_sum(group, entry.dtype, self._in_pairs),) if group else () for entry, group in pairs]
+        """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local."""
+        return sources
 
     def restoring(self, plan: Plan, confirm: Confirm | None) -> Confirm | None:
         """Return ``confirm``, which brings residuals back to what they are now where it raises. Local."""
-        if confirm is None or self._compression is None:
-            return confirm
-        if self._memory.is_host:
-            return restoring(plan, confirm)
-        kept: Confirm = self._memory.order.run(restoring, plan, confirm)
-        return kept
+        return confirm if confirm is None or self._compression is None else restoring(plan, confirm)
 
     # --- Push and pull
 
@@ -144,7 +122,7 @@ class Pipeline:
             return
         # Whether copies may be early is this rank's affair; the order of the exchanges is not.
         outs = groups_of(targets)
-        early = self._memory.is_host and bool(outs) and disjoint(groups_of(sources), outs)
+        early = bool(outs) and disjoint(groups_of(sources), outs)
         flat = _flat_copies(plan, outs) if early else ()
         self._push(plan, sources, steps, confirm, flat)
         if not early:
@@ -171,8 +149,7 @@ class Pipeline:
 
     def buffers_as_sources(self, plan: Plan) -> Arrays:
         """Return this rank's buffers as what a caller would bring. Local."""
-        buffers = self._values.buffers(plan)
-        return buffers if self._memory.is_host else [(buffer.reshape(-1),) for buffer in buffers]
+        return self._values.buffers(plan)
 
     def _push(
         self,
@@ -236,7 +213,7 @@ class Pipeline:
         if not bucket.dense:
             send.fill(0)
         if are_plain(sources):
-            self._copy(bucket.slots[slot], sources[bucket.items] if bucket.items else _cut(bucket, sources))
+            self._copy(bucket.slots[slot], sources[bucket.items] if bucket.items else cut(bucket, sources))
             return send
         targets, sums = list[Array](), list[Array]()
         for piece in bucket.pieces:
@@ -251,9 +228,6 @@ class Pipeline:
 
     def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy arrays of the store's memory, of the same shapes and dtypes."""
-        if not self._memory.is_host:
-            self._memory.copy(targets, sources)
-            return
         for target, array in zip(targets, sources, strict=True):
             target[...] = array
 
@@ -305,9 +279,6 @@ class Pipeline:
         """
         every = zip(plan.entries, plan.totals, steps.each, strict=True)
         owned = [(entry, total, step) for entry, total, step in every if total is not None]
-        if self._whole_kernels is not None:
-            self._bound(self._whole_kernels, plan)([step for _, _, step in owned])
-            return
         if confirm is None:
             for entry, total, step in owned:
                 self._updater.update(step, total, entry.updated, entry.state)
@@ -333,22 +304,9 @@ class Pipeline:
             noted(error, f"updating key {entry.key!r}")
             raise
 
-    def _bound(self, kernels: WholeKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
-        """Return what updates all whole values that this rank owns, by as few launches as can be."""
-        update: Callable[[Sequence[Any]], None] | None = plan.memo.get("owned")
-        if update is not None:
-            return update
-        pairs = zip(plan.entries, plan.totals, strict=True)
-        wholes = [Whole(total, entry.updated, entry.state) for entry, total in pairs if total is not None]
-        plan.memo["owned"] = bound = kernels.bind_whole(self._updater, wholes)
-        return bound
-
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         """Have the updater change arrays, which lie in the store's memory, for a step. Local."""
-        if self._memory.is_host or self._updater.may_raise:
-            self._updater.update(step, total, value, state)
-        else:
-            self._kernels.bind(self._updater, total, value, state)(step)
+        self._updater.update(step, total, value, state)
 
     # --- Publish and unpack
 
@@ -410,7 +368,7 @@ def groups_of(arrays: Arrays) -> Sequence[Sequence[Array]]:
     return [(array,) for array in arrays] if are_plain(arrays) else arrays
 
 
-def _cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
+def cut(bucket: Bucket, sources: Arrays) -> Sequence[Array]:
     """Return what plain arrays, which are contiguous, have of each piece, in the shapes of pieces."""
     return [
         sources[item] if sources[item].shape == shape else sources[item].reshape(-1)[begin:end]

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
 from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
-from .arena import Block, Kept
+from .arena import LINE_BYTES, Block, Kept
 from .grid import rounded
 from .keys import Entry
 
@@ -128,6 +129,14 @@ class Bucket:
         )
 
     @cached_property
+    def parts(self) -> tuple[Array, ...]:
+        """The values of the pieces, in their shapes."""
+        return tuple(
+            self.value[piece.low : piece.high].reshape(shape)
+            for piece, shape in zip(self.pieces, self.shapes, strict=True)
+        )
+
+    @cached_property
     def owned(self) -> tuple[slice, ...]:
         """Which elements of the bucket are this rank's, and of a key of the call: without what lies between keys, which
         may hold anything.
@@ -201,8 +210,16 @@ class Plan:
 
     @cached_property
     def streams(self) -> bool:
-        """Whether a pushpull unpacks each bucket while it is in the cache."""
-        return self.planner.by_bucket and not self.planner.whole and self.nbytes >= _STREAMED_BYTES
+        """Whether a pushpull unpacks each bucket while it is in the cache, of the host."""
+        plain = self.on_host and self.planner.by_bucket and not self.planner.whole
+        return plain and self.nbytes >= _STREAMED_BYTES
+
+    @cached_property
+    def overlaps(self) -> bool:
+        """Whether messages between GPUs are on their way while those ahead of them are updated. The same on all
+        ranks.
+        """
+        return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -398,6 +415,19 @@ class Planner:
         """Whether a push leaves every rank with the newest values."""
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
+    def may_overlap(self, bucket: Bucket) -> bool:
+        """Return whether the sum of the message that comes next may be made while this one is updated: both are on a
+        GPU at once, each in a half of the scratch memory, and the transport's library adds.
+        """
+        adds = self.transport.size > 1 and not (self.in_pairs or self.compressed or self.whole)
+        nbytes = max(bucket.shard.counts) * accumulator(bucket.value.dtype).itemsize
+        return adds and not self.transport.memory.is_host and nbytes <= self._half
+
+    @cached_property
+    def _half(self) -> int:
+        """The bytes of half of the scratch memory."""
+        return self.scratch.size // 2 // LINE_BYTES * LINE_BYTES
+
     @cached_property
     def _gpu_kernels(self) -> GpuKernels | None:
         """Return what updates keys together though their steps differ."""
@@ -433,19 +463,22 @@ class Planner:
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
         """Cut keys into messages."""
+        numbers = count()
         for block, items in _by_block(entries).items():
             if not self.updater.assigns:
                 check_state(self.updater, block.values.dtype, block.state)
             for start, pieces in _cells(block, items, entries):
-                yield self._bucket(entries, block, start, tuple(pieces))
+                yield self._bucket(entries, block, start, tuple(pieces), next(numbers))
 
-    def _bucket(self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...]) -> Bucket:
+    def _bucket(
+        self, entries: Sequence[Entry], block: Block, start: int, pieces: tuple[Range, ...], number: int
+    ) -> Bucket:
         stop, dtype = block.grid.end_of(start + pieces[-1].high), block.values.dtype
         where, nbytes = slice(start, stop), (stop - start) * dtype.itemsize
         shard = block.grid.shard(self.placement, start, stop)
         runs = tuple(joined(pieces, block.grid.line))
         dense = len(runs) == 1
-        total = self._total(block, start, shard, dense)
+        total = self._total(block, start, shard, dense, number)
         joint = tuple(self._updates(block, start, shard, runs, total))
         if (gpu := self._gpu_kernels) is not None:
             cut_updates = partial(self._ranged, gpu, joint, shard, pieces)
@@ -476,7 +509,7 @@ class Planner:
     def _may_be_direct(self, nbytes: int) -> bool:
         return self.transport.sharing_size == 1 or (self.transport.shared and nbytes >= _DIRECT_BYTES)
 
-    def _total(self, block: Block, start: int, shard: Shard, dense: bool) -> Array:
+    def _total(self, block: Block, start: int, shard: Shard, dense: bool, number: int) -> Array:
         own = slice(start + shard.low, start + shard.high)
         dtype = accumulator(block.values.dtype)
         if self.whole:
@@ -485,7 +518,10 @@ class Planner:
         # What lies between the pieces is no business of this call.
         if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.sharing_size > 1):
             return block.updated[own]
-        return self.scratch[: (shard.high - shard.low) * dtype.itemsize].view(dtype)
+        nbytes = (shard.high - shard.low) * dtype.itemsize
+        # Of two messages between GPUs that follow one another each has a half, if they fit there.
+        low = 0 if self.transport.memory.is_host or nbytes > self._half else number % 2 * self._half
+        return self.scratch[low : low + nbytes].view(dtype)
 
     def _updates(
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array

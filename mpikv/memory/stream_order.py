@@ -2,7 +2,11 @@
 
 A store of a GPU has one stream, on which everything that a call does to arrays is queued; a call returns when it is
 queued. By events the stream begins after what the caller's stream has to do so far, and the caller's stream goes on
-after it. So whoever uses one stream finds arrays as if each call had been done at once, and nobody waits for a GPU.
+after it: after all of the call, or, where that only brings arrays, after these were read. So whoever uses one stream
+finds arrays as if each call had been done at once, and nobody waits for a GPU.
+
+What moves between GPUs may be on a second stream meanwhile: each transfer begins after what the first stream has to do
+when it is queued, and that goes on until it comes to where it needs what has come. At the end it waits for all.
 
 A call that another thread makes is after what the caller's stream had to do when it was issued, and before what the
 stream is given that somebody has waited for it on.
@@ -96,19 +100,27 @@ class _Call(threading.local):
     """Whether this thread makes calls that others have issued."""
     made: list[Any]
     """What is to live as long as the arguments: what was made for the caller."""
+    read: Event | None = None
+    """Behind the last use of what the caller has brought, if that is all that he has to wait for."""
 
     def __init__(self) -> None:
         self.made = []
 
 
 class GpuOrder:
-    """The :class:`~mpikv.protocols.StreamOrder` of a GPU: the stream of one store."""
+    """The :class:`~mpikv.protocols.StreamOrder` of a GPU: the streams of one store."""
 
     needed = True
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self.stream: Stream = gpu.stream()
+        self._transfers: Stream = gpu.stream()
+        self.lane = self.stream
+        """The stream for what moves between GPUs: another one in :meth:`apart`."""
+        # Whether the first stream does not come after all transfers yet, and the point behind the last one, if known.
+        self._lags = False
+        self._last_sent: Event | None = None
         self.call = _Call()
         # Whether calls were made that no stream of a caller comes after by itself.
         self._some_issued = False
@@ -191,7 +203,8 @@ class GpuOrder:
                 return function(*arguments)
         finally:
             call.caller, call.made = outer
-            done = self.stream.record()
+            done = call.read or self.stream.record()
+            call.read = None
             caller.wait(done)
             self._keep(done, (arguments, made))
 
@@ -224,7 +237,8 @@ class GpuOrder:
             return run()
         finally:
             call.caller, call.begin, call.made = outer
-            issued.done = self.stream.record()
+            issued.done = call.read or self.stream.record()
+            call.read = None
             # What was given, too: of a call that is refused, it may have been read before that.
             self._keep(issued.done, (run, made))
 
@@ -253,6 +267,55 @@ class GpuOrder:
                 if self._in_use and self._in_use[0] is first:
                     dropped.append(self._in_use.popleft())
             return True
+
+    # --- Transfers beside other work
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have transfers on a stream of their own meanwhile; what comes after that comes after all of them. In
+        :meth:`run`, on all ranks alike.
+        """
+        self.lane = self._transfers
+        try:
+            yield
+        except BaseException:
+            with suppress(TransportError):  # which says the same once more
+                self._leave_apart()
+            raise
+        self._leave_apart()
+
+    def _leave_apart(self) -> None:
+        lane, self.lane = self.lane, self.stream
+        if self._lags:
+            self._lags = False
+            self.stream.wait(lane.record())
+
+    def begin_transfer(self) -> Stream:
+        """Return the stream for a transfer, which comes there after all that the store's stream has to do by now. In
+        :meth:`apart`.
+        """
+        self._lags, self._last_sent = True, None
+        self.lane.wait(self.stream.record())
+        return self.lane
+
+    def sent(self) -> Event | None:
+        """Return the point behind the last transfer; None where the store's stream comes after it anyway."""
+        if self.lane is self.stream:
+            return None
+        self._last_sent = event = self.lane.record()
+        return event
+
+    def arrive(self, sent: Event | None) -> None:
+        """Let what the store's stream is given next come after a transfer, and those before it."""
+        if sent is not None:
+            self.stream.wait(sent)
+            self._lags = self._lags and sent is not self._last_sent
+
+    def note_read(self) -> None:
+        """Let the caller's stream go on when the GPU has come here, whatever the call queues after this: nothing of the
+        caller's is used any more.
+        """
+        self.call.read = self.lane.record()
 
     # --- Recorded work
 

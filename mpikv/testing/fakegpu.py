@@ -458,7 +458,7 @@ class FakeGpu:
             run()
         else:
             kept = [(weakref.ref(block), low, high, writes) for block, low, high, writes in uses]
-            stream.capture.works.append(Recorded(work, kept, run))
+            stream.capture.steps.append(Recorded(stream.number, work, kept, run))
 
 
 def _scale(arrays: Sequence[Array], factor: float) -> None:

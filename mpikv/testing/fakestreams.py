@@ -8,7 +8,8 @@ whose next work may be given it, and a use of memory that is not ordered after w
 taken.
 
 Work on a stream that is captured is recorded, and checked and done at each launch of its graph; what CUDA forbids
-meanwhile is a :class:`MisuseError`.
+meanwhile is a :class:`MisuseError`. A stream that waits for an event of a capture is captured, too, until the capture
+ends. At a launch each of these is a stream of the graph's own, so that work is in order only where events order it.
 
 Source: happens-before by vector clocks, as in Flanagan and Freund, "FastTrack: Efficient and Precise Dynamic Race
 Detection", PLDI 2009.
@@ -167,6 +168,8 @@ class Block:
 class Recorded(NamedTuple):
     """Work that was recorded."""
 
+    stream: int
+    """The number of the stream that it was given to."""
     work: str
     uses: Sequence[tuple[weakref.ref[Block], int, int, bool]]
     """As :meth:`Checker.work` is given them, but that a graph keeps no memory."""
@@ -174,26 +177,67 @@ class Recorded(NamedTuple):
     """Does it, with numpy's arrays."""
 
 
+class Edge(NamedTuple):
+    """A point in a stream that was recorded, or a wait for one."""
+
+    stream: int
+    event: FakeEvent
+    waits: bool
+
+
 class FakeGraph:
     """Recorded work."""
 
     def __init__(self, gpu: FakeGpu, stream: FakeStream) -> None:
         self._gpu, self.stream = gpu, stream
-        self.works: list[Recorded] = []
-        self.closed = False
+        self.steps: list[Recorded | Edge] = []
+        self.streams = {stream.number: stream}
+        """The streams that are captured, by their numbers."""
+        self.ended = self.closed = False
+        # Those of the graph that stand for them, but for the first.
+        self._own: dict[int, FakeStream] = {}
+
+    @property
+    def joined(self) -> bool:
+        """Whether all that was recorded is in order before what the first stream is given next."""
+        clocks: dict[int, Clock] = {number: Clock() for number in self.streams}
+        points: dict[FakeEvent, Clock] = {}
+        for step in self.steps:
+            if isinstance(step, Edge) and step.waits:
+                clocks[step.stream].join(points[step.event])
+            elif isinstance(step, Edge):
+                points[step.event] = Clock(clocks[step.stream])
+            else:
+                clocks[step.stream][step.stream] = clocks[step.stream].get(step.stream, 0) + 1
+        last = clocks[self.stream.number]
+        return all(last.get(number, 0) == clock.get(number, 0) for number, clock in clocks.items())
 
     def launch(self) -> None:
         if self.closed:
             raise TransportError(f"the graph recorded on {self._gpu.name} was discarded")
-        stream = self._gpu.current()
-        if stream.capture is not None:
+        if self._gpu.current().capture is not None:
             raise MisuseError("a graph is launched in a capture")
-        for work, uses, run in self.works:
-            found = [(block(), *use) for block, *use in uses]
-            if lost := [block for block, *_ in found if block is None]:
-                raise MisuseError(f"{work} of a graph uses memory that was freed ({len(lost)} allocations)")
-            self._gpu.checker.work(stream, work, found)  # type: ignore[arg-type]  # none is None
-            run()
+        points: dict[FakeEvent, FakeEvent] = {}
+        for step in self.steps:
+            stream = self._stream(step.stream)
+            if isinstance(step, Recorded):
+                self._run(stream, step)
+            elif step.waits:
+                stream.wait(points[step.event])
+            else:
+                points[step.event] = stream.record()
+
+    def _stream(self, number: int) -> FakeStream:
+        if number == self.stream.number:
+            return self._gpu.current()
+        return self._own.get(number) or self._own.setdefault(number, self._gpu.stream())
+
+    def _run(self, stream: FakeStream, step: Recorded) -> None:
+        found = [(block(), *use) for block, *use in step.uses]
+        if lost := [block for block, *_ in found if block is None]:
+            raise MisuseError(f"{step.work} of a graph uses memory that was freed ({len(lost)} allocations)")
+        self._gpu.checker.work(stream, step.work, found)  # type: ignore[arg-type]  # none is None
+        step.run()
 
     def close(self) -> None:
         self.closed = True
@@ -268,9 +312,14 @@ class FakeStream:
         self.capture = FakeGraph(self._gpu, self)
 
     def end_capture(self) -> FakeGraph:
-        graph, self.capture = self.capture, None
-        if graph is None:
+        graph = self.capture
+        if graph is None or graph.stream is not self:
             raise MisuseError(f"a capture ends on {self!r} that did not begin")
+        graph.ended = True
+        for stream in graph.streams.values():
+            stream.capture = None
+        if not graph.joined:
+            raise TransportError(f"work of {self._gpu.name} could not be recorded: a stream was not joined")
         if self._gpu.capture_fails:
             raise TransportError(f"work of {self._gpu.name} could not be recorded: {self._gpu.capture_fails}")
         return graph
@@ -278,13 +327,20 @@ class FakeStream:
     def record(self) -> FakeEvent:
         checker = self._gpu.checker
         if self.capture is not None:
-            return FakeEvent(self._gpu, Clock(), (), self.capture)
+            event = FakeEvent(self._gpu, Clock(), (), self.capture)
+            self.capture.steps.append(Edge(self.number, event, waits=False))
+            return event
         with checker.lock:
             checker.work(self, "record", ())
             return FakeEvent(self._gpu, Clock(self.clock), self.blockers)
 
     def wait(self, event: FakeEvent) -> None:
-        if self.capture is not event.capture:
+        if (graph := event.capture) and not graph.ended and self.handle and self.capture in (None, graph):
+            self.capture = graph
+            graph.streams[self.number] = self
+            graph.steps.append(Edge(self.number, event, waits=True))
+            return
+        if self.capture is not graph:
             raise MisuseError(f"{self!r} waits for an event, and one of both is in a capture")
         with self._gpu.checker.lock:
             self.clock.join(event.clock)

@@ -1,4 +1,4 @@
-"""Ranks with a GPU each: NCCL adds and carries, on the store's stream.
+"""Ranks with a GPU each: NCCL adds and carries, on the store's stream, or on one beside it.
 
 A call returns when its work is queued. What the ranks have to agree on goes through a transport of the host's memory,
 ``control``, whose waits have deadlines; work on the GPU has none of its own, so a :class:`~.watchdog.Watchdog` looks
@@ -143,7 +143,8 @@ class NcclTransport:
         )
         self._order.watch(self._check, self.abandon, self._queue, self._watchdog.wake)
         preflight(group, self._gpu, nccl.get_version())
-        self.send_buffers: tuple[Array, ...] = (self._for_messages(limit),)
+        # A message is prepared while the one ahead of it is summed.
+        self.send_buffers: tuple[Array, ...] = self._for_messages(limit), self._for_messages(limit)
         self.slot = 0
         # Sums of short integers and of half precision are twice as wide, and so are their terms.
         self._gathered = self._for_messages(group.size * _aligned(2 * limit) if gathers else 0)
@@ -331,6 +332,7 @@ class NcclTransport:
                 start(comm, wire, source, into)
 
         self._queue(f"{name} of {send.size} {send.dtype}", run)
+        self.slot = 1 - self.slot
         return () if recv is None else (recv,)
 
     def _sort(self, wire: Wire) -> tuple[int, int]:
@@ -391,6 +393,7 @@ class NcclTransport:
                         self._call(comm.recv, self._gpu.address(parts[peer]), nbytes, byte, peer)
 
         self._queue(f"all_to_all of {send.size} {send.dtype}", run)
+        self.slot = 1 - self.slot
         return parts
 
     # --- Agreement and ends
@@ -432,7 +435,7 @@ class NcclTransport:
         self._watchdog.stop()
         self._failure = self._failure or TransportError("the transport was closed")
         nothing = self.memory.zeros(0)
-        self.send_buffers, self._gathered, self._wide = (nothing,), nothing, (nothing, nothing)
+        self.send_buffers, self._gathered, self._wide = (nothing, nothing), nothing, (nothing, nothing)
         self.control.close()
         self._gpu.release(self._stream)
 
@@ -477,11 +480,17 @@ class NcclTransport:
             with self._queueing:
                 if self._failure is not None:
                     self._check()
-                if self._order.recording:
-                    return run(self._comm)
-                self._watchdog.look_after(work)
-                result = run(self._comm)
-                work.event = self._stream.record()
+                recording = self._order.recording
+                if not recording:
+                    self._watchdog.look_after(work)
+                lane = self._order.lane
+                if lane is self._stream:
+                    result = run(self._comm)
+                else:
+                    with self._order.begin_transfer():
+                        result = run(self._comm)
+                if not recording:
+                    work.event = lane.record()
                 return result
         except BaseException as error:
             work.failed = True
@@ -504,7 +513,7 @@ class NcclTransport:
     def _call(self, function: Callable[..., Any], *arguments: int, on_stream: bool = True) -> None:
         """Call NCCL, whose errors leave as TransportError."""
         try:
-            function(*arguments, self._stream.handle) if on_stream else function(*arguments)
+            function(*arguments, self._order.lane.handle) if on_stream else function(*arguments)
         except (self._nccl.NcclError, KeyError) as error:
             raise self._translated(error, function.__name__) from error
 

@@ -302,7 +302,7 @@ class CupyGpu:
         why = str(error).rstrip(".")
         return MemoryError(
             f"{self.name} has too little memory ({why}); use fewer or smaller values, or smaller bucket_bytes: a store "
-            "takes 7 times that for messages"
+            "takes 8 times that for messages"
         )
 
     def present(self) -> Any:

@@ -251,7 +251,7 @@ def test_looking_at_arrays_is_work_that_is_waited_for(gpu):
     assert memory.exceeding((array, array[:0]), 8.0) == [False, False]
     with gpu.stream():
         array.fill(np.nan)  # the host has waited for what has read it
-    with pytest.raises(RaceError, match="exceeding on stream 0 reads what fill on stream 2 writes"):
+    with pytest.raises(RaceError, match="exceeding on stream 0 reads what fill on stream 3 writes"):
         memory.exceeding((array,), 5.0)
 
 
@@ -342,6 +342,63 @@ def test_a_download_and_events_of_a_capture(gpu):
         gpu.current().begin_capture()
 
 
+def forked(gpu: FakeGpu, array: Any, other: Any, waits: bool = True, joins: bool = True) -> FakeGraph:
+    """Return a graph that adds one to an array on one stream, and then to another array on a second one."""
+    first, second = gpu.stream(), gpu.stream()
+    first.begin_capture()
+    if waits:
+        on(first, array)
+    second.wait(first.record())
+    if not waits:
+        on(first, array)
+    on(second, other)
+    if joins:
+        first.wait(second.record())
+    return first.end_capture()
+
+
+def test_a_stream_that_waits_for_a_captured_one_is_captured(gpu):
+    array = gpu.upload(np.zeros(4))
+    gpu.current().synchronize()
+    graph = forked(gpu, array, array)
+    found = np.empty(4)
+    for expected in (2, 4):
+        with gpu.stream():
+            graph.launch()
+            gpu.download(array, found)
+        assert (found == expected).all()
+    assert all(stream.capture is None for stream in graph.streams.values())
+    with gpu.stream():
+        graph.launch()
+    other = gpu.stream()
+    with pytest.raises(RaceError):
+        on(other, array)
+
+
+def test_streams_of_a_graph_are_in_order_only_where_events_order_them(gpu):
+    array, other = gpu.upload(np.zeros(4)), gpu.upload(np.zeros(4))
+    gpu.current().synchronize()
+    forked(gpu, array, other, waits=False)
+    with gpu.stream():
+        forked(gpu, array, other, waits=False).launch()
+    gpu.checker.assert_clean()
+    gpu.current().synchronize()
+    with gpu.stream(), pytest.raises(RaceError, match="what add on stream"):
+        forked(gpu, array, array, waits=False).launch()
+
+
+def test_all_streams_of_a_capture_are_to_be_joined(gpu):
+    array = gpu.upload(np.zeros(4))
+    with pytest.raises(TransportError, match="a stream was not joined"):
+        forked(gpu, array, array, joins=False)
+    first = gpu.stream()
+    first.begin_capture()
+    event = first.record()
+    first.end_capture()
+    with pytest.raises(MisuseError, match="waits for an event"):
+        gpu.stream().wait(event)
+
+
 def test_a_table_is_read_when_an_update_runs(gpu):
     memory, sgd = DeviceMemory(gpu), optimizers.SGD(learning_rate=0.5, momentum=0.5)
     kernels, stream = FakeKernels(gpu), memory.order.stream
@@ -362,7 +419,7 @@ def test_a_table_is_read_when_an_update_runs(gpu):
     assert (memory.to_host(value) == 0.75).all()
     with stream:
         graph.launch()
-    with gpu.stream(), pytest.raises(RaceError, match="write steps on stream 2 writes what update on stream 1 reads"):
+    with gpu.stream(), pytest.raises(RaceError, match="write steps on stream 3 writes what update on stream 1 reads"):
         table.write([sgd.step("w", 3)])
     sgd.nesterov = True
     with stream:
