@@ -1,6 +1,8 @@
 // The codecs of ranges (mpikv/codecs/bits.py and casts.py), with error feedback and without: the same float32 operations
 // on an element, in the same order, and the same bytes.
 
+enum { PART = 1 << 12 };
+
 // What one launch is given, by value; mpikv/compute/cuda/codes.py has the same. Decoding reads `payload` and adds to `numbers`.
 struct Codes {
     const float* gradient;  // null where something is decoded
@@ -48,79 +50,76 @@ struct bfloat16_code {
     static INNER float decoded(int code, float) { return widened_bfloat16((unsigned short)code); }
 };
 
-// Numbers that lie side by side, as a GPU reads and writes them at once. One by one, each would take a transaction.
-struct alignas(16) Four {
-    float number[4];
+// What a thread has at a time: a unit and the elements in it, or as many units as have four elements.
+template <class Code> struct Units {
+    enum { in_one = 8 * (int)sizeof(typename Code::unit) / Code::bits, count = in_one < GROUP ? GROUP / in_one : 1 };
+    enum { elements = (int)count * (int)in_one, groups = (int)elements / (int)GROUP };
 };
 
-INNER bool is_aligned(const float* numbers) { return (word64)numbers % sizeof(Four) == 0; }
-
-// Copy `count` numbers, where `inside` of them are in the array and the others are none: `count` of them, if `whole`.
-template <int count> INNER void read(const float* source, float* numbers, long long inside, bool whole) {
-    if (count % 4 == 0 && whole && is_aligned(source)) {
-        for (int i = 0; i < count / 4; i++) {
-            const Four four = ((const Four*)source)[i];
-            for (int k = 0; k < 4; k++) numbers[4 * i + k] = four.number[k];
-        }
-    } else {
-        for (int i = 0; i < count; i++) numbers[i] = i < inside ? source[i] : 0;
-    }
+// Have the threads of a block visit the elements of its part: `visit(first, units)` of the first of a thread's and the
+// units of the payload that they are in.
+template <class Code, class Visit> INNER void each_unit(const Codes& given, const Visit& visit) {
+    typedef Units<Code> At;
+    const long long units = given.bytes / (long long)sizeof(typename Code::unit);
+    const long long begin = blockIdx.x * (long long)PART, left = units * At::in_one - begin;
+    const int count = left < PART ? (int)left : (int)PART;
+#pragma unroll 1
+    for (int first = At::elements * (int)threadIdx.x; first < count; first += At::elements * (int)blockDim.x)
+        visit(begin + first, count - first < At::elements ? (count - first) / At::in_one : (int)At::count);
 }
 
-template <int count> INNER void write(const float* numbers, float* target, long long inside, bool whole) {
-    if (count % 4 == 0 && whole && is_aligned(target)) {
-        for (int i = 0; i < count / 4; i++) {
-            Four four;
-            for (int k = 0; k < 4; k++) four.number[k] = numbers[4 * i + k];
-            ((Four*)target)[i] = four;
-        }
-    } else {
-        for (int i = 0; i < count; i++)
-            if (i < inside) target[i] = numbers[i];
-    }
+// Return where the elements of a group are, counted from the first of the thread's, of which so many are there.
+INNER Places elements_of(int group, long long inside, bool aligned) {
+    const long long left = inside - GROUP * group;
+    return group_of(GROUP * group, left < GROUP ? (int)left : (int)GROUP, aligned);
 }
 
-// A thread has a unit at a time, and the elements in it, which lie side by side.
 template <class Code> __global__ void encode(const GRID_CONSTANT Codes given) {
     typedef typename Code::unit unit;
-    const int each = 8 * (int)sizeof(unit) / Code::bits;
-    const long long units = given.bytes / (long long)sizeof(unit);
+    typedef Units<Code> At;
     const float threshold = (float)given.threshold;
-    unit* payload = (unit*)given.payload;
-    const long long stride = (long long)gridDim.x * blockDim.x;
-#pragma unroll 1
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < units; i += stride) {
-        const long long first = i * each, inside = given.size - first;
-        const bool whole = inside >= each;
-        float kept[each], left[each];
-        read<each>(given.gradient + first, kept, inside, whole);
-        if (given.numbers) {
-            read<each>(given.numbers + first, left, inside, whole);
-            for (int k = 0; k < each; k++) kept[k] = left[k] + kept[k];
+    const bool aligned = is_aligned(given.gradient) && is_aligned(given.numbers);
+    const bool in_groups = is_aligned((const unit*)given.payload);
+    each_unit<Code>(given, [&](long long first, int units) {
+        int codes[At::elements];
+        for (int group = 0; group < At::groups; group++) {
+            const Places places = elements_of(group, given.size - first, aligned);
+            Group<float> kept = read(given.gradient + first, places), left;
+            if (given.numbers) {
+                left = read(given.numbers + first, places);
+                for (int k = 0; k < GROUP; k++) kept.number[k] = left.number[k] + kept.number[k];
+            }
+            for (int k = 0; k < GROUP; k++) {
+                const int code = places.has(k) ? Code::code(kept.number[k], threshold) : 0;
+                // What the others read begins at zero, which makes a negative zero positive.
+                left.number[k] = kept.number[k] - (0.0f + Code::decoded(code, threshold));
+                codes[GROUP * group + k] = code;
+            }
+            if (given.numbers) write(left, given.numbers + first, places);
         }
-        int codes = 0;
-        for (int k = 0; k < each; k++) {
-            const int code = k < inside ? Code::code(kept[k], threshold) : 0;
-            // What the others read begins at zero, which makes a negative zero positive.
-            left[k] = kept[k] - (0.0f + Code::decoded(code, threshold));
-            codes = codes << Code::bits | code;
-        }
-        if (given.numbers) write<each>(left, given.numbers + first, inside, whole);
-        payload[i] = (unit)codes;
-    }
+        Group<unit> made = {};
+        for (int i = 0; i < At::elements; i++)
+            made.number[i / At::in_one] = (unit)(made.number[i / At::in_one] << Code::bits | codes[i]);
+        write(made, (unit*)given.payload + first / At::in_one, group_of(0, units, in_groups));
+    });
 }
 
-// A thread has an element at a time.
 template <class Code> __global__ void decode_add(const GRID_CONSTANT Codes given) {
     typedef typename Code::unit unit;
-    const int width = 8 * (int)sizeof(unit), each = width / Code::bits;
+    typedef Units<Code> At;
     const float threshold = (float)given.threshold;
-    const unit* payload = (const unit*)given.payload;
-    const long long stride = (long long)gridDim.x * blockDim.x;
-#pragma unroll 1
-    for (long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x; i < given.size; i += stride) {
-        const int shift = width - Code::bits - (int)(i % each) * Code::bits;
-        const int code = payload[i / each] >> shift & ((1 << Code::bits) - 1);
-        given.numbers[i] = given.numbers[i] + Code::decoded(code, threshold);
-    }
+    const bool aligned = is_aligned(given.numbers), in_groups = is_aligned((const unit*)given.payload);
+    each_unit<Code>(given, [&](long long first, int units) {
+        const Group<unit> payload = read((const unit*)given.payload + first / At::in_one, group_of(0, units, in_groups));
+        for (int group = 0; group < At::groups; group++) {
+            const Places places = elements_of(group, given.size - first, aligned);
+            Group<float> sum = read(given.numbers + first, places);
+            for (int k = 0; k < GROUP; k++) {
+                const int i = GROUP * group + k, shift = Code::bits * (At::in_one - 1 - i % At::in_one);
+                const int code = payload.number[i / At::in_one] >> shift & ((1 << Code::bits) - 1);
+                sum.number[k] = sum.number[k] + Code::decoded(code, threshold);
+            }
+            write(sum, given.numbers + first, places);
+        }
+    });
 }

@@ -31,12 +31,13 @@ CODES = np.dtype(
 )
 """What one launch is given: ``Codes`` of codes.cu."""
 
-THREADS, MOST_BLOCKS = 256, 2048
-_CODES: dict[type[Any], str] = {
-    TwoBit: "two_bits",
-    OneBit: "one_bit",
-    Float16: "float16_code",
-    Bfloat16: "bfloat16_code",
+PART, THREADS = 1 << 12, 256
+"""How many elements a block packs or unpacks, and its threads."""
+_CODES: dict[type[Any], tuple[str, int]] = {
+    TwoBit: ("two_bits", 2),
+    OneBit: ("one_bit", 1),
+    Float16: ("float16_code", 16),
+    Bfloat16: ("bfloat16_code", 16),
 }
 
 
@@ -45,6 +46,8 @@ class Code(NamedTuple):
 
     name: str
     """In codes.cu."""
+    bits: int
+    """Of an element."""
     threshold: float
     largest: float
     """The largest number that is sent as one as large, but for rounding; what is no cast has none, and sends 0."""
@@ -58,7 +61,7 @@ def code_of(codec: Any) -> Code:
 
     >>> from mpikv import codecs
     >>> code_of(codecs.create("2bit"))
-    Code(name='two_bits', threshold=0.5, largest=0.0)
+    Code(name='two_bits', bits=2, threshold=0.5, largest=0.0)
     """
     if not has_code(codec):
         raise Unsupported(
@@ -66,7 +69,7 @@ def code_of(codec: Any) -> Code:
             "run the codec on the host"
         )
     inside = _inside(codec)
-    return Code(_CODES[type(inside)], getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
+    return Code(*_CODES[type(inside)], getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
 
 
 def has_code(codec: Any) -> bool:
@@ -97,7 +100,7 @@ class CudaCodec(SamePayloads):
         code = code_of(codec)
         self.codec = codec
         self.feedback, self.largest = self.codec.feedback, code.largest
-        self._threshold = code.threshold
+        self._bits, self._threshold = code.bits, code.threshold
         self._encode, self._decode_add = (
             kernel("codes.cu", f"{verb}<{code.name}>") for verb in ("encode", "decode_add")
         )
@@ -107,12 +110,12 @@ class CudaCodec(SamePayloads):
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
             given["gradient"] = pointer(gradient)
-            self._encode((_blocks(payload.size),), (THREADS,), (given,))
+            self._encode((self._blocks(payload),), (THREADS,), (given,))
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Do what the codec does, on the present stream."""
         if total.size:
-            self._decode_add((_blocks(total.size),), (THREADS,), (self._given(total, payload, total.size),))
+            self._decode_add((self._blocks(payload),), (THREADS,), (self._given(total, payload, total.size),))
 
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
         given = np.zeros(1, CODES)
@@ -120,6 +123,5 @@ class CudaCodec(SamePayloads):
         given[0] = (0, numbers_at, pointer(payload), size, payload.size, self._threshold)
         return given
 
-
-def _blocks(count: int) -> int:
-    return min(-(-count // THREADS), MOST_BLOCKS)
+    def _blocks(self, payload: Array) -> int:
+        return -(-payload.size * 8 // (self._bits * PART))

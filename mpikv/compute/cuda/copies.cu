@@ -30,10 +30,10 @@ INNER Part part_of_block(const Pairs& pairs, long long length) {
 }
 
 template <class Unit> INNER long long copied(const char* source, char* target, long long low, long long high) {
-    const long long units = (high - low) / (long long)sizeof(Unit);
+    const int units = (int)((high - low) / (long long)sizeof(Unit));
     const Unit* from = (const Unit*)(source + low);
     Unit* to = (Unit*)(target + low);
-    for (long long i = threadIdx.x; i < units; i += blockDim.x) to[i] = from[i];
+    each_group(units, false, [&](const Places& places) { write(read(from, places), to, places); });
     return low + units * (long long)sizeof(Unit);
 }
 
@@ -58,20 +58,26 @@ __global__ void copy_bytes(const GRID_CONSTANT Pairs pairs) {
 // Sizes are of elements.
 template <class From, class To> __global__ void cast(const GRID_CONSTANT Pairs pairs) {
     const Part part = part_of_block(pairs, CAST_PART);
-    const typename From::stored* source = (const typename From::stored*)part.source;
-    typename To::stored* target = (typename To::stored*)part.target;
-    for (long long i = part.low + threadIdx.x; i < part.high; i += blockDim.x)
-        target[i] = To::narrow(From::widen(source[i]));
+    const typename From::stored* source = (const typename From::stored*)part.source + part.low;
+    typename To::stored* target = (typename To::stored*)part.target + part.low;
+    each_group((int)(part.high - part.low), is_aligned(source) && is_aligned(target), [&](const Places& places) {
+        const Group<typename From::stored> from = read(source, places);
+        Group<typename To::stored> to;
+        for (int k = 0; k < GROUP; k++) to.number[k] = To::narrow(From::widen(from.number[k]));
+        write(to, target, places);
+    });
 }
 
 // Sizes are of elements. The target of an array is a byte, which becomes 1 if an element is no number, or larger in size
 // than the bound; whoever writes it writes the same.
 template <class Kind> __global__ void exceeding(const GRID_CONSTANT Pairs pairs) {
     const Part part = part_of_block(pairs, CAST_PART);
-    const typename Kind::stored* source = (const typename Kind::stored*)part.source;
+    const typename Kind::stored* source = (const typename Kind::stored*)part.source + part.low;
     const typename Kind::computed bound = (typename Kind::computed)pairs.bound;
     bool exceeds = false;
-    for (long long i = part.low + threadIdx.x; i < part.high; i += blockDim.x)
-        exceeds = exceeds || !(magnitude_of(Kind::widen(source[i])) <= bound);
+    each_group((int)(part.high - part.low), is_aligned(source), [&](const Places& places) {
+        const Group<typename Kind::stored> group = read(source, places);
+        for (int k = 0; k < GROUP; k++) exceeds = exceeds || !(magnitude_of(Kind::widen(group.number[k])) <= bound);
+    });
     if (exceeds) *part.target = 1;
 }

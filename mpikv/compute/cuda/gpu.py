@@ -418,7 +418,7 @@ class CupyGpu:
         sums, counts = norms.measure([self.cupy.ascontiguousarray(array) for array in arrays], dtypes)
         there = np.empty(sums.shape, sums.dtype)
         self.download(sums, there)
-        squares, bad = there.reshape(-1, 2).T.tolist()
+        squares, bad = norms.joined(there).T.tolist()
         found, first = [], 0
         for count in counts:
             last = first + count

@@ -62,12 +62,8 @@ def update_of(room: Room) -> np.dtype[Any]:
     )
 
 
-PART = 1 << 12
-"""How many elements a block updates before it takes others."""
-
-THREADS = 256
-# A GPU of 132 multiprocessors runs about 1000 such blocks at once.
-MOST_BLOCKS = 2048
+PART, THREADS = 1 << 12, 256
+"""How many elements a block updates, and its threads. The next block goes to whichever multiprocessor is free."""
 
 
 class CudaKernels:
@@ -270,7 +266,7 @@ class _Updates:
         begin, end = int(self._ends[low - 1]) if low else 0, int(self._ends[high - 1])
         self._given["begin"], self._given["count"] = begin, high - low
         self._given["end"][: high - low] = self._ends[low:high]
-        self._cut, self._blocks = (low, high), min(-(-(end - begin) // PART), MOST_BLOCKS)
+        self._cut, self._blocks = (low, high), -(-(end - begin) // PART)
 
 
 def _kernel_of(form: str, dtype: str, room: Room) -> Kernel:

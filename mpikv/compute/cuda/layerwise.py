@@ -14,7 +14,7 @@ from ...optimizers.layerwise import LAMB, LARS
 from ...optimizers.optimizer import Optimizer, Step
 from ...protocols import Whole
 from .loading import address_of, kernel, room
-from .norms import CELL, THREADS, cells_of
+from .norms import CELL, PIECES, THREADS, cells_of
 
 __all__ = ["KINDS", "LAYERS", "bind", "prepare"]
 
@@ -34,9 +34,6 @@ LAYERS = np.dtype(
 
 KINDS: Mapping[type[Optimizer], str] = {LARS: "lars", LAMB: "lamb"}
 """The optimizers of whole values, and how their kernels are called."""
-
-# A thread of each finds the rate of a layer.
-_WARP = 32
 
 
 def prepare(optimizer: Optimizer, dtype: np.dtype[Any]) -> None:
@@ -76,7 +73,7 @@ class _Batch:
         self._optimizer, self._places, self._wholes = optimizer, places, wholes
         self._names = _names(optimizer, wholes[0].value.dtype.name)
         self._cells = sum(cells_of(whole.value.size) for whole in wholes)
-        self._sums = room(2 * self._cells + len(wholes))
+        self._sums = room(2 * PIECES * self._cells + len(wholes))
         self._given = np.zeros(1, LAYERS)
         given = self._given[0]
         for number, whole in enumerate(wholes):
@@ -96,8 +93,8 @@ class _Batch:
         own = [_own(self._optimizer, step) for step in mine]
         given["one"][:count], given["other"][:count] = zip(*own, strict=True)
         norms, rates, descent = (kernel("layerwise.cu", name) for name in self._names)
-        norms((self._cells,), (THREADS,), (self._given,))
-        rates((count,), (_WARP,), (self._given,))
+        norms((self._cells * PIECES,), (THREADS,), (self._given,))
+        rates((count,), (THREADS,), (self._given,))
         descent((self._cells * (CELL // DESCENT_PART),), (THREADS,), (self._given,))
 
 

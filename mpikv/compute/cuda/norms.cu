@@ -7,7 +7,7 @@ struct Arrays {
     void* array[ARRAYS];
     long long size[ARRAYS];
     long long end[ARRAYS];  // the cells, or the parts to be scaled, of this array and those before it
-    double* sums;           // two for each cell
+    double* sums;           // two for each piece of a cell
     double factor;
     long long count;
 };
@@ -15,32 +15,35 @@ struct Arrays {
 INNER bool is_finite(float number) { return (bits_of(number) & 0x7F800000u) != 0x7F800000u; }
 INNER bool is_finite(double number) { return (bits_of(number) & 0x7FF0000000000000ull) != 0x7FF0000000000000ull; }
 
-// Of each cell the sum of the squares of its numbers, as they are when rounded to another kind, and how many of these
-// are not finite.
+// Of each piece of a cell the sum of the squares of its numbers, as they are when rounded to another kind, and how many of
+// these are not finite.
 template <class From, class To> __global__ void measure(const GRID_CONSTANT Arrays given) {
-    SHARED Board board;
-    const int number = range_of(given.end, given.count, blockIdx.x);
-    const long long begin = (blockIdx.x - (number ? given.end[number - 1] : 0)) * CELL;
+    const long long cell = blockIdx.x / PIECES;
+    const int number = range_of(given.end, given.count, cell);
+    const long long begin = (cell - (number ? given.end[number - 1] : 0)) * CELL;
     const typename From::stored* array = (const typename From::stored*)given.array[number] + begin;
-    add_up(cell_size(begin, given.size[number]), board, [&](int i) {
-        const typename To::computed found = To::widen(To::narrow(From::widen(array[i])));
-        const double wide = (double)found;
-        const Two two = {wide * wide, is_finite(found) ? 0.0 : 1.0};
-        return two;
-    });
-    all_threads([&](unsigned int thread) {
-        if (thread) return;
-        given.sums[2 * (long long)blockIdx.x] = board.leaf[0].first;
-        given.sums[2 * (long long)blockIdx.x + 1] = board.leaf[0].second;
+    const bool aligned = is_aligned(array);
+    add_up_piece(cell_size(begin, given.size[number]), given.sums, [&](int i, int count, Two* found) {
+        const Group<typename From::stored> group = read(array, group_of(i, count, aligned));
+        for (int k = 0; k < GROUP; k++) {
+            const typename To::computed rounded = To::widen(To::narrow(From::widen(group.number[k])));
+            const double wide = (double)rounded;
+            const Two two = {wide * wide, is_finite(rounded) ? 0.0 : 1.0};
+            found[k] = two;
+        }
     });
 }
 
 // Multiplied in float64, and rounded once.
 template <class Kind> __global__ void scale(const GRID_CONSTANT Arrays given) {
     const int number = range_of(given.end, given.count, blockIdx.x);
-    typename Kind::stored* array = (typename Kind::stored*)given.array[number];
     const long long low = (blockIdx.x - (number ? given.end[number - 1] : 0)) * SCALED_PART;
-    const long long high = low + SCALED_PART < given.size[number] ? low + SCALED_PART : given.size[number];
-    for (long long i = low + threadIdx.x; i < high; i += blockDim.x)
-        array[i] = Kind::narrow((double)Kind::widen(array[i]) * given.factor);
+    const long long left = given.size[number] - low;
+    typename Kind::stored* array = (typename Kind::stored*)given.array[number] + low;
+    each_group(left < SCALED_PART ? (int)left : (int)SCALED_PART, is_aligned(array), [&](const Places& places) {
+        Group<typename Kind::stored> group = read(array, places);
+        for (int k = 0; k < GROUP; k++)
+            group.number[k] = Kind::narrow((double)Kind::widen(group.number[k]) * given.factor);
+        write(group, array, places);
+    });
 }

@@ -12,7 +12,7 @@ from ...errors import Unsupported
 from ...protocols import Array
 from .loading import address_of, kernel, room
 
-__all__ = ["ARRAYS", "CELL", "FLOATS", "cells_of", "measure", "scale"]
+__all__ = ["ARRAYS", "CELL", "FLOATS", "PIECES", "cells_of", "joined", "measure", "scale"]
 
 MOST = 160
 ARRAYS = np.dtype(
@@ -28,8 +28,8 @@ ARRAYS = np.dtype(
 )
 """What one launch is given: ``Arrays`` of norms.cu."""
 
-CELL, SCALED_PART, THREADS = 1 << 16, 1 << 12, 256
-"""How many elements one block adds up, as numpy's rules do at once; how many one scales; and its threads."""
+CELL, PIECES, SCALED_PART, THREADS = 1 << 16, 4, 1 << 12, 256
+"""How many elements numpy's rules add up at once; how many blocks do so; how many elements one scales; its threads."""
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -43,15 +43,15 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
         dtypes: for each array one of these.
 
     Returns:
-        An array on the GPU of two float64 for each cell of each array, and how many cells each array has. The sums of
-        its cells, one after the other, are the sum of the array.
+        An array on the GPU that :func:`joined` takes, and how many cells each array has. The sums of its cells, one
+        after the other, are the sum of the array.
 
     Raises:
         Unsupported: an array is of another dtype.
         TransportUnavailable: nothing can be compiled here.
     """
     counts = [cells_of(array.size) for array in arrays]
-    sums = room(2 * sum(counts))
+    sums = room(2 * PIECES * sum(counts))
     firsts = np.cumsum([0, *counts])
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for index, (array, dtype) in enumerate(zip(arrays, dtypes, strict=True)):
@@ -61,9 +61,21 @@ def measure(arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> tuple[A
         for some in _runs(members):
             # The cells of arrays that follow one another do so, too.
             given = _given([arrays[index] for index in some], CELL)
-            given["sums"] = address_of("memory for sums", sums, sums.dtype, sums.size) + 16 * int(firsts[some[0]])
-            kernel("norms.cu", expression)((int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
+            given["sums"] = address_of("memory for sums", sums, sums.dtype, sums.size)
+            given["sums"] += 2 * PIECES * sums.itemsize * int(firsts[some[0]])
+            kernel("norms.cu", expression)((PIECES * int(given["end"][0, len(some) - 1]),), (THREADS,), (given,))
     return sums, counts
+
+
+def joined(sums: Array) -> Array:
+    """Return two sums for each cell from what :func:`measure` has found, on the host: numpy's last halves.
+
+    >>> joined(np.arange(16.0)).tolist()
+    [[12.0, 16.0], [44.0, 48.0]]
+    """
+    piece = sums.reshape(-1, PIECES, 2)
+    with np.errstate(over="ignore"):
+        return (piece[:, 0] + piece[:, 1]) + (piece[:, 2] + piece[:, 3])  # type: ignore[no-any-return]
 
 
 def scale(arrays: Sequence[Array], factor: float) -> None:

@@ -12,6 +12,7 @@
 #else
 #define GRID_CONSTANT
 #endif
+#define LAUNCH_BOUNDS __launch_bounds__
 
 INNER float root(float number) { return __fsqrt_rn(number); }
 INNER double root(double number) { return __dsqrt_rn(number); }
@@ -22,10 +23,12 @@ INNER double magnitude_of(double number) { return fabs(number); }
 
 #define INNER inline
 #define GRID_CONSTANT
+#define LAUNCH_BOUNDS(threads, blocks)
 #define __global__
 
 struct Place { unsigned int x; };
 static Place threadIdx, blockIdx, blockDim, gridDim;
+static unsigned int phase;  // how often the present thread has waited for those of its block
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 
 INNER float root(float number) { return __builtin_sqrtf(number); }
@@ -165,6 +168,63 @@ INNER int range_of(const long long* ends, long long count, long long number) {
             low = middle + 1;
     }
     return low;
+}
+
+// --- Numbers at a time
+//
+// A GPU moves 16 bytes at once, where they begin at a multiple of 16. So a thread has four numbers side by side, of four
+// bytes each. Where arrays do not begin so, its four numbers are as far apart as a block has threads: then threads side
+// by side have neighbours. Either way it loads all that it needs before it stores: a load may not pass a store, and memory
+// is busy only while many are on their way.
+
+enum { GROUP = 4 };
+
+template <class T> struct alignas(GROUP * sizeof(T) < 16 ? GROUP * sizeof(T) : 16) Group { T number[GROUP]; };
+
+template <class T> INNER bool is_aligned(const T* numbers) { return (word64)numbers % alignof(Group<T>) == 0; }
+
+// Where the numbers of a thread are, counted from where the arrays of its block begin.
+struct Places {
+    int first, apart, end;
+    bool at_once;  // all four, in every array
+
+    INNER int operator()(int k) const { return first + k * apart; }
+    INNER bool has(int k) const { return (*this)(k) < end; }
+};
+
+// Return the places of a group that has so many numbers, side by side.
+INNER Places group_of(int first, int count, bool aligned) {
+    const Places places = {first, 1, first + count, aligned && count >= GROUP};
+    return places;
+}
+
+// What is not there is zero.
+template <class T> INNER Group<T> read(const T* source, const Places& places) {
+    if (places.at_once) return *(const Group<T>*)(source + places.first);
+    Group<T> group = {};
+    for (int k = 0; k < GROUP; k++)
+        if (places.has(k)) group.number[k] = source[places(k)];
+    return group;
+}
+
+template <class T> INNER void write(const Group<T>& group, T* target, const Places& places) {
+    if (places.at_once) {
+        *(Group<T>*)(target + places.first) = group;
+        return;
+    }
+    for (int k = 0; k < GROUP; k++)
+        if (places.has(k)) target[places(k)] = group.number[k];
+}
+
+// Have the threads of a block visit so many numbers, of arrays that are all aligned, or not.
+template <class Visit> INNER void each_group(int count, bool aligned, const Visit& visit) {
+    const int apart = aligned ? 1 : (int)blockDim.x, each = aligned ? GROUP : 1;
+#pragma unroll 1
+    for (int begin = 0; begin < count; begin += GROUP * (int)blockDim.x) {
+        const int first = begin + each * (int)threadIdx.x;
+        const Places places = {first, apart, count, aligned && first + GROUP <= count};
+        if (first < count) visit(places);
+    }
 }
 
 // --- Parts of rules

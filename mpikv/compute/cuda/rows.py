@@ -26,14 +26,17 @@ ROWS = np.dtype(
         ("starts", np.uintp),
         ("count", np.int64),
         ("width", np.int64),
+        ("piece", np.int64),
         ("shift", np.int64),
     ],
     align=True,
 )
 """What one launch is given: ``Rows`` of rows.cu."""
 
-THREADS = 256
-MOST_BLOCKS = 1 << 14
+THREADS, GROUP = 256, 4
+"""How many threads a block has; of how many rows each has pieces, and how many numbers are added at once."""
+WIDEST = 16
+"""How many bytes are moved at once, at most."""
 
 
 def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
@@ -42,61 +45,60 @@ def prepare(dtype: np.dtype[Any], wide: np.dtype[Any]) -> None:
     Raises:
         TransportUnavailable: nothing can be compiled here.
     """
-    for moved in dict.fromkeys((dtype, wide)):
-        unit, _ = _unit(moved)
-        kernel("rows.cu", f"take_rows<{unit}_kind>")
-        kernel("rows.cu", f"put_rows<{unit}_kind>")
-        kernel("rows.cu", _adding(moved, wide))
+    for name in dict.fromkeys(("take_rows", "put_rows", _adding(dtype, wide), _adding(wide, wide))):
+        kernel("rows.cu", name)
     prepare_copies(wide, dtype)
 
 
 def take(table: Array, ids: Array, out: Array) -> None:
     """Copy the rows of these numbers to ``out``, one after the other."""
-    _launch("take_rows", table, out, ids, ids.size)
+    _move("take_rows", table, out, ids)
 
 
 def put(table: Array, ids: Array, rows: Array | None) -> None:
     """Copy rows, of the table's dtype, or zeros, to those of these numbers, each of which is there once."""
-    _launch("put_rows", rows, table, ids, ids.size)
+    _move("put_rows", rows, table, ids)
 
 
 def add(table: Array, ids: Array, rows: Array) -> None:
     """Add rows to those of these numbers, each of which is there once."""
-    _launch(_adding(rows.dtype, table.dtype), rows, table, ids, ids.size)
+    _add(_adding(rows.dtype, table.dtype), rows, table, ids, ids.size, 0)
 
 
 def sum_runs(rows: Array, order: Array, starts: Array, out: Array) -> None:
     """Fill ``out`` with sums of rows: the first is that of the numbers ``order[starts[0]:starts[1]]``, and so on."""
-    _launch(f"sum_runs<{rows.dtype.name}_kind>", rows, out, order, len(out), starts)
+    _add(f"sum_runs<{rows.dtype.name}_kind>", rows, out, order, len(out), _address(starts))
 
 
 def _adding(dtype: np.dtype[Any], wide: np.dtype[Any]) -> str:
     return f"add_rows<{dtype.name}_kind, {wide.name}_kind>"
 
 
-def _unit(dtype: np.dtype[Any]) -> tuple[str, int]:
-    """Return as what elements of a dtype are moved, and how many of those one is."""
-    bits = 8 * min(dtype.itemsize, 8)
-    return f"uint{bits}", 8 * dtype.itemsize // bits
+def _move(name: str, source: Array | None, target: Array, ids: Array) -> None:
+    nbytes = prod(target.shape[1:]) * target.itemsize
+    places = 0 if source is None else _address(source), _address(target), _address(ids), 0
+    # The widest that divides all of them.
+    together = nbytes | places[0] | places[1] | WIDEST
+    _launch(name, places, ids.size, nbytes, together & -together)
 
 
-def _launch(
-    name: str, source: Array | None, target: Array, ids: Array, count: int, starts: Array | None = None
-) -> None:
-    width = prod(target.shape[1:])
-    if "<" not in name:
-        unit, each = _unit(target.dtype)
-        name, width = f"{name}<{unit}_kind>", width * each
-    shift = min(max(width - 1, 0).bit_length(), THREADS.bit_length() - 1)
-    blocks = min(-(-count // (THREADS >> shift)), MOST_BLOCKS)
-    if not blocks or not width:
+def _add(name: str, source: Array, target: Array, ids: Array, count: int, starts: int) -> None:
+    places, width = (_address(source), _address(target), _address(ids), starts), prod(target.shape[1:])
+    at_once = width % GROUP == 0 and not any(
+        place % min(GROUP * array.itemsize, WIDEST) for place, array in zip(places, (source, target), strict=False)
+    )
+    _launch(name, places, count, width, GROUP if at_once else 1)
+
+
+def _launch(name: str, places: tuple[int, int, int, int], count: int, size: int, piece: int) -> None:
+    """Launch a kernel for so many rows, of that size each, in pieces."""
+    width = size // piece
+    if not count or not width:
         return
+    shift = min((width - 1).bit_length(), THREADS.bit_length() - 1)
     arguments = np.zeros(1, ROWS)
-    arguments["source"] = 0 if source is None else _address(source)
-    arguments["target"], arguments["ids"] = _address(target), _address(ids)
-    arguments["starts"] = 0 if starts is None else _address(starts)
-    arguments["count"], arguments["width"], arguments["shift"] = count, width, shift
-    kernel("rows.cu", name)((blocks,), (THREADS,), (arguments,))
+    arguments[0] = (*places, count, width, piece, shift)
+    kernel("rows.cu", name)((-(-count // (GROUP * (THREADS >> shift))),), (THREADS,), (arguments,))
 
 
 def _address(array: Array) -> int:

@@ -3,7 +3,7 @@
 // Every operation is that of the rule in numpy, in the same order and in the same dtype. Numbers are rounded to it
 // first, as numpy does. So the bits are the same as well, as long as the compiler fuses nothing.
 
-enum { COMMON = 3, NUMBERS = 12, STATES = 3, PART = 1 << 12, AT_ONCE = 2 };
+enum { COMMON = 3, NUMBERS = 12, STATES = 3, PART = 1 << 12, THREADS = 256 };
 
 // How many ranges of elements a launch updates, and by how many different rows of numbers.
 struct one { enum { ranges = 1, rows = 1 }; };
@@ -213,49 +213,63 @@ template <class T> struct ftrl_rule : Decoupled<T> {
 
 // --- The walk
 
-// Update so many elements, which have one row of numbers. Threads load several of them before they store one: a load may
-// not pass a store, and memory is busy only while many are on their way.
+// Update so many elements, which have one row of numbers.
 template <template <class> class Rule, class Kind, class Count>
-INNER void walk(const Update<Kind, Count>& given, const double* numbers, long long low, unsigned int count) {
+INNER void walk(const Update<Kind, Count>& given, const double* numbers, long long low, int count) {
     typedef typename Kind::computed T;
     const Rule<T> rule(numbers);
     const T scale = (T)numbers[0], bound = (T)numbers[1], wd = (T)numbers[2];
     const bool decays = Rule<T>::coupled && numbers[2] != 0;
-    for (unsigned int first = threadIdx.x; first < count; first += AT_ONCE * blockDim.x) {
-        T weight[AT_ONCE] = {}, gradient[AT_ONCE] = {}, state[AT_ONCE][STATES] = {};
-#pragma unroll
-        for (int each = 0; each < AT_ONCE; each++) {
-            const unsigned int i = first + each * blockDim.x;
-            if (i >= count) continue;
-            gradient[each] = given.total[low + i];
-            weight[each] = given.master ? given.master[low + i] : Kind::widen(given.value[low + i]);
-            for (int kept = 0; kept < Rule<T>::states; kept++) state[each][kept] = given.state[kept][low + i];
-        }
-#pragma unroll
-        for (int each = 0; each < AT_ONCE; each++) {
-            const unsigned int i = first + each * blockDim.x;
-            if (i >= count) continue;
-            const T descent = decayed(clipped(gradient[each] * scale, bound), weight[each], wd, decays);
-            const T changed = rule(weight[each], descent, state[each]);
-            for (int kept = 0; kept < Rule<T>::states; kept++) given.state[kept][low + i] = state[each][kept];
-            if (given.master) given.master[low + i] = changed;
-            given.value[low + i] = Kind::narrow(changed);
-        }
+    const T* total = given.total + low;
+    typename Kind::stored* value = given.value + low;
+    T* master = given.master ? given.master + low : 0;
+    T* kept[STATES];
+    bool aligned = is_aligned(total) && is_aligned(value) && is_aligned(master);
+    for (int s = 0; s < Rule<T>::states; s++) {
+        kept[s] = given.state[s] + low;
+        aligned = aligned && is_aligned(kept[s]);
     }
+    each_group(count, aligned, [&](const Places& places) {
+        const Group<T> gradient = read(total, places);
+        Group<typename Kind::stored> stored;
+        Group<T> weight, state[STATES];
+        if (master) {
+            weight = read(master, places);
+        } else {
+            stored = read(value, places);
+            for (int k = 0; k < GROUP; k++) weight.number[k] = Kind::widen(stored.number[k]);
+        }
+        for (int s = 0; s < Rule<T>::states; s++) state[s] = read(kept[s], places);
+        for (int k = 0; k < GROUP; k++) {
+            T mine[STATES];
+            for (int s = 0; s < Rule<T>::states; s++) mine[s] = state[s].number[k];
+            const T descent = decayed(clipped(gradient.number[k] * scale, bound), weight.number[k], wd, decays);
+            weight.number[k] = rule(weight.number[k], descent, mine);
+            for (int s = 0; s < Rule<T>::states; s++) state[s].number[k] = mine[s];
+            stored.number[k] = Kind::narrow(weight.number[k]);
+        }
+        for (int s = 0; s < Rule<T>::states; s++) write(state[s], kept[s], places);
+        if (master) write(weight, master, places);
+        write(stored, value, places);
+    });
 }
 
-// A block updates part after part, and in each the ranges that reach into it.
-template <template <class> class Rule, class Kind, class Count> __global__ void update(
-    const GRID_CONSTANT Update<Kind, Count> given) {
+// How many blocks a multiprocessor has room for, which limits the registers of a thread: so many that nothing has to be
+// kept in memory instead.
+template <class Kind> struct Resident {
+    enum { blocks = sizeof(typename Kind::stored) == 8 ? 2 : sizeof(typename Kind::stored) == 4 ? 4 : 3 };
+};
+
+// A block updates a part, and in it the ranges that reach into it.
+template <template <class> class Rule, class Kind, class Count> __global__ void LAUNCH_BOUNDS(THREADS, Resident<Kind>::blocks)
+update(const GRID_CONSTANT Update<Kind, Count> given) {
     const double* rows = given.table ? given.table : given.numbers;
-    const long long end = given.end[given.count - 1];
-    for (long long part = given.begin + (long long)blockIdx.x * PART; part < end; part += (long long)gridDim.x * PART) {
-        const long long last = part + PART < end ? part + PART : end;
-        int range = range_of(given.end, given.count, part);
-        for (long long low = part; low < last; range++) {
-            const long long high = given.end[range] < last ? given.end[range] : last;
-            walk<Rule>(given, rows + (long long)given.row[range] * NUMBERS, low, (unsigned int)(high - low));
-            low = high;
-        }
+    const long long end = given.end[given.count - 1], part = given.begin + (long long)blockIdx.x * PART;
+    const long long last = part + PART < end ? part + PART : end;
+    int range = range_of(given.end, given.count, part);
+    for (long long low = part; low < last; range++) {
+        const long long high = given.end[range] < last ? given.end[range] : last;
+        walk<Rule>(given, rows + (long long)given.row[range] * NUMBERS, low, (int)(high - low));
+        low = high;
     }
 }

@@ -490,7 +490,12 @@ def test_hosts_arrays_fill_what_is_there(gpu, monkeypatch):
 
 def test_norms_of_arrays(gpu, monkeypatch):
     """What the kernels leave for each cell is put together: of three arrays that have two, none and one."""
-    sums = StandinArray(np.array([1.5, 0, 2.5, 1, 4, 0]), 1)
+    pieces = [
+        [[0.5, 0], [0.5, 0], [0, 0], [0.5, 0]],
+        [[0, 1], [2.5, 0], [0, 0], [0, 2]],
+        [[4, 0], [0, 0], [0, 0], [0, 0]],
+    ]
+    sums = StandinArray(np.array(pieces).reshape(-1), 1)
     given = []
 
     def measure(arrays, dtypes):
