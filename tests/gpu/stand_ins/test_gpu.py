@@ -365,7 +365,7 @@ class Standin:
             runtime=SimpleNamespace(
                 CUDARuntimeError=Failure,
                 memcpyDefault=4,
-                memcpyAsync=lambda target, source, nbytes, kind, stream: ctypes.memmove(target, source, nbytes),
+                memcpyAsync=self.copy,
                 getDeviceProperties=lambda ordinal: {"uuid": bytes(range(1, 20)), "name": b"Stand-in"},
                 deviceGetPCIBusId=lambda ordinal: f"0000:0{ordinal}:00.0",
                 getDevice=lambda: self.present,
@@ -373,6 +373,10 @@ class Standin:
                 eventQuery=lambda event: self.queried,
             ),
         )
+
+    def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        assert (kind, stream) == (4, self.streams[-1].ptr)
+        ctypes.memmove(target, source, nbytes)
 
     def note(self, what: str, made: Any) -> Any:
         if self.status:
