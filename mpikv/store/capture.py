@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays.arrays import is_array, lies_on_host
 from ..cluster.agreement import Call, PreparedCall
+from ..cluster.background import Work
 from ..engine.keys import parse
 from ..engine.pipeline import Arrays, Steps, groups_of
 from ..engine.plan import Plan
@@ -95,7 +96,7 @@ _NO_LAUNCH, _NO_STEPS = _Launch(None, None, None), Steps((), True)
 
 class CapturedStep:
     """A pushpull of some keys, from the same arrays into the same arrays: made by :meth:`mpikv.KVStore.capture`, and
-    called without arguments.
+    called without arguments, or with ``wait=False``.
 
     Collective: every rank calls it, in the order of its other calls. It pushes what its arrays hold then, fills what it
     was given to fill, and returns what :meth:`mpikv.KVStore.pushpull` returned. It raises what that raises; ranks that
@@ -120,11 +121,21 @@ class CapturedStep:
         """Let go of what was recorded: values are about to lie, or to be updated, in another way. Local."""
         self._known, self._told, self._launch = None, _NOT_TOLD, _NO_LAUNCH
 
-    def __call__(self) -> Any:
-        """Push and pull. Collective."""
+    def __call__(self, *, wait: bool = True) -> Any:
+        """Push and pull. Collective.
+
+        Args:
+            wait: False returns a :class:`mpikv.Work` at once, as in :meth:`mpikv.KVStore.push`. On a GPU the caller's
+                stream then goes on beside the call, until :meth:`mpikv.Work.wait`: so a forward pass waits for the
+                weights of a layer when it comes there, if each layer has a step of its own.
+        """
         # Looked up at each call: tracing puts a clock around it.
-        result = self._store._collective("pushpull", self._prepare)
-        return result if self._given.result is None else self._given.result
+        call = self._store._collective if wait is True else self._store._way_of("pushpull", wait)
+        made, given = call("pushpull", self._prepare, self._given.key, 0), self._given.result
+        if isinstance(made, Work):
+            made.inner = lambda result: result if given is None else given
+            return made
+        return made if given is None else given
 
     @property
     def captured(self) -> bool:
@@ -145,7 +156,7 @@ class CapturedStep:
         state = "captured" if self.captured else f"not captured: {self.reason}"
         return f"<mpikv.CapturedStep #{self._number} {state}>"
 
-    def _prepare(self) -> PreparedCall:
+    def _prepare(self, *_arguments: object) -> PreparedCall:
         """Prepare the next call. It changes nothing that a rank whose call is refused must know again."""
         memory = self._memory
         if memory is None or self._door.state is State.JOINING:

@@ -419,7 +419,7 @@ class KVStore(KVStoreBase):
         return call("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
 
     def capture(self, key: Any, value: Any = None, out: Any = None) -> CapturedStep:
-        """Return a function without arguments that makes the same :meth:`pushpull` at each call.
+        """Return a function that makes the same :meth:`pushpull` at each call.
 
         Collective, as is each call of the function; nothing is pushed yet. On a GPU the second call records the work in
         a CUDA graph, which that call and those after it launch, at a cost to the host that does not grow with the
@@ -435,7 +435,7 @@ class KVStore(KVStoreBase):
             out: as in :meth:`pushpull`: the memory that is written.
 
         Returns:
-            A :class:`CapturedStep`, which returns what ``pushpull`` would.
+            A :class:`CapturedStep`, which returns what ``pushpull`` would, with ``wait=False`` a :class:`Work`.
 
         Raises:
             KeyNotInitialized, ValueMismatch, RankMismatch, PeerFailed: as in :meth:`pushpull`.

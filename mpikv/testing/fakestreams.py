@@ -181,7 +181,8 @@ class Edge(NamedTuple):
     """A point in a stream that was recorded, or a wait for one."""
 
     stream: int
-    event: FakeEvent
+    point: int
+    """Its number in the graph."""
     waits: bool
 
 
@@ -201,12 +202,12 @@ class FakeGraph:
     def joined(self) -> bool:
         """Whether all that was recorded is in order before what the first stream is given next."""
         clocks: dict[int, Clock] = {number: Clock() for number in self.streams}
-        points: dict[FakeEvent, Clock] = {}
+        points: dict[int, Clock] = {}
         for step in self.steps:
             if isinstance(step, Edge) and step.waits:
-                clocks[step.stream].join(points[step.event])
+                clocks[step.stream].join(points[step.point])
             elif isinstance(step, Edge):
-                points[step.event] = Clock(clocks[step.stream])
+                points[step.point] = Clock(clocks[step.stream])
             else:
                 clocks[step.stream][step.stream] = clocks[step.stream].get(step.stream, 0) + 1
         last = clocks[self.stream.number]
@@ -217,15 +218,15 @@ class FakeGraph:
             raise TransportError(f"the graph recorded on {self._gpu.name} was discarded")
         if self._gpu.current().capture is not None:
             raise MisuseError("a graph is launched in a capture")
-        points: dict[FakeEvent, FakeEvent] = {}
+        points: dict[int, FakeEvent] = {}
         for step in self.steps:
             stream = self._stream(step.stream)
             if isinstance(step, Recorded):
                 self._run(stream, step)
             elif step.waits:
-                stream.wait(points[step.event])
+                stream.wait(points[step.point])
             else:
-                points[step.event] = stream.record()
+                points[step.point] = stream.record()
 
     def _stream(self, number: int) -> FakeStream:
         if number == self.stream.number:
@@ -254,9 +255,14 @@ class FakeEvent:
     """A point in the work of a stream."""
 
     def __init__(
-        self, gpu: FakeGpu, clock: Clock, blockers: Sequence[Blocker], capture: FakeGraph | None = None
+        self,
+        gpu: FakeGpu,
+        clock: Clock,
+        blockers: Sequence[Blocker],
+        capture: FakeGraph | None = None,
+        point: int = 0,
     ) -> None:
-        self.clock, self.blockers, self.capture = clock, tuple(blockers), capture
+        self.clock, self.blockers, self.capture, self.point = clock, tuple(blockers), capture, point
         self._gpu, self._lag = gpu, gpu.lag
 
     @property
@@ -327,9 +333,9 @@ class FakeStream:
     def record(self) -> FakeEvent:
         checker = self._gpu.checker
         if self.capture is not None:
-            event = FakeEvent(self._gpu, Clock(), (), self.capture)
-            self.capture.steps.append(Edge(self.number, event, waits=False))
-            return event
+            point = len(self.capture.steps)
+            self.capture.steps.append(Edge(self.number, point, waits=False))
+            return FakeEvent(self._gpu, Clock(), (), self.capture, point)
         with checker.lock:
             checker.work(self, "record", ())
             return FakeEvent(self._gpu, Clock(self.clock), self.blockers)
@@ -338,7 +344,7 @@ class FakeStream:
         if (graph := event.capture) and not graph.ended and self.handle and self.capture in (None, graph):
             self.capture = graph
             graph.streams[self.number] = self
-            graph.steps.append(Edge(self.number, event, waits=True))
+            graph.steps.append(Edge(self.number, event.point, waits=True))
             return
         if self.capture is not graph:
             raise MisuseError(f"{self!r} waits for an event, and one of both is in a capture")
