@@ -264,13 +264,12 @@ def add(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
         terms = [term[low:high] for term in terms]
     if terms[0].dtype != out.dtype:
         _add_halves(terms, out)
-        return
-    if len(terms) == 1:
+    elif len(terms) == 1:
         np.copyto(out, terms[0])
-        return
-    np.add(terms[0], terms[1], out=out)
-    for term in terms[2:]:
-        np.add(out, term, out=out)
+    else:
+        np.add(terms[0], terms[1], out)
+        for term in terms[2:] if len(terms) > 2 else ():
+            np.add(out, term, out)
 
 
 def _add_halves(terms: Sequence[Array], out: Array) -> None:

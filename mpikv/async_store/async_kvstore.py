@@ -209,7 +209,7 @@ class AsyncKVStore(KVStore):
         trial = copy.copy(optimizer)
         trial.learning_rate = learning_rate
         call = compare_text("set_learning_rate", trial.settings(), str(learning_rate))
-        return PreparedCall(call, lambda: setattr(optimizer, "learning_rate", learning_rate))
+        return call, lambda: setattr(optimizer, "learning_rate", learning_rate)
 
     def buffer(self, key: Any) -> Any:
         """Not in this store. Raises Unsupported."""
@@ -345,7 +345,7 @@ class AsyncKVStore(KVStore):
             self._exchange.check_slots()
         settings = f"updater {updater.settings()}"
         call = Call(verb, digest(f"rest {settings}"), describe=lambda: [settings])
-        return PreparedCall(call, self._recount)
+        return call, self._recount
 
     def _recount(self) -> None:
         self._exchange.values.recount()

@@ -74,7 +74,7 @@ class Checkpoints:
         header = Header(*self._describe_keys(), values, updater)
         start = check_writable(header)
         call = _describe_call(verb, path, header, *["with residuals"] * residuals)
-        return PreparedCall(call, lambda: self._save(call, Draft(path), header, start, residuals))
+        return call, lambda: self._save(call, Draft(path), header, start, residuals)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
         """Return the keys, what there is to say of keys, and the position of that for each."""
@@ -121,7 +121,7 @@ class Checkpoints:
         def run() -> None:
             self._try_together(call, prepare, path).run()
 
-        return PreparedCall(call, run)
+        return call, run
 
     def _find(self, path: Any) -> PreparedCall:
         self._check_weights()
@@ -137,7 +137,7 @@ class Checkpoints:
     def _prepare_load(self, verb: str, source: Source, updater: Updater) -> PreparedCall:
         self._exchange.placed(updater, {parse_dtype(one.dtype) for one in source.header.kinds})
         call = _describe_call(verb, source.path, source.header, _describe_sums(source))
-        return PreparedCall(call, lambda: self._load(call, source, updater))
+        return call, lambda: self._load(call, source, updater)
 
     def _load(self, call: Call, source: Source, updater: Updater) -> None:
         is_new = source.header.values and not len(self._exchange.values.table)

@@ -12,10 +12,9 @@ import json
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from ..errors import (
 )
 from ..protocols import Key, Transport
 from .process_group import ProcessGroup
-from .status_board import StatusBoard
+from .status_board import StatusBoard, note
 
 __all__ = ["JOINED", "Agreement", "Call", "CallReport", "PreparedCall", "format_error"]
 
@@ -56,23 +55,20 @@ class Call:
     keys: tuple[Key, ...] = ()
     describe: Callable[[], Sequence[str]] = lambda: ()
     """All that the token was made of; asked for only when ranks disagree."""
+    note: bytes = field(init=False)
+    """What the board says of the call."""
 
     def __str__(self) -> str:
         return f"{self.verb}({self.label})"
 
-    @cached_property
-    def note(self) -> bytes:
-        """The call's text for the board."""
-        return str(self).encode()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "note", note(str(self)))
 
 
-class PreparedCall(NamedTuple):
-    """A call in which this rank has found nothing wrong."""
-
-    call: Call
-    """What the ranks compare."""
-    run: Callable[[], Any]
-    """Makes the call once they agree; returns what the caller gets."""
+PreparedCall: TypeAlias = tuple[Call, Callable[[], Any]]
+"""A call in which this rank has found nothing wrong: what the ranks compare, and what makes the call once they agree,
+and returns what the caller gets.
+"""
 
 
 class CallReport(NamedTuple):
@@ -114,8 +110,8 @@ class Agreement:
 
     def _enter(self, call: Call) -> None:
         self.calls += 1
-        if call.note is self._board.text:
-            self._board.numbers[0] = self.calls
+        if call.note is self._board.said:
+            self._board.number[0] = self.calls
         else:
             self._board.write(self.calls, call.note)
 

@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import sysconfig
 import threading
 import time
@@ -38,12 +39,14 @@ import numpy as np
 from .process_group import ProcessGroup
 from .runtime import present, system_function
 
-__all__ = ["Inquiry", "StatusBoard"]
+__all__ = ["Inquiry", "StatusBoard", "note"]
 
 _QUESTION = signal.SIGURG
 # The file of answers, as /proc calls it.
 _ANSWERS = "mpikv-answers"
 _PATIENCE = 0.5
+# Bytes of the text of a call.
+_TEXT = 160
 # Looks for an answer, 10 ms apart, and those at the end in which it has not grown any more.
 _LOOKS, _AT_REST = 20, 3
 # Of the ranks of a host, so that many ranks on many hosts do not flood the network.
@@ -63,17 +66,21 @@ class Answer(NamedTuple):
     text: str
 
 
+def note(text: str) -> bytes:
+    """Return what :meth:`StatusBoard.write` is given for a text: its length, and its beginning."""
+    said = text.encode()[:_TEXT]
+    return len(said).to_bytes(8, sys.byteorder) + said.ljust(_TEXT, b"\0")
+
+
 class StatusBoard:
     """The slots of the ranks of this host."""
-
-    _TEXT = 160
 
     def __init__(self, group: ProcessGroup) -> None:
         """Collective."""
         self._rank, self._ranks = group.rank, group.host_ranks
-        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self.numbers[0])
-        numbers = [(name, "i8") for name in ("call", "length", "pid", "thread", "answers", "over")]
-        slot = np.dtype([*numbers, ("text", "u1", self._TEXT)])
+        self._inquiry = None if group.one_host else Inquiry(group, lambda: self._look(()), lambda: self.number[0])
+        numbers = [(name, "i8") for name in ("call", "pid", "thread", "answers", "over", "length")]
+        slot = np.dtype([*numbers, ("text", "u1", _TEXT)])
         board = group.windows.allocate(slot.itemsize * len(self._ranks))
         self._slots = board.view(slot)
         mine = self._slots[group.local_rank : group.local_rank + 1]
@@ -81,20 +88,15 @@ class StatusBoard:
             mine["pid"] = mine["thread"] = present().process
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
         own = mine.view(np.uint8).data
-        self.numbers = own[:16].cast("q")
-        """The number of the call that this rank has begun, all that changes when it makes the same call again; and the
-        length of its text."""
-        self.text = b""
+        self.number, self._note = own[:8].cast("q"), own[slot.itemsize - 8 - _TEXT :]
+        """The number of the call that this rank has begun: all that changes when it makes the same call again."""
+        self.said = b""
         """What this rank's slot says."""
-        # The types of numpy allow a dtype without fields; this one has them.
-        self._text = own[slot.fields["text"][1] :]  # type: ignore[index]
 
-    def write(self, number: int, text: bytes) -> None:
-        """Say that this rank has begun call ``number``."""
-        self.text, length = text, min(len(text), self._TEXT)
-        self._text[:length] = text[:length]
-        self.numbers[1] = length
-        self.numbers[0] = number
+    def write(self, number: int, said: bytes) -> None:
+        """Say that this rank has begun call ``number``, of which a :func:`note` says more."""
+        self._note[:] = self.said = said
+        self.number[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:
         """Log that this rank has waited for ``waited`` seconds."""
@@ -122,7 +124,7 @@ class StatusBoard:
 
     def _look(self, missing: Sequence[int]) -> Answer:
         """Find out about the late ranks of this host."""
-        begun = self.numbers[0]
+        begun = self.number[0]
         fewer = [rank for rank, slot in zip(self._ranks, self._slots, strict=True) if slot["call"] < begun]
         late = tuple(sorted({*fewer, *missing})) or self._away()
         texts = [self._describe(rank) for rank in late[:_MOST_ASKED] if rank in self._ranks]
@@ -165,7 +167,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Let go of the shared memory."""
-        for view in (self.numbers, self._text):
+        for view in (self.number, self._note):
             view.release()
         self._slots = np.empty(0, self._slots.dtype)
 
@@ -317,17 +319,17 @@ class Inquiry:
         self._group, self._report, self._call = group, report, call
         hosts = zip(group.hosts, group.ranks_of_hosts, strict=True)
         self._others = [(name, ranks) for name, ranks in hosts if group.rank not in ranks]
-        self._number = 0
+        self.number = 0
         self._known, self._found = (-1, float("-inf")), Answer((), "")
         group.witness = self.answer
 
     def ask(self) -> None:
         """Ask all other hosts. Local."""
-        self._number += 1
+        self.number += 1
         for _, ranks in self._others:
             begin = self._group.rank % len(ranks)
             for rank in (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]:
-                self._group.send_word(str(self._number).encode(), rank, _ASKS)
+                self._group.send_word(str(self.number).encode(), rank, _ASKS)
 
     def answer(self) -> None:
         """Answer what other hosts have asked. Local."""
@@ -352,7 +354,7 @@ class Inquiry:
             self.answer()
             while word := self._group.hear_word(_ANSWERS_OF_HOST):
                 number, late, text = json.loads(word[1])
-                if number == self._number:
+                if number == self.number:
                     heard[word[0]] = Answer(tuple(late), text)
             said = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
             if all(answer for _, answer in said) or here.now() >= limit:

@@ -178,11 +178,16 @@ class Exchange:
         """Raise if what a codec packs cannot be sent. Local."""
         check_payloads(codec, self.transport)
 
-    def check_compressible(self, plan: Plan, sources: Arrays | None) -> None:
-        """Raise if arrays that are to be pushed, or the buffers, cannot be compressed, as they are to be. Local."""
-        assert self.compression is not None
-        arrays = self.pipeline.buffers_as_sources(plan) if sources is None else sources
-        check(self.compression.codec, plan, groups_of(arrays), self.transport.memory)
+    def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
+        """Return what is to be pushed of arrays, or the buffers (None), that are not raw. Local.
+
+        Raises:
+            NotFinite: it cannot be compressed, as it is to be.
+        """
+        if self.compression is not None:
+            arrays = self.pipeline.buffers_as_sources(plan) if sources is None else sources
+            check(self.compression.codec, plan, groups_of(arrays), self.transport.memory)
+        return None if sources is None else self.pipeline.add_lists(plan, sources)
 
     def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
         """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.

@@ -94,6 +94,8 @@ class KeyTable:
         self._free_rows: list[int] = []
         self.counts = np.zeros(64, np.int64)
         """How many updates the current updater has made to each value: one per push."""
+        self.tally = self.counts.data
+        """The same numbers, one of which is changed here in a quarter of the time."""
         self.earlier = np.zeros(64, np.int64)
         """How many pushes each value had seen before that updater came."""
         self.stale = np.zeros(64, np.bool_)
@@ -202,6 +204,7 @@ class KeyTable:
             new = np.zeros(rows, old.dtype)
             new[: old.size] = old
             setattr(self, name, new)
+        self.tally = self.counts.data
 
 
 class Form(NamedTuple):

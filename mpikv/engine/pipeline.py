@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..protocols import Array
 from . import pull_compression as publication
 from .compression import Compression, Layers, restoring
 from .keys import Entry
-from .plan import Bucket, Plan
+from .plan import Bucket, Plan, Update
 from .pull_compression import PullCompression
 from .values import Values
 
@@ -69,9 +68,7 @@ class Pipeline:
     def stage(self, plan: Plan, sources: Arrays) -> None:
         """Prepare the first message of the push that comes next. Local."""
         if plan.prefetches:
-            # Copies of plain arrays cannot overflow.
-            pack = self._pack if are_plain(sources) else partial(run_quietly, self._pack)
-            self.prefetched = pack(plan.buckets[0], sources)
+            self.prefetched = self._pack(plan.buckets[0], sources)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
         """Return what is to be pushed, of a GPU with lists added up, for which it may have too little memory. Local."""
@@ -170,7 +167,7 @@ class Pipeline:
         if self._compression is not None and sources is not None:
             compressed = self._compression.start(plan, _layers(sources))
         for bucket in plan.buckets:
-            addends = (compressed(bucket),) if compressed is not None else self._reduce(bucket, sources)
+            addends = self._reduce(bucket, sources) if compressed is None else (compressed(bucket),)
             self._update(bucket, addends, steps, addends if in_place else ())
             if outs is not None:
                 if previous is not None:
@@ -187,10 +184,10 @@ class Pipeline:
         """Take note of a push. ``stale``: ranks have not been given the newest values. Local."""
         for present in plan.present:
             present.fill()
-        table = self._values.table
-        table.counts[plan.rows] += 1
+        table, rows = self._values.table, plan.rows
+        (table.tally if type(rows) is int else table.counts)[rows] += 1
         if not self.current:
-            table.stale[plan.rows] = stale
+            table.stale[rows] = stale
 
     # --- Pack and reduce
 
@@ -214,7 +211,12 @@ class Pipeline:
             send.fill(0)
         if are_plain(sources):
             self._copy(bucket.slots[slot], sources[bucket.items] if bucket.items else cut(bucket, sources))
-            return send
+        else:  # casts may overflow
+            run_quietly(self._pack_groups, bucket, sources, send)
+        return send
+
+    def _pack_groups(self, bucket: Bucket, sources: Arrays, send: Array) -> None:
+        """Add up the arrays of each key in a message."""
         targets, sums = list[Array](), list[Array]()
         for piece in bucket.pieces:
             arrays = [array[piece.begin : piece.end] for array in sources[piece.item]]
@@ -224,12 +226,14 @@ class Pipeline:
             else:  # a rank that has left join() brings none
                 send[piece.low : piece.high].fill(0)
         self._memory.copy(targets, sums)
-        return send
 
     def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy arrays of the store's memory, of the same shapes and dtypes."""
-        for target, array in zip(targets, sources, strict=True):
-            target[...] = array
+        if len(targets) == 1:  # zip takes longer to begin than a copy
+            targets[0][...] = sources[0]
+        else:
+            for target, array in zip(targets, sources, strict=True):
+                target[...] = array
 
     def _in_place(self, bucket: Bucket, sources: Arrays) -> Array | None:
         """Return this rank's contribution to a bucket where it lies, if it is all of one array of the caller's."""
@@ -255,22 +259,28 @@ class Pipeline:
         updates = bucket.joint_updates if steps.uniform else bucket.updates
         summed = not updates or addends[0] is bucket.total
         for update in updates:
-            low, high = update.low, update.high
-            if update.add_and_run is not None:
-                first, last = addends[0][low:high], addends[-1][low:high]
-                if len(addends) > 2:
-                    add(addends[:-1], low, high, update.total)
-                    first = update.total
-                update.add_and_run(first, last, steps.each[update.item])
-            elif not summed and len(addends) == 2 and addends[0].dtype == update.total.dtype:
-                np.add(addends[0][low:high], addends[1][low:high], out=update.total)
-            elif not summed:
-                self._add(addends, low, high, update.total)
+            if not summed:
+                self._add_up(addends, update, steps)
             if update.run is not None:
                 items = update.items
                 update.run(steps.each[update.item] if items is None else [steps.each[item] for item in items])
             for out in outs:
-                out[low:high] = update.value
+                out[update.low : update.high] = update.value
+
+    def _add_up(self, addends: Sequence[Array], update: Update, steps: Steps) -> None:
+        """Add up what the addends have of an update, which may be made by the same."""
+        first, last, low, high = addends[0], addends[-1], update.low, update.high
+        if high - low < first.size:
+            first, last = first[low:high], last[low:high]
+        if update.add_and_run is not None:
+            if len(addends) > 2:
+                add(addends[:-1], low, high, update.total)
+                first = update.total
+            update.add_and_run(first, last, steps.each[update.item])
+        elif len(addends) == 2 and first.dtype == update.total.dtype:
+            np.add(first, last, update.total)
+        else:
+            self._add(addends, low, high, update.total)
 
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
         """Run an updater of whole values on those that this rank owns, in the order of the call.

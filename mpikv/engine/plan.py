@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Trans
 from .arena import LINE_BYTES, Block, Kept
 from .grid import rounded
 from .keys import Entry
+from .lazy import lazy
 
 __all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label"]
 
@@ -112,12 +113,12 @@ class Bucket:
 
     # Two that not every call needs, and that take a while where keys are many.
 
-    @cached_property
+    @lazy
     def updates(self) -> tuple[Update, ...]:
         """What this rank updates, cut at keys, or where keys are updated together by a step for each."""
         return tuple(self.cut_updates())
 
-    @cached_property
+    @lazy
     def slots(self) -> tuple[tuple[Array, ...], ...]:
         """Where the pieces go in each of the sends, in their shapes."""
         return tuple(
@@ -128,7 +129,7 @@ class Bucket:
             for send in self.sends
         )
 
-    @cached_property
+    @lazy
     def parts(self) -> tuple[Array, ...]:
         """The values of the pieces, in their shapes."""
         return tuple(
@@ -136,7 +137,7 @@ class Bucket:
             for piece, shape in zip(self.pieces, self.shapes, strict=True)
         )
 
-    @cached_property
+    @lazy
     def owned(self) -> tuple[slice, ...]:
         """Which elements of the bucket are this rank's, and of a key of the call: without what lies between keys, which
         may hold anything.
@@ -155,8 +156,8 @@ class Plan:
     """The keys' rows in the table: what indexes its arrays fastest, a number, a slice or an array."""
     digest: int
     label: str
-    on_host: bool
-    """Whether values lie in the host's memory."""
+    raw: bool
+    """Whether arrays are pushed as they are: of the host, and not compressed."""
     memo: dict[Any, Any]
     """What the store worked out for the plan and can use again."""
     planner: Planner
@@ -172,74 +173,73 @@ class Plan:
         for bucket in self.buckets:
             _ = bucket.updates
 
-    @cached_property
+    @lazy
     def buckets(self) -> tuple[Bucket, ...]:
         return tuple(self.planner.buckets(self.entries))
 
-    @cached_property
+    @lazy
     def totals(self) -> tuple[Array | None, ...]:
         """For updaters of whole values: where the sum of each key that this rank owns is put together."""
         if not self.planner.whole:
             return (None,) * len(self.entries)
         return tuple(self.planner.total_of(entry) for entry in self.entries)
 
-    @cached_property
+    @lazy
     def nbytes(self) -> int:
         return sum(bucket.value.nbytes for bucket in self.buckets)
 
-    @cached_property
+    @lazy
     def cut(self) -> bool:
         """Whether a key is spread over several buckets."""
         return sum(len(bucket.pieces) for bucket in self.buckets) > sum(entry.place.size > 0 for entry in self.entries)
 
     # What a push need not ask of the placement, the updater and the compression.
 
-    @cached_property
+    @lazy
     def prefetches(self) -> bool:
         """Whether the first message is prepared before ranks agree: on the host, where no stream does it in the order
         of the calls; not what is compressed, as residuals change in that; nor what may stay where it lies.
         """
-        plain = self.on_host and not self.planner.compressed
-        return plain and bool(self.buckets) and not self.buckets[0].direct
+        return self.raw and bool(self.buckets) and not self.buckets[0].direct
 
-    @cached_property
+    @lazy
     def single_copy(self) -> bool:
         """Whether other ranks may read a caller's array where it lies, until the next fence."""
         lends = self.planner.transport.single_copy and not self.planner.compressed
         return lends and any(bucket.direct for bucket in self.buckets)
 
-    @cached_property
+    @lazy
     def streams(self) -> bool:
         """Whether a pushpull unpacks each bucket while it is in the cache, of the host."""
-        plain = self.on_host and self.planner.by_bucket and not self.planner.whole
+        plain = self.planner.transport.memory.is_host and self.planner.by_bucket and not self.planner.whole
         return plain and self.nbytes >= _STREAMED_BYTES
 
-    @cached_property
+    @lazy
     def overlaps(self) -> bool:
         """Whether messages between GPUs are on their way while those ahead of them are updated. The same on all
         ranks.
         """
         return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
 
-    @cached_property
+    @lazy
     def shapes(self) -> list[tuple[int, ...]]:
         return [entry.shape for entry in self.entries]
 
-    @cached_property
+    @lazy
     def dtypes(self) -> list[np.dtype[Any]]:
         return [entry.dtype for entry in self.entries]
 
-    @cached_property
+    @lazy
     def present(self) -> tuple[NonzeroRows, ...]:
         """What is known of the row-sparse ones among the values."""
         return tuple(entry.present for entry in self.entries if entry.present is not None)
 
-    @cached_property
+    @lazy
     def values(self) -> list[Array]:
         """This rank's memory of each value, in its shape."""
         return [entry.value for entry in self.entries]
 
-    @cached_property
+    @lazy
     def views(self) -> list[Array]:
         """The same, read-only."""
         return [entry.view for entry in self.entries]
@@ -394,23 +394,23 @@ class Planner:
             rows=_rows([entry.index for entry in entries]),
             digest=digest("\n".join(texts)),
             label=label(keys),
-            on_host=self.transport.memory.is_host,
+            raw=self.transport.memory.is_host and not self.compressed,
             memo={},
             planner=self,
         )
 
-    @cached_property
+    @lazy
     def whole(self) -> bool:
         """Whether values are updated key by key instead of bucket by bucket."""
         return self.updater.may_raise or not self.updater.elementwise
 
-    @cached_property
+    @lazy
     def adding(self) -> bool:
         """Whether kernels may make the last addition of a sum: the addends are here, and added from left to right."""
         here = self.transport.sharing_size > 1 and not self.compressed
         return here and (self.transport.size == 2 or not self.in_pairs)
 
-    @cached_property
+    @lazy
     def current(self) -> bool:
         """Whether a push leaves every rank with the newest values."""
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
@@ -423,12 +423,12 @@ class Planner:
         nbytes = max(bucket.shard.counts) * accumulator(bucket.value.dtype).itemsize
         return adds and not self.transport.memory.is_host and nbytes <= self._half
 
-    @cached_property
+    @lazy
     def _half(self) -> int:
         """The bytes of half of the scratch memory."""
         return self.scratch.size // 2 // LINE_BYTES * LINE_BYTES
 
-    @cached_property
+    @lazy
     def _gpu_kernels(self) -> GpuKernels | None:
         """Return what updates keys together though their steps differ."""
         apart = self.whole or self.updater.assigns or self.transport.memory.is_host

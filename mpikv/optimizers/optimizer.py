@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache
 from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
@@ -126,6 +126,7 @@ class Optimizer:
     _user: object = field(init=False, default=None)
     _ranks: int = field(init=False, default=0)
     _warned: bool = field(init=False, default=False)
+    _has_rate: bool = field(init=False, default=False)
     _had: tuple[int, Mapping[str, Any], Mapping[str, Any], int] | None = field(init=False, default=None)
     _steps: dict[tuple[int, float, float], Step] = field(init=False, default_factory=dict)
     _scratch: dict[np.dtype[Any], list[Array]] = field(init=False, default_factory=dict)
@@ -178,8 +179,9 @@ class Optimizer:
             elif value is not None:
                 self._give_to_scheduler(value)
                 value = None
+            object.__setattr__(self, "_has_rate", True)
         object.__setattr__(self, name, value)
-        if name == "lr_scheduler" and "learning_rate" in vars(self):
+        if name == "lr_scheduler" and self._has_rate:
             self.learning_rate = None
         self._steps.clear()
         self._change()
@@ -188,7 +190,7 @@ class Optimizer:
         """Have a scheduler begin with a rate, which its user gave beside it."""
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
         before = getattr(scheduler, "base_lr", None)
-        if "learning_rate" in vars(self):  # it is set later, and not where the optimizer is made
+        if self._has_rate:  # it is set later, and not where the optimizer is made
             raise ConfigError(
                 f"{where} would not be used, because lr_scheduler gives the rate; "
                 "set a new lr_scheduler with that base_lr, or set lr_scheduler = None first"
@@ -210,8 +212,6 @@ class Optimizer:
 
     def _derive(self) -> None:
         """Work out anew what follows from the options."""
-        for name in ("by_key", "depends_on_count", "opaque"):
-            vars(self).pop(name, None)
         ranks = self._ranks or 1 if self.average else 1
         object.__setattr__(self, "rescale", self.rescale_grad / ranks)
 
@@ -332,18 +332,18 @@ class Optimizer:
             )
         return slots
 
-    @cached_property
+    @property
     def by_key(self) -> bool:
         """Whether keys of the same count may have different steps."""
         return bool(self.lr_mult or self.wd_mult) or type(self).step is not Optimizer.step
 
-    @cached_property
+    @property
     def depends_on_count(self) -> bool:
         """Whether updates of the same key may have different steps."""
         own = any(getattr(type(self), name) is not getattr(Optimizer, name) for name in ("correction", "rate", "step"))
         return own or self.lr_scheduler is not None
 
-    @cached_property
+    @property
     def opaque(self) -> bool:
         """Whether the rate comes from a function of the user's, of which :meth:`settings` knows the name only."""
         return self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__

@@ -210,7 +210,7 @@ class AllReduce(Wrapped):
                     self._open_sums = None
             return self._sums is not None
 
-        return PreparedCall(compare_text("init", f"where {form.keys} lie", label(form.keys)), run)
+        return compare_text("init", f"where {form.keys} lie", label(form.keys)), run
 
 
 def _is_of_gpu(array: Any) -> bool:

@@ -165,10 +165,10 @@ class CapturedStep:
         if known.lack or not known.agreed:
             call, run = self._plainly(_PLAIN if known.agreed else _FIRST)
             if known.agreed:
-                return PreparedCall(call, run)
+                return call, run
             if not known.lack:
                 self._steps = self._verbs.comparison.update_call("pushpull", known.plan)[1]
-            return PreparedCall(call, lambda: self._first(known, run))
+            return call, lambda: self._first(known, run)
         call, steps, _ = self._verbs.comparison.update_call("pushpull", known.plan)
         updater = self._exchange.updater
         same = steps.uniform is known.uniform and updater.revision == known.revision
@@ -178,18 +178,18 @@ class CapturedStep:
         if launch.prepared is not None and launch.known is known and launch.call is call:
             return launch.prepared
         if known.graph is not None:
-            prepared = PreparedCall(self._described(call, _LAUNCHED), self._launcher(memory, known))
+            prepared = self._described(call, _LAUNCHED), self._launcher(memory, known)
             self._launch = _Launch(known, call, prepared)
             return prepared
         if not known.ready:
-            return PreparedCall(self._described(call, _AGAIN), lambda: self._queue_first(known))
-        return PreparedCall(self._described(call, _RECORDED), lambda: self._record(memory, known))
+            return self._described(call, _AGAIN), lambda: self._queue_first(known)
+        return self._described(call, _RECORDED), lambda: self._record(memory, known)
 
     def _plainly(self, how: str) -> PreparedCall:
         """Prepare it as any pushpull."""
         key, value, out, _ = self._given
         call, run = self._verbs.push_pull.pushpull(key, value, out, 0)
-        return PreparedCall(self._described(call, how), run)
+        return self._described(call, how), run
 
     def _described(self, call: Call, how: str) -> Call:
         """Add to what is compared which of the store's it is, and how it is made."""
@@ -286,7 +286,7 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
             "each call fills the same arrays, and one of them is read-only; use pushpull, or numpy's arrays"
         )
     verbs.give_up()  # nothing is to be filled
-    return PreparedCall(verbs.comparison.plan_call("capture", plan), lambda: given)
+    return verbs.comparison.plan_call("capture", plan), lambda: given
 
 
 def _copy(given: Any) -> Any:

@@ -97,7 +97,7 @@ class DeviceSums:
         option = f"on GPUs, priority {priorities(priority, form.keys)}"
         call = self._store._verbs.comparison.value_call(verb, form, sources, option)
         move = self._sum if verb == "pushpull" else self._broadcast
-        return PreparedCall(call, partial(self._run, move, work, filled))
+        return call, partial(self._run, move, work, filled)
 
     def _work(self, sources: Sequence[Array], outs: Sequence[Sequence[Array]]) -> _Work:
         work, address = _Work([], [], []), self.memory.gpu.address

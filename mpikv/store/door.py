@@ -15,7 +15,7 @@ from ..arrays.arrays import run_quietly
 from ..cluster.agreement import JOINED, Agreement, Call
 from ..cluster.background import Pending
 from ..cluster.process_group import ProcessGroup
-from ..cluster.status_board import StatusBoard
+from ..cluster.status_board import StatusBoard, note
 from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..engine.plan import label
 from ..errors import Closed, Stalled, TransportError, Unsupported, is_settled, mark_stalled, text_of
@@ -111,7 +111,7 @@ class Door:
     def make_alone(self, verb: str, run: Callable[[], Result]) -> Result:
         """Run what waits for other ranks, which do not come together; say what was wrong with it."""
         self.running = verb
-        self._board.write(self._agreement.calls, verb.encode())
+        self._board.write(self._agreement.calls, note(verb))
         try:
             return run_quietly(run)
         except BaseException as error:

@@ -1046,7 +1046,7 @@ class KVStore(KVStoreBase):
             unseen.__traceback__ = None  # its frames know of memory that could not be freed
         if self._door.state is not _ENDED:  # as it may have by a pending call
             try:
-                self._collective("close", lambda: PreparedCall(_CLOSE, self._free))
+                self._collective("close", lambda: (_CLOSE, self._free))
             except Exception as error:
                 error.__cause__ = unseen
                 raise

@@ -145,8 +145,7 @@ class ShmTransport:
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         # Tokens alternate between two words: a rank that is already in the next barrier must not overwrite this one's.
-        word = 1 + (self._arrivals & 1)
-        flags = self._flags
+        flags, word = self._flags, 1 + (self._arrivals & 1)
         flags[self._mine + word] = token
         self._arrive()
         for peer in self._peers:
@@ -247,21 +246,26 @@ class ShmTransport:
         flags = self._flags
         self._arrivals = arrivals = self._arrivals + 1
         flags[self._mine] = arrivals
-        try:
-            for peer in self._peers:
-                if flags[peer] < arrivals:
-                    self._wait(peer, arrivals)
-                if flags[peer] >= _GONE:
-                    raise Stalled(_ALONE)
-        except Stalled:
-            flags[self._mine] = _GONE
-            raise
+        for peer in self._peers:
+            if not arrivals <= flags[peer] < _GONE:
+                self._await(peer, arrivals)
         if self._lent is not None:
             # All have left the exchange that it was lent for.
             flags[self._mine + _ADDRESS + 1 - self.slot] = 0
             self._lent = None
         if self._order:
             self._order()
+
+    def _await(self, peer: int, arrivals: int) -> None:
+        """Wait for a rank; end what this one lets others read where it does not come."""
+        flags = self._flags
+        try:
+            self._wait(peer, arrivals)
+            if flags[peer] >= _GONE:
+                raise Stalled(_ALONE)
+        except Stalled:
+            flags[self._mine] = _GONE
+            raise
 
     def _wait(self, peer: int, arrivals: int) -> None:
         """Wait until this rank has arrived or, where it does not come at once, until all have."""

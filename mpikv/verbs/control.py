@@ -36,17 +36,17 @@ class ControlVerbs:
     def barrier(self) -> PreparedCall:
         # Comparing the calls is the barrier, where they are compared.
         met = self._agreement.verifies
-        return PreparedCall(_BARRIER, lambda: None if met else self._agreement.confirm(Call("barrier", 0), None))
+        return _BARRIER, lambda: None if met else self._agreement.confirm(Call("barrier", 0), None)
 
     def check_equal(self, text: str, verb: str) -> PreparedCall:
-        return PreparedCall(compare_text(verb, text), lambda: None)
+        return compare_text(verb, text), lambda: None
 
     def any_rank(self, flag: bool) -> PreparedCall:
-        return PreparedCall(_VOTE, lambda: not self._agreement.least(int(not flag)))
+        return _VOTE, lambda: not self._agreement.least(int(not flag))
 
     def least(self, queued: int) -> PreparedCall:
         """Prepare to learn how many calls with ``wait=False`` all ranks have queued."""
-        return PreparedCall(_NEXT, lambda: self._agreement.least(queued))
+        return _NEXT, lambda: self._agreement.least(queued)
 
     def group(self, ranks: Sequence[int], can_create: bool) -> PreparedCall:
         """Prepare a communicator of some ranks, who are told with it."""
@@ -56,13 +56,13 @@ class ControlVerbs:
         if not members or len(set(members)) < len(members) or not set(members) <= set(range(size)):
             raise ConfigError(f"group: {list(members)} is not a list of some of the ranks from 0 to {size - 1}")
         text = str([int(rank) for rank in members])
-        return PreparedCall(compare_text("group", text), lambda: (members, self._group.part(members)))
+        return compare_text("group", text), lambda: (members, self._group.part(members))
 
     def command(self, head: Any, body: Any) -> PreparedCall:
         text = json.dumps(body, sort_keys=True, allow_nan=False)
         said = f"{check_head(head)}, {text}"
         call = compare_text("command", said, said if len(said) <= _MOST_SHOWN else f"{said[: _MOST_SHOWN - 3]}...")
-        return PreparedCall(call, lambda: self._control(call, head, text))
+        return call, lambda: self._control(call, head, text)
 
     def _control(self, call: Call, head: int, text: str) -> None:
         """Run a controller at the root, and learn on every rank how it went."""

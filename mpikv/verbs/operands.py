@@ -16,7 +16,7 @@ from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
 from ..errors import Unsupported, ValueMismatch, is_unwritable
 from ..memory.device import DeviceMemory
-from ..protocols import Array, Key
+from ..protocols import Array, Gpu, Key
 from ..sparse.rows import Rows, check_updater
 from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
 from .renewed import Renewed
@@ -24,8 +24,7 @@ from .row_arguments import Brought, brings_rows, brought
 
 __all__ = ["Operands", "given_to_fill"]
 
-_shape_of, _dtype_of = attrgetter("shape"), attrgetter("dtype")
-_can_be_written, _is_contiguous = attrgetter("flags.writeable"), attrgetter("flags.c_contiguous")
+_is_contiguous = attrgetter("flags.c_contiguous")
 _LISTS, _KEY_TYPES = (list, tuple), {int, str}
 
 
@@ -103,48 +102,80 @@ class Operands:
 
     def _plain_sources(self, plan: Plan, key: Any, given: Any, filled: bool) -> Arrays | None:
         """Return plain arrays if those are what is pushed, and perhaps ``filled``."""
-        arrays = self._plain(plan, key, given, filled)
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
-        if arrays is None or ((filled or len(plan.buckets) > 1) and not self._lie_apart(arrays)):
-            return None
-        return arrays
+        return self._plain(plan, key, given, filled, filled or len(plan.buckets) > 1)
 
-    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool = False) -> Sequence[Any] | None:
+    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
         """Return the one array per key if that is what was given: of the store's memory, of the values' shapes and
-        dtypes.
+        dtypes, and if asked for, writable, and apart from the memory of values.
 
         That is how training calls the store, thousands of times; None sends all else to where more forms are known.
         """
-        arrays: Sequence[Any]
-        if not isinstance(key, (list, tuple)):
-            if type(given) is not self._kind or given.shape != plan.shapes[0] or given.dtype != plan.dtypes[0]:
-                return None
-            arrays = (given,)
-        else:
-            if type(given) not in _LISTS or len(given) != len(plan.keys) or set(map(type, given)) != {self._kind}:
-                return None
-            if len(key) != len(given):  # some keys are named twice
-                return None
-            if list(map(_shape_of, given)) != plan.shapes or list(map(_dtype_of, given)) != plan.dtypes:
-                return None
-            arrays = given
-        if (plan.cut or self._gpu is not None) and not all(map(_is_contiguous, arrays)):
-            return None
         if self._gpu is not None:
-            # Of its own: the arrays are kept until the GPU has done with them, whatever becomes of the caller's list.
-            return None if self._gpu.addresses(arrays) is None else tuple(arrays)
-        return None if writable and not all(map(_can_be_written, arrays)) else arrays
+            return self._plain_there(self._gpu, plan, key, given, apart)
+        arrays = self._one_each(plan, key, given, writable, apart)
+        return None if arrays is not None and plan.cut and not all(map(_is_contiguous, arrays)) else arrays
+
+    def _plain_there(self, gpu: Gpu, plan: Plan, key: Any, given: Any, apart: bool) -> Sequence[Any] | None:
+        """Do the same in a store on GPUs."""
+        arrays = self._one_each(plan, key, given, False, False)
+        if arrays is None or not all(map(_is_contiguous, arrays)) or gpu.addresses(arrays) is None:
+            return None
+        if apart and not self._exchange.values.lie_apart(gpu, arrays):
+            return None
+        # Of its own: the arrays are kept until the GPU has done with them, whatever becomes of the caller's list.
+        return tuple(arrays)
+
+    def _one_each(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
+        """Return the one array per key, each of the value's shape and dtype, if that is what was given."""
+        kind = self._kind
+        if type(given) is kind:
+            if (
+                type(key) not in _KEY_TYPES
+                or given.shape != plan.shapes[0]
+                or given.dtype != plan.dtypes[0]
+                or (writable and not given.flags.writeable)
+                or (apart and given.base is not None and not self._lies_apart(given))
+            ):
+                return None
+            return (given,)
+        if type(given) not in _LISTS or type(key) not in _LISTS or not len(key) == len(given) == len(plan.keys) > 0:
+            return None  # perhaps some keys are named twice
+        # One loop: arrays are in no cache yet, and a pass for each property would take longer.
+        for array, shape, dtype in zip(given, plan.shapes, plan.dtypes, strict=True):
+            if (
+                type(array) is not kind
+                or array.shape != shape
+                or (array.dtype is not dtype and array.dtype != dtype)
+                or (writable and not array.flags.writeable)
+                or (apart and array.base is not None and not self._lies_apart(array))
+            ):
+                return None
+        arrays: Sequence[Any] = given
+        return arrays
+
+    def _lies_apart(self, array: Array) -> bool:
+        """Return whether an array over memory that it does not own is not in the memory of values.
+
+        No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
+        that each is asked once, or all views of one array are by asking that.
+        """
+        known, base = self._known_apart, array.base
+        if id(array) in known or id(base) in known:
+            return True
+        if type(base) is np.ndarray and not self._exchange.values.is_view(base):
+            array = base
+        elif self._exchange.values.is_view(array):
+            return False
+        known[id(array)] = ref(array, partial(_forget, known, id(array)))
+        return True
 
     # --- What is filled
 
     def pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any]:
         """Return the plan of what is pulled, the arrays to fill, and what the call returns."""
-        if (
-            (type(key) is dict and out is None)
-            and (plan := self._find_plan(tuple(key))) is not None
-            and (arrays := self._writable(plan, plan.keys, list(key.values()))) is not None
-        ):
-            return plan, arrays, key
+        if (known := self.known_pulled(key, out)) is not None:
+            return known
         plan = self._find_plan(key)
         if plan is None and isinstance(key, Mapping):
             plan, out = self.plan(flatten(key, out, "out")[0]), key
@@ -154,6 +185,16 @@ class Operands:
             out = new_arrays(key, plan, self._memory)
         return plan, *self.targets(plan, key, out)
 
+    def known_pulled(self, key: Any, out: Any) -> tuple[Plan, Arrays, Any] | None:
+        """Return the same for keys that were planned before, and arrays that can be filled as they are."""
+        names, outs, filled = key, out, out
+        if type(key) is dict and out is None:
+            names, outs, filled = tuple(key), list(key.values()), key
+        plan = self._find_plan(names)
+        if plan is None or (arrays := self._plain(plan, names, outs, True, True)) is None:
+            return None
+        return plan, arrays, filled
+
     def targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
         """Return the arrays to fill, and what the call returns. ``implied``: they were given to be pushed."""
         names, outs = key, given
@@ -162,7 +203,7 @@ class Operands:
             alike = tuple(given) == plan.keys != () and type(plan.keys[0]) is str
             names, outs = (plan.keys, list(given.values())) if alike else flatten(given, what="out")
             names = plan.keys if tuple(names) == plan.keys else ()
-        if (arrays := self._writable(plan, names, outs)) is not None:
+        if (arrays := self._plain(plan, names, outs, True, True)) is not None:
             return arrays, given
         return self.fillable(lambda out: self.targets_of(plan, outs_of(key, out, plan.keys).groups), given, implied)
 
@@ -178,31 +219,6 @@ class Operands:
         self._memory.order.cancel()  # some were to be filled already
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
         return fill(renewed.arrays), renewed
-
-    def _writable(self, plan: Plan, names: Any, outs: Any) -> Arrays | None:
-        """Return the arrays to fill if there is one for each key, which a value can be copied to as it is."""
-        arrays = self._plain(plan, names, outs, writable=True)
-        return arrays if arrays is not None and self._lie_apart(arrays) else None
-
-    def _lie_apart(self, arrays: Sequence[Array]) -> bool:
-        """Return whether none of plain arrays lies in the memory of values.
-
-        No flag tells: torch, for one, makes a view writable. Asking where an array lies takes longer than adding it, so
-        that each is asked once, or all views of one array are by asking that; what has memory of its own has no base.
-        """
-        if self._gpu is not None:
-            return self._exchange.values.lie_apart(self._gpu, arrays)
-        known = self._known_apart
-        for array in arrays:
-            base = array.base
-            if base is None or id(base) in known or id(array) in known:
-                continue
-            if type(base) is np.ndarray and not self._exchange.values.is_view(base):
-                array = base
-            elif self._exchange.values.is_view(array):
-                return False
-            known[id(array)] = ref(array, partial(_forget, known, id(array)))
-        return True
 
     def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
         """Return the arrays to fill of each key."""

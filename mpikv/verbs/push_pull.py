@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from ..cluster.agreement import Call, PreparedCall
 from ..engine.exchange import Exchange
 from ..engine.pipeline import Arrays, Confirm, Steps, are_plain
@@ -30,33 +28,30 @@ class PushPull:
     # --- Check
 
     def push(self, key: Any, value: Any, priority: Any) -> PreparedCall:
-        exchange = self._exchange
         plan, arrays = self._operands.sources(key, value)
-        if isinstance(arrays, Brought):
+        if type(arrays) is Brought:
             return self._rows.push(plan, arrays.rows, priority)
-        if exchange.compression is not None:
-            exchange.check_compressible(plan, arrays)
-        if arrays is not None and not plan.on_host:
-            arrays = exchange.pipeline.add_lists(plan, arrays)
+        if not plan.raw:
+            arrays = self._exchange.pushable(plan, arrays)
         prepared = self.push_arrays(plan, arrays, priority)
         if arrays is not None:
-            exchange.pipeline.stage(plan, arrays)
+            self._exchange.pipeline.stage(plan, arrays)
         return prepared
 
     def pull(self, key: Any, out: Any, ignore_sparse: Any, priority: Any) -> PreparedCall:
-        given = out if out is not None or not isinstance(key, Mapping) else key
-        if type(given) is not np.ndarray and asks_rows(given):
-            return self._rows.pull(key, given, ignore_sparse, priority)
-        plan, targets, result = self._operands.pulled(key, out)
-        return self.pull_arrays(plan, targets, result, priority)
+        known = self._operands.known_pulled(key, out)
+        if known is None:
+            given = out if out is not None or not isinstance(key, Mapping) else key
+            if asks_rows(given):
+                return self._rows.pull(key, given, ignore_sparse, priority)
+            known = self._operands.pulled(key, out)
+        return self.pull_arrays(*known, priority)
 
     def pushpull(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
-        exchange = self._exchange
         plan, arrays = self._operands.sources(key, value, out is None)
-        if isinstance(arrays, Brought):
+        if type(arrays) is Brought:
             return self._rows.pushpull(plan, arrays.rows, key, given_to_fill(key, value, out), priority)
-        if exchange.compression is not None:
-            exchange.check_compressible(plan, arrays)
+        pushed = arrays if plan.raw else self._exchange.pushable(plan, arrays)
         if out is not None:
             targets, result = self._operands.targets(plan, key, out)
         elif arrays is None:
@@ -65,11 +60,9 @@ class PushPull:
             targets, result = arrays, key if value is None else value
         else:
             targets, result = self._operands.targets(plan, key, given_to_fill(key, value, out), True)
-        if arrays is not None and not plan.on_host:
-            arrays = exchange.pipeline.add_lists(plan, arrays)
-        prepared = self.pushpull_arrays(plan, arrays, targets, result, priority)
-        if arrays is not None:
-            exchange.pipeline.stage(plan, arrays)
+        prepared = self.pushpull_arrays(plan, pushed, targets, result, priority)
+        if pushed is not None:
+            self._exchange.pipeline.stage(plan, pushed)
         return prepared
 
     def buffer(self, key: Any) -> PreparedCall:
@@ -79,7 +72,7 @@ class PushPull:
             self._exchange.values.add_buffers(plan)
             return in_form(key, plan, self._exchange.values.buffers(plan))
 
-        return PreparedCall(self._comparison.plan_call("buffer", plan), run)
+        return self._comparison.plan_call("buffer", plan), run
 
     # --- Call and run
 
@@ -87,29 +80,31 @@ class PushPull:
         self, verb: str, plan: Plan, priority: Any, contribution: Contribution
     ) -> tuple[Call, Steps, Confirm | None]:
         known: UpdateCall | None = plan.memo.get((verb, contribution))
-        latest = known is not None and known.revision == self._exchange.updater.revision
         # As training calls the store again and again.
-        if known and known.steps and not known.confirm and latest and priority == 0:
-            return known.call, known.steps, None
+        if known is not None and priority == 0:
+            call, steps, confirm, revision = known
+            if steps is not None and confirm is None and revision == self._exchange.updater.revision:
+                return call, steps, None
         return self._comparison.update_call(verb, plan, priority, contribution)
 
     def push_arrays(
         self, plan: Plan, sources: Arrays | None, priority: Any = 0, contribution: Contribution = Contribution.WHOLE
     ) -> PreparedCall:
         """Prepare a push of arrays that are as they should be; None for the buffers."""
-        call, steps, confirm = self._update_call(
-            "push", plan, priority, contribution if sources is not None else Contribution.BUFFERS
-        )
         if sources is None:
-            return PreparedCall(call, lambda: self._exchange.pipeline.push_buffers(plan, steps, confirm))
-        return PreparedCall(call, lambda: self._exchange.pipeline.push(plan, sources, steps, confirm))
+            contribution = Contribution.BUFFERS
+        call, steps, confirm = self._update_call("push", plan, priority, contribution)
+        pipeline = self._exchange.pipeline
+        if sources is None:
+            return call, lambda: pipeline.push_buffers(plan, steps, confirm)
+        return call, lambda: pipeline.push(plan, sources, steps, confirm)
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         def run() -> Any:
             self._exchange.pipeline.pull(plan, targets)
             return result.made() if type(result) is Renewed else result
 
-        return PreparedCall(self._comparison.plan_call("pull", plan, priority), run)
+        return self._comparison.plan_call("pull", plan, priority), run
 
     def pushpull_arrays(
         self,
@@ -120,15 +115,16 @@ class PushPull:
         priority: Any = 0,
         contribution: Contribution = Contribution.WHOLE,
     ) -> PreparedCall:
-        call, steps, confirm = self._update_call(
-            "pushpull", plan, priority, contribution if sources is not None else Contribution.BUFFERS
-        )
+        if sources is None:
+            contribution = Contribution.BUFFERS
+        call, steps, confirm = self._update_call("pushpull", plan, priority, contribution)
+        pipeline = self._exchange.pipeline
 
         def run() -> Any:
             if sources is None:
-                self._exchange.pipeline.pushpull_buffers(plan, steps, targets, confirm)
+                pipeline.pushpull_buffers(plan, steps, targets, confirm)
             else:
-                self._exchange.pipeline.pushpull(plan, sources, steps, targets, confirm)
+                pipeline.pushpull(plan, sources, steps, targets, confirm)
             return result.made() if type(result) is Renewed else result
 
-        return PreparedCall(call, run)
+        return call, run

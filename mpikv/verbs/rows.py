@@ -61,7 +61,7 @@ class RowVerbs:
                     _fill(entry, rows)
             return out
 
-        return PreparedCall(call, run)
+        return call, run
 
     def pushpull(self, plan: Plan, given: Sequence[RowSparse], key: Any, result: Any, priority: Any) -> PreparedCall:
         rows, dense = _separate(outs_of(key, result, plan.keys).groups)
@@ -91,7 +91,7 @@ class RowVerbs:
 
     def push(self, plan: Plan, given: Sequence[RowSparse], priority: Any = 0) -> PreparedCall:
         call, steps, confirm = self._comparison.update_call("push", plan, priority, Contribution.ROWS)
-        return PreparedCall(call, lambda: self._rows.push(plan, given, steps, confirm))
+        return call, lambda: self._rows.push(plan, given, steps, confirm)
 
     def pull_rows(
         self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None, priority: Any = 0
@@ -103,7 +103,7 @@ class RowVerbs:
             self._pull(plan, wanted, spare)
             return result
 
-        return PreparedCall(call, run)
+        return call, run
 
     def pushpull_rows(
         self,
@@ -131,7 +131,7 @@ class RowVerbs:
                 raise
             return result
 
-        return PreparedCall(call, run)
+        return call, run
 
     def none_of(self, plan: Plan) -> Sequence[RowSparse]:
         """Return what a rank brings that has no rows."""

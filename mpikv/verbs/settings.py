@@ -42,7 +42,7 @@ class SettingVerbs:
 
     def _change_updater(self, verb: str, updater: Updater) -> PreparedCall:
         self._exchange.placed(updater)
-        return PreparedCall(compare_text(verb, updater.settings()), lambda: self._exchange.adopt(updater))
+        return compare_text(verb, updater.settings()), lambda: self._exchange.adopt(updater)
 
     def set_compression(self, compression: Any) -> PreparedCall:
         """Prepare a change of the codec to what is meant by ``compression``."""
@@ -50,13 +50,13 @@ class SettingVerbs:
         settings = "None" if meant is None else meant.settings()
         call = compare_text("set_gradient_compression", settings)
         if isinstance(meant, codecs.Auto):
-            return PreparedCall(call, partial(self._choose, meant, self._working(meant.codec)))
+            return call, partial(self._choose, meant, self._working(meant.codec))
         if isinstance(meant, codecs.CompressedPull):
             packing: Cast | None = self._packing(meant, settings)
             codec: Codec | None = self._working(meant.codec)
         else:
             packing, codec = None, None if meant is None else self._working(meant)
-        return PreparedCall(call, lambda: self._compress(meant, Choice(settings, settings), codec, packing))
+        return call, lambda: self._compress(meant, Choice(settings, settings), codec, packing)
 
     def _packing(self, meant: codecs.CompressedPull, settings: str) -> Cast:
         # What packs as a cast does knows its largest number, too.

@@ -37,7 +37,7 @@ class ValueVerbs:
             exchange.check_storable([each.values for each in rows])
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")
-            return PreparedCall(call, lambda: self._rows.enter(keys, rows))
+            return call, lambda: self._rows.enter(keys, rows)
         arrays = singles(form, None, self._memory)
         exchange.check_storable(arrays)
         call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
@@ -47,18 +47,18 @@ class ValueVerbs:
             exchange.values.enter(keys, apart)
             exchange.values.write(keys, apart)
 
-        return PreparedCall(call, run)
+        return call, run
 
     def set(self, key: Any, value: Any) -> PreparedCall:
         form = parse(key, value)
         call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
         arrays = self._exchange.values.set_apart(singles(form, self._exchange.values.table, self._memory))
-        return PreparedCall(call, lambda: self._exchange.values.write(form.keys, arrays))
+        return call, lambda: self._exchange.values.write(form.keys, arrays)
 
     def delete(self, key: Any) -> PreparedCall:
         keys = parse(key, None).keys
         call = self._comparison.plan_call("delete", self._exchange.values.plan(keys))
-        return PreparedCall(call, lambda: self._exchange.values.delete(keys))
+        return call, lambda: self._exchange.values.delete(keys)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: Any) -> PreparedCall:
         exchange, table = self._exchange, self._exchange.values.table
@@ -81,4 +81,4 @@ class ValueVerbs:
             exchange.pipeline.pull(exchange.values.plan(keys), targets)
             return answer(result)
 
-        return PreparedCall(call, run)
+        return call, run

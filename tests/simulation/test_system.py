@@ -15,7 +15,7 @@ import pytest
 
 import mpikv
 from mpikv.cluster.process_group import ProcessGroup
-from mpikv.cluster.status_board import StatusBoard
+from mpikv.cluster.status_board import StatusBoard, note
 from mpikv.testing import cluster
 
 REAL = time.sleep, time.time, time.monotonic, time.perf_counter, os.replace, os.pwritev
@@ -99,7 +99,7 @@ def test_a_rank_that_has_given_up_is_not_taken_for_one_that_keeps_others_waiting
     def program(comm: Any) -> list[tuple[int, ...]]:
         group = ProcessGroup(comm)
         board, named = StatusBoard(group), []
-        board.write(1, b"barrier()")
+        board.write(1, note("barrier()"))
         for gives_up in (False, True):
             comm.Barrier()
             if comm.rank == 1 and gives_up:

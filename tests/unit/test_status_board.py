@@ -14,12 +14,22 @@ import numpy as np
 import pytest
 
 from mpikv.cluster import status_board as board
+from mpikv.cluster.process_group import ProcessGroup
 from mpikv.cluster.status_board import StatusBoard, _answer, _answer_questions, _ask, _frames, _is_in_use
 
 FRAMES = """  File "train.py", line 7 in evaluate
   File "train.py", line 22 in <module>
 """
 ANSWER = f"Stack (most recent call first):\n{FRAMES}"
+
+
+def test_the_board_says_the_latest_call() -> None:
+    """A short text after a long one, and the same again."""
+    shown = board.StatusBoard(ProcessGroup())
+    assert shown.call == "create"
+    for number, text in enumerate(("push(" + "x" * 200 + ")", "pull('é')", "pull('é')", "barrier()"), 1):
+        shown.write(number, board.note(text))
+        assert shown.call == f"call #{number} {text[:160]}"
 
 
 def test_an_answer() -> None:

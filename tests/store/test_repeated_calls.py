@@ -1,0 +1,196 @@
+"""A call that was made before is planned already, and still sees whatever has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.errors import KeyNotInitialized, PeerFailed, ValueMismatch
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+F32 = np.float32
+
+
+@pytest.fixture(params=["shm", "mpi"])
+def kv(request: pytest.FixtureRequest, ranks: int) -> Iterator[mpikv.KVStore]:
+    """Return a store that adds what is pushed, whose calls on ``w`` and on the list of ``a`` and ``b`` are planned."""
+    if ranks == 1 and request.param == "mpi":
+        pytest.skip("one rank has one transport")
+    with mpikv.create(transport=request.param, timeout=10) as kv:
+        kv.init(["w", "a", "b"], [np.zeros((4, 4), F32), np.zeros(5, F32), np.zeros((2, 3), F32)])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        for _ in range(2):
+            kv.push("w", np.zeros((4, 4), F32))
+            kv.pull("w", np.empty((4, 4), F32))
+            kv.pushpull("w", np.zeros((4, 4), F32))
+            kv.pushpull(["a", "b"], [np.zeros(5, F32), np.zeros((2, 3), F32)], out=new_pair())
+            kv.pushpull({"a": np.zeros(5, F32), "b": np.zeros((2, 3), F32)})
+        yield kv
+        before = kv.pull("w")
+        kv.push("w", np.full((4, 4), -1, F32))
+        np.testing.assert_array_equal(kv.pull("w"), before + F32(kv.size))
+
+
+def new_pair() -> list[Any]:
+    return [np.zeros(5, F32), np.zeros((2, 3), F32)]
+
+
+def fails_on_last(kv: mpikv.KVStore, kind: type[Exception], text: str, good: Callable[[], Any], bad: Any) -> None:
+    """Check that a call, which is a bad one on the last rank, raises on all ranks, and changes nothing."""
+    before = [value.copy() for value in kv.pull(["w", "a", "b"])]
+    odd = kv.rank == kv.size - 1
+    with pytest.raises(kind if odd else PeerFailed, match=text):
+        bad() if odd else good()
+    for value, old in zip(kv.pull(["w", "a", "b"]), before, strict=True):
+        np.testing.assert_array_equal(value, old)
+
+
+def test_keys_that_were_deleted(kv):
+    kv.delete("w")
+    for call in (lambda: kv.push("w", np.ones((4, 4), F32)), lambda: kv.pull("w"), lambda: kv.pushpull(["a", "w"])):
+        with pytest.raises(KeyNotInitialized, match="'w' was never initialized"):
+            call()
+    kv.init("w", np.zeros(2, np.float64))
+    with pytest.raises(ValueMismatch, match=r"shape \(4, 4\) and the stored value \(2,\)"):
+        kv.push("w", np.ones((4, 4), F32))
+    kv.push("w", np.full(2, -1.5))
+    np.testing.assert_array_equal(kv.pull("w", np.empty(2)), [1.5 * kv.size] * 2)
+    kv.init("w", np.zeros((4, 4), F32), overwrite=True)
+
+
+def test_a_list_of_which_one_key_is_new(kv):
+    kv.init("b", np.zeros(7), overwrite=True)
+    with pytest.raises(ValueMismatch, match=r"'b' has shape \(2, 3\) and the stored value \(7,\)"):
+        kv.push(["a", "b"], new_pair())
+    outs = [np.empty(5, F32), np.empty(7)]
+    kv.pushpull(["a", "b"], [np.full(5, -1, F32), np.full(7, -2.0)], out=outs)
+    assert (outs[0] == kv.size).all()
+    assert (outs[1] == 2 * kv.size).all()
+
+
+def test_another_updater(kv):
+    kv.set_updater(None)
+    kv.push("w", np.full((4, 4), 3, F32))
+    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 3 * kv.size, F32))
+    kv.set_optimizer("sgd", learning_rate=0.5)
+    kv.push("w", np.full((4, 4), -1, F32))
+    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 3.5 * kv.size, F32))
+    kv.optimizer.learning_rate = 2.0
+    kv.push("w", np.full((4, 4), -1, F32))
+    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 5.5 * kv.size, F32))
+    kv.set_gradient_compression("fp16")
+    kv.push("w", np.full((4, 4), -1, F32))
+    np.testing.assert_array_equal(kv.pull("w"), np.full((4, 4), 7.5 * kv.size, F32))
+    kv.set_optimizer("sgd", learning_rate=1.0)
+
+
+def test_an_array_whose_shape_was_changed(kv):
+    """The object is the one of the call before."""
+    mine, out, pair = np.zeros((4, 4), F32), np.zeros((4, 4), F32), new_pair()
+    for _ in range(2):
+        kv.push("w", mine)
+        kv.pull("w", out)
+        kv.pushpull(["a", "b"], pair)
+    if kv.rank == kv.size - 1:
+        mine.shape = out.shape = (16,)
+        pair[1].shape = (3, 2)
+    push, pull = (lambda: kv.push("w", mine)), (lambda: kv.pull("w", out))
+    fails_on_last(kv, ValueMismatch, r"value of key 'w' has shape \(16,\)", push, push)
+    fails_on_last(kv, ValueMismatch, r"out of key 'w' has shape \(16,\)", pull, pull)
+    both = lambda: kv.pushpull(["a", "b"], pair)  # noqa: E731
+    fails_on_last(kv, ValueMismatch, r"value of key 'b' has shape \(3, 2\)", both, both)
+
+
+def test_an_array_whose_dtype_was_changed(kv):
+    mine = np.zeros((4, 4), F32)
+    kv.push("w", mine)
+    if kv.rank == kv.size - 1:
+        mine.dtype = np.int32
+    push = lambda: kv.push("w", mine)  # noqa: E731
+    fails_on_last(kv, ValueMismatch, "value of key 'w' has dtype int32", push, push)
+
+
+def test_an_array_that_can_no_longer_be_written(kv):
+    out, pair = np.zeros((4, 4), F32), new_pair()
+    kv.pull("w", out)
+    kv.pull(["a", "b"], pair)
+    if kv.rank == kv.size - 1:
+        out.flags.writeable = pair[1].flags.writeable = False
+    for call in (lambda: kv.pull("w", out), lambda: kv.pull(["a", "b"], pair)):
+        fails_on_last(kv, TypeError, "cannot be written|read-only", call, call)
+
+
+def test_a_list_of_which_one_array_is_another(kv):
+    """The list is the one of the call before."""
+    pair = new_pair()
+    kv.push(["a", "b"], pair)
+    if kv.rank == kv.size - 1:
+        pair[0] = np.zeros(6, F32)
+    push = lambda: kv.push(["a", "b"], pair)  # noqa: E731
+    fails_on_last(kv, ValueMismatch, r"value of key 'a' has shape \(6,\)", push, push)
+
+
+def test_another_dtype_on_one_rank(kv):
+    mine = np.full((4, 4), -1, np.float64 if kv.rank == 0 else F32)
+    out = np.empty((4, 4), np.float64 if kv.rank == kv.size - 1 else F32)
+    kv.push("w", mine)
+    kv.pull("w", out)
+    assert (out == kv.size).all()
+    kv.pushpull(["a", "b"], [np.full(5, -1, mine.dtype), np.full((2, 3), -1, F32)], out=(outs := new_pair()))
+    assert all((out == kv.size).all() for out in outs)
+
+
+class Named(np.ndarray):
+    """An array of another class."""
+
+
+def test_arrays_of_other_classes_and_layouts(kv):
+    wide = np.full((4, 8), -1, F32)
+    for number, mine in enumerate((wide[:, :4].view(Named), wide[:, ::2], np.asfortranarray(wide[:, :4]))):
+        kv.push("w", mine)
+        into = np.zeros((4, 8), F32)
+        out = (into[:, :4].view(Named), into[:, ::2], into[:, :4].T)[number]
+        assert kv.pull("w", out) is out
+        assert (out == (number + 1) * kv.size).all()
+        assert (into == 0).sum() == 16
+
+
+@pytest.mark.parametrize("one", [True, 1.0])
+def test_what_equals_a_key_is_none(ranks, one):
+    with mpikv.create(timeout=10) as kv:
+        kv.init([1, 2], [np.zeros(2), np.zeros(2)])
+        for _ in range(2):
+            kv.push(1, np.ones(2))
+            kv.push([1, 2], [np.ones(2), np.ones(2)])
+        for key, value in ((one, np.ones(2)), ([one, 2], [np.ones(2), np.ones(2)])):
+            for call in (kv.push, kv.pull, kv.pushpull):
+                with pytest.raises(TypeError, match="a key is an int or a str, not a"):
+                    call(key, value)
+        assert (kv.pull(1) == kv.size).all()
+
+
+def test_an_array_as_out_of_a_dict(kv):
+    """It was filled with the first of the values, and the store ended."""
+    arrays = {"a": np.ones(5, F32), "b": np.ones((2, 3), F32)}
+    for given in (arrays, {"w": np.ones((4, 4), F32)}):
+        for out in (np.ones(5, F32), np.ones((4, 4), F32)):
+            with pytest.raises(TypeError, match="out of a dict of arrays is a dict"):
+                kv.pushpull(given, out=out)
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+def test_arrays_that_lie_over_values(ranks, size):
+    """Of several buckets each is summed before the next one is read."""
+    with mpikv.create(bucket_bytes=4096, timeout=10) as kv:
+        kv.init("v", np.arange(float(size)))
+        for _ in range(3):
+            kv.push("v", np.arange(float(size)))
+        before = kv.pull("v")
+        over = np.frombuffer(memoryview(kv.view("v"))).reshape(size)
+        kv.push("v", over[::-1])
+        np.testing.assert_array_equal(kv.pull("v"), kv.size * before[::-1])
