@@ -113,10 +113,11 @@ class ShmTransport:
         return self.reduce_scatter(send, recv, (0,) * root + (send.size,) + (0,) * (self.size - root - 1))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
-        return self._terms(send, None)
+        return self._shown_terms(send, None) if send.nbytes < self._large else self._large_terms(send, None)
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
-        return self._terms(send, tuple(counts))
+        counts = tuple(counts)
+        return self._shown_terms(send, counts) if send.nbytes < self._large else self._large_terms(send, counts)
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         # The terms of a sum are what every rank sent.
@@ -164,14 +165,8 @@ class ShmTransport:
         # What is still lent is kept: other ranks may be about to read it.
         self._attached, self._inbox = None, zeros(0)
 
-    def _terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Exchange; return every rank's elements for this one: all of them, or as many as ``counts`` says."""
-        if send.nbytes >= self._large:
-            return self._large_terms(send, counts)
-        return self._shown_terms(send, counts)
-
     def _shown_terms(self, send: Array, counts: tuple[int, ...] | None) -> Sequence[Array]:
-        """Do that in the halves alone."""
+        """Exchange; return every rank's elements for this one: all of them, or as many as ``counts`` says."""
         key = self._exchange(send), counts or send.size, send.dtype
         return self._views.get(key) or self._view(key, *_part(self.rank, counts, send.size))
 

@@ -61,7 +61,9 @@ class Operands:
 
     def sources(self, key: Any, value: Any, filled: bool = False) -> tuple[Plan, Arrays | Brought | None]:
         """Return the plan and what is pushed, and perhaps ``filled``: arrays, rows, or None for the buffers."""
-        names, given = (tuple(key), list(key.values())) if type(key) is dict and value is None else (key, value)
+        names, given = key, value
+        if type(key) is dict and value is None:
+            names, given = tuple(key), list(key.values())
         plan = self._find_plan(names)
         if plan is not None and (arrays := self._plain_sources(plan, names, given, filled)) is not None:
             return plan, arrays
@@ -112,14 +114,13 @@ class Operands:
         That is how training calls the store, thousands of times; None sends all else to where more forms are known.
         """
         if self._gpu is not None:
-            return self._plain_there(self._gpu, plan, key, given, apart)
-        arrays = self._one_each(plan, key, given, writable, apart)
-        return None if arrays is not None and plan.cut and not all(map(_is_contiguous, arrays)) else arrays
+            arrays = self._one_each(plan, key, given, False, False)
+            return None if arrays is None else self._plain_there(self._gpu, arrays, apart)
+        return self._one_each(plan, key, given, writable, apart)
 
-    def _plain_there(self, gpu: Gpu, plan: Plan, key: Any, given: Any, apart: bool) -> Sequence[Any] | None:
-        """Do the same in a store on GPUs."""
-        arrays = self._one_each(plan, key, given, False, False)
-        if arrays is None or not all(map(_is_contiguous, arrays)) or gpu.addresses(arrays) is None:
+    def _plain_there(self, gpu: Gpu, arrays: Sequence[Any], apart: bool) -> Sequence[Any] | None:
+        """Return arrays of a GPU, which can all be written, if they are of this one."""
+        if not all(map(_is_contiguous, arrays)) or gpu.addresses(arrays) is None:
             return None
         if apart and not self._exchange.values.lie_apart(gpu, arrays):
             return None
@@ -127,8 +128,8 @@ class Operands:
         return tuple(arrays)
 
     def _one_each(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
-        """Return the one array per key, each of the value's shape and dtype, if that is what was given."""
-        kind = self._kind
+        """Return the one array per key, if that is what was given."""
+        kind, cut = self._kind, plan.cut
         if type(given) is kind:
             if (
                 type(key) not in _KEY_TYPES
@@ -136,6 +137,7 @@ class Operands:
                 or given.dtype != plan.dtypes[0]
                 or (writable and not given.flags.writeable)
                 or (apart and given.base is not None and not self._lies_apart(given))
+                or (cut and not given.flags.c_contiguous)
             ):
                 return None
             return (given,)
@@ -149,6 +151,7 @@ class Operands:
                 or (array.dtype is not dtype and array.dtype != dtype)
                 or (writable and not array.flags.writeable)
                 or (apart and array.base is not None and not self._lies_apart(array))
+                or (cut and not array.flags.c_contiguous)
             ):
                 return None
         arrays: Sequence[Any] = given
@@ -198,11 +201,12 @@ class Operands:
     def targets(self, plan: Plan, key: Any, given: Any, implied: bool = False) -> tuple[Arrays, Any]:
         """Return the arrays to fill, and what the call returns. ``implied``: they were given to be pushed."""
         names, outs = key, given
-        if isinstance(given, dict) and isinstance(key, Mapping):
-            # But for 1, which True equals, what equals a key is one.
-            alike = tuple(given) == plan.keys != () and type(plan.keys[0]) is str
-            names, outs = (plan.keys, list(given.values())) if alike else flatten(given, what="out")
-            names = plan.keys if tuple(names) == plan.keys else ()
+        if isinstance(given, dict) and (type(key) is dict or isinstance(key, Mapping)):
+            names, outs = tuple(given), list(given.values())
+            # True equals 1, but is no key; what equals a str that is one is one, too.
+            if names != plan.keys or not ((names and type(plan.keys[0]) is str) or set(map(type, names)) == {int}):
+                names, outs = flatten(given, what="out")
+                names = plan.keys if tuple(names) == plan.keys else ()
         if (arrays := self._plain(plan, names, outs, True, True)) is not None:
             return arrays, given
         return self.fillable(lambda out: self.targets_of(plan, outs_of(key, out, plan.keys).groups), given, implied)
