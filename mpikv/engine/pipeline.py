@@ -104,7 +104,9 @@ class Pipeline:
         if not self.current:
             self._refresh(plan)
         if are_plain(targets):
-            self._copy(targets, plan.values)
+            bound = plan.bound_values
+            if bound is None or not bound.give(targets):
+                self._copy(targets, plan.values)
         elif targets:
             pairs = zip(plan.entries, targets, strict=True)
             copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
@@ -210,7 +212,9 @@ class Pipeline:
         if not bucket.dense:
             send.fill(0)
         if are_plain(sources):
-            self._copy(bucket.slots[slot], sources[bucket.items] if bucket.items else cut(bucket, sources))
+            given, bound = sources[bucket.items] if bucket.items else cut(bucket, sources), bucket.bound_slots[slot]
+            if bound is None or not bound.take(given):
+                self._copy(bucket.slots[slot], given)
         else:  # casts may overflow
             run_quietly(self._pack_groups, bucket, sources, send)
         return send

@@ -19,7 +19,7 @@ from ..arrays.arrays import accumulator, name_of
 from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
-from ..protocols import Array, GpuKernels, Kernels, Key, Placement, Shard, Transport, Updater
+from ..protocols import Array, BoundList, GpuKernels, Kernels, Key, ListKernels, Placement, Shard, Transport, Updater
 from .arena import LINE_BYTES, Block, Kept
 from .grid import rounded
 from .keys import Entry
@@ -110,6 +110,8 @@ class Bucket:
     """As :meth:`~mpikv.protocols.Placement.bind_reduce` returns it. Collective."""
     publish: Callable[[], None]
     """As :meth:`~mpikv.protocols.Placement.bind_publish` returns it. Collective."""
+    bind_list: Callable[[Sequence[Array]], BoundList | None]
+    """As :meth:`Planner.bind_list`."""
 
     # Two that not every call needs, and that take a while where keys are many.
 
@@ -136,6 +138,11 @@ class Bucket:
             self.value[piece.low : piece.high].reshape(shape)
             for piece, shape in zip(self.pieces, self.shapes, strict=True)
         )
+
+    @lazy
+    def bound_slots(self) -> tuple[BoundList | None, ...]:
+        """The same, where kernels copy to them."""
+        return tuple(map(self.bind_list, self.slots))
 
     @lazy
     def owned(self) -> tuple[slice, ...]:
@@ -238,6 +245,11 @@ class Plan:
     def values(self) -> list[Array]:
         """This rank's memory of each value, in its shape."""
         return [entry.value for entry in self.entries]
+
+    @lazy
+    def bound_values(self) -> BoundList | None:
+        """The same, where kernels compare arrays with them."""
+        return self.planner.bind_list(self.values)
 
     @lazy
     def views(self) -> list[Array]:
@@ -410,6 +422,11 @@ class Planner:
         here = self.transport.sharing_size > 1 and not self.compressed
         return here and (self.transport.size == 2 or not self.in_pairs)
 
+    def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
+        """Return arrays beside which kernels look at others, if they do."""
+        kernels, here = self.kernels, self.transport.memory.is_host
+        return kernels.bind_list(arrays) if here and isinstance(kernels, ListKernels) else None
+
     @lazy
     def current(self) -> bool:
         """Whether a push leaves every rank with the newest values."""
@@ -504,6 +521,7 @@ class Planner:
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
             reduce=self.placement.bind_reduce(shard),
             publish=self.placement.bind_publish(shard, value),
+            bind_list=self.bind_list,
         )
 
     def _may_be_direct(self, nbytes: int) -> bool:

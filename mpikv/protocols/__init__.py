@@ -7,7 +7,7 @@ held to its contract by a class in :mod:`mpikv.testing`. There is a file for eac
 from .arrays import Array, Key, Slots
 from .codec import Codec, ElementwiseCodec, Gather, Rounds, Sum, TensorCodec
 from .gpu import Event, Gpu, Graph, Stream
-from .kernels import GpuKernels, Kernels, StepTable, Whole, WholeKernels
+from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole, WholeKernels
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
 from .transport import Transport
@@ -15,6 +15,7 @@ from .updater import Updater
 
 __all__ = [
     "Array",
+    "BoundList",
     "Codec",
     "ElementwiseCodec",
     "Event",
@@ -25,6 +26,7 @@ __all__ = [
     "Issue",
     "Kernels",
     "Key",
+    "ListKernels",
     "Memory",
     "Placement",
     "Rounds",

@@ -12,7 +12,7 @@ from .codec import Codec
 from .memory import Memory
 from .updater import Updater
 
-__all__ = ["GpuKernels", "Kernels", "StepTable", "Whole", "WholeKernels"]
+__all__ = ["BoundList", "GpuKernels", "Kernels", "ListKernels", "StepTable", "Whole", "WholeKernels"]
 
 
 class Whole(NamedTuple):
@@ -49,6 +49,35 @@ class Kernels(Protocol):
 
         The arrays are flat and contiguous, of the size and the dtype of the value.
         """
+        ...
+
+
+class BoundList(Protocol):
+    """Arrays that stay where they are, with which others are compared, and between which and others all is copied: one
+    each, in order. All methods are local, and return False where they cannot tell: then numpy is to be asked.
+    """
+
+    def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
+        """Return whether each of the others is contiguous, and of the class, the shape and the dtype of its array; if
+        asked for, also writable, or over memory of its own.
+        """
+        ...
+
+    def take(self, others: Sequence[Any]) -> bool:
+        """Copy what the others hold to the arrays; return False where others do not fit, and some may be copied."""
+        ...
+
+    def give(self, others: Sequence[Any]) -> bool:
+        """Copy what the arrays hold to the others; return False as :meth:`take` does."""
+        ...
+
+
+@runtime_checkable
+class ListKernels(Kernels, Protocol):
+    """Kernels that look at many arrays of the host in less time than numpy takes to be called for each."""
+
+    def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
+        """Return these arrays of numpy's own class, bound; or None where it gains nothing."""
         ...
 
 

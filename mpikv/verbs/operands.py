@@ -143,6 +143,10 @@ class Operands:
             return (given,)
         if type(given) not in _LISTS or type(key) not in _LISTS or not len(key) == len(given) == len(plan.keys) > 0:
             return None  # perhaps some keys are named twice
+        arrays: Sequence[Any] = given
+        bound = plan.bound_values
+        if bound is not None and bound.fits(given, writable, apart):
+            return arrays
         # One loop: arrays are in no cache yet, and a pass for each property would take longer.
         for array, shape, dtype in zip(given, plan.shapes, plan.dtypes, strict=True):
             if (
@@ -154,7 +158,6 @@ class Operands:
                 or (cut and not array.flags.c_contiguous)
             ):
                 return None
-        arrays: Sequence[Any] = given
         return arrays
 
     def _lies_apart(self, array: Array) -> bool:

@@ -112,6 +112,69 @@ def compare(name, options, comm):
     assert len({result["large"] for result in results[0]}) == 6
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
+def test_lists_of_many_keys(comm, bucket_bytes):
+    """Loops look at them and copy them, as far as these can tell that arrays fit."""
+    random = np.random.default_rng(3)
+    shapes = [tuple(random.integers(0, 9, random.integers(0, 4))) for _ in range(60)] + [(3000,)]
+    keys = [f"k{number}" for number in range(len(shapes))]
+    pushed = [[random.integers(-9, 9, shape).astype(np.float32) for shape in shapes] for _ in range(2)]
+    with mpikv.create(comm=comm, kernels="numba", timeout=30, bucket_bytes=bucket_bytes) as kv:
+        kv.init(keys, pushed[0])
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        expected = [array.copy() for array in pushed[0]]
+        for mine in (arrays for arrays in layouts(pushed[1]) for _ in range(2)):
+            for old, array in zip(expected, pushed[1], strict=True):
+                old -= kv.size * array
+            outs = [np.empty_like(array) for array in pushed[1]]
+            for given in (mine, dict(zip(keys, mine, strict=True))):
+                if isinstance(given, dict):
+                    assert kv.pull(dict(zip(keys, outs, strict=True)))
+                elif kv.rank % 2:
+                    kv.pushpull(keys, given, out=outs)
+                else:
+                    assert kv.pushpull(dict(zip(keys, given, strict=True)), out=dict(zip(keys, outs, strict=True)))
+                for out, old in zip(outs, expected, strict=True):
+                    np.testing.assert_array_equal(out, old)
+
+
+def layouts(arrays):
+    """Yield the same numbers in arrays that loops can copy, and in lists with one that they cannot."""
+    yield [array.copy() for array in arrays]
+    for number, array in ((0, arrays[0][...]), (-1, np.repeat(arrays[-1], 2)[::2]), (-1, arrays[-1].astype(float))):
+        others = [array.copy() for array in arrays]
+        others[number] = array
+        yield others
+    yield [array.view(type("Named", (np.ndarray,), {})) for array in arrays]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.deadline(60)
+def test_a_list_that_has_changed(comm):
+    with mpikv.create(comm=comm, kernels="numba", timeout=30) as kv:
+        keys, arrays = list(range(40)), [np.zeros((2, 3)) for _ in range(40)]
+        kv.init(keys, arrays)
+        for _ in range(2):
+            kv.pushpull(keys, arrays)
+        odd = kv.rank == kv.size - 1
+        for change, kind, text in (
+            (lambda array: setattr(array, "shape", (3, 2)), mpikv.ValueMismatch, "key 39 has shape .3, 2."),
+            (lambda array: setattr(array, "dtype", np.int64), mpikv.ValueMismatch, "key 39 has dtype int64"),
+            (lambda array: array.setflags(write=False), TypeError, "read-only"),
+        ):
+            kv.push(keys, arrays)
+            if odd:
+                change(arrays[-1])
+            with pytest.raises(kind if odd else mpikv.PeerFailed, match=text):
+                kv.pull(keys, arrays)
+            arrays[-1] = np.zeros((2, 3))
+        arrays[0][...] = 1.0
+        assert kv.pushpull(keys, arrays) is arrays
+        assert (arrays[0] == kv.size).all()
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.deadline(60)
 @pytest.mark.parametrize("deterministic", [False, True])

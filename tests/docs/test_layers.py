@@ -52,7 +52,7 @@ MODULES = {"errors", "options", "config", "schedules", "create", "__init__", "__
 UNSEEN = {("engine", "transports"), ("sparse", "transports"), ("verbs", "transports"), ("memory", "compute")}
 """What knows the implementations of a seam by their Protocol alone."""
 
-NUMBA = {"compute/numba/codecs", "compute/numba/compiling", "compute/numba/rules", "compute/numba/half_rules"}
+NUMBA = {f"compute/numba/{name}" for name in ("codecs", "compiling", "rules", "half_rules", "lists")}
 CUPY = {"compute/cuda/loading", "compute/cuda/gpu"}
 FRAMEWORKS = {"torch", "jax"}
 MPI = {"cluster/mpi_library", "cli/bench/worker"}

@@ -82,6 +82,16 @@ class TestKernels(KernelsContract):
         return compiled
 
 
+@pytest.mark.parametrize("field", ["_TYPE", "_DATA", "_NDIM", "_BASE", "_DTYPE", "_FLAGS"])
+def test_lists_are_left_to_numpy_where_headers_are_others(field, monkeypatch):
+    lists = pytest.importorskip("mpikv.compute.numba.lists")
+    arrays = [np.zeros((2, 3)) for _ in range(20)]
+    monkeypatch.setattr(lists, "_reads_headers", lists._reads_headers.__wrapped__)  # as in a process of its own
+    assert lists.bind_list(arrays) is not None
+    monkeypatch.setattr(lists, field, getattr(lists, field) + 4)
+    assert lists.bind_list(arrays) is None
+
+
 def is_compiled(optimizer, total, value, state):
     """Return whether the bound function leaves the sum alone, as no rule in numpy does."""
     before = total.copy()

@@ -26,7 +26,7 @@ def test_numpy_is_the_default_and_loads_no_numba(monkeypatch):
 @pytest.fixture
 def without_numba(monkeypatch):
     """Forget what has imported numba, which cannot be imported any more."""
-    for name in ("compiling", "codecs", "rules", "half_rules"):
+    for name in ("compiling", "codecs", "rules", "half_rules", "lists"):
         monkeypatch.delitem(sys.modules, f"mpikv.compute.numba.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delattr(numba, "rules", raising=False)

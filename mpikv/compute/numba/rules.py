@@ -33,8 +33,9 @@ from ...protocols import Array, Updater
 from .compiling import inner, kept
 from .half_rules import adding as adding_halves
 from .half_rules import is_half, rounding
+from .lists import bind_list
 
-__all__ = ["LOOPS", "bind", "bind_adding", "prepare", "rules"]
+__all__ = ["LOOPS", "bind", "bind_adding", "bind_list", "prepare", "rules"]
 
 Loop: TypeAlias = Callable[..., None]
 """``loop(total, term, weight, *state, scale, bound, wd, *numbers)``: numbers are float64 and rounded inside. The

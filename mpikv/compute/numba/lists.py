@@ -1,0 +1,179 @@
+"""Looks at thousands of numpy arrays, and copies them, where calls from Python take longer than the work for each.
+
+A loop here reads the arrays' headers where numpy has them: the fields of ``PyArrayObject_fields`` in numpy's header
+``ndarraytypes.h``, behind the head of each Python object. Array objects have lain so since numpy 1.7, and extensions
+are compiled for it. That it holds here is tried with some arrays before anything is read; else the loops are not used.
+
+Python's lock is held meanwhile, so that no array changes or goes; what a loop is given keeps them alive.
+
+This module imports numba, and is imported when numba's kernels are asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import llvmlite.ir as ir
+import numba
+import numpy as np
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from ...protocols import Array
+from .compiling import inner, kept
+
+__all__ = ["bind_list"]
+
+# Below it takes as long to begin a loop as to call numpy for each array.
+_FEW = 16
+# Where the fields are in an object, in bytes: the type ends its head.
+_HEAD = object.__basicsize__
+_TYPE, _DATA, _NDIM, _SHAPE, _BASE, _DTYPE, _FLAGS = (_HEAD + 8 * words for words in (-1, 0, 1, 2, 4, 5, 6))
+_C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
+
+
+def bind_list(arrays: Sequence[Array]) -> BoundList | None:
+    """Return what :meth:`mpikv.protocols.ListKernels.bind_list` does."""
+    alike = len(arrays) >= _FEW and _reads_headers() and all(array.flags.c_contiguous for array in arrays)
+    return BoundList(arrays) if alike else None
+
+
+class BoundList:
+    """A :class:`mpikv.protocols.BoundList`."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._count, self._objects = len(arrays), _objects_of(arrays)
+        self._sizes = np.array([array.nbytes for array in arrays], np.int64)
+        self._begin = _address_of(self._objects)
+
+    def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
+        if len(others) != self._count:
+            return False
+        objects, flags = _objects_of(others), _C_CONTIGUOUS | (_WRITEABLE if writable else 0)
+        return bool(kept(_all_alike)(_address_of(objects), self._begin, self._count, flags, own))
+
+    def take(self, others: Sequence[Any]) -> bool:
+        return self._copied(_objects_of(others), len(others), taking=True)
+
+    def give(self, others: Sequence[Any]) -> bool:
+        return self._copied(_objects_of(others), len(others), taking=False)
+
+    def _copied(self, objects: Array, count: int, taking: bool) -> bool:
+        if count != self._count:
+            return False
+        theirs = _address_of(objects)
+        targets, sources = (self._begin, theirs) if taking else (theirs, self._begin)
+        return bool(kept(_copy_all)(targets, sources, self._sizes))
+
+
+def _objects_of(arrays: Sequence[Any]) -> Array:
+    """Return an array of Python objects: of their addresses, and it keeps them alive."""
+    return np.fromiter(arrays, object, len(arrays))
+
+
+def _address_of(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@cache
+def _reads_headers() -> bool:
+    """Return whether headers are as these loops read them. Looks at some arrays, and nowhere but in their objects."""
+    base = np.zeros((3, 4), np.float32)
+    frozen = base.copy()
+    frozen.flags.writeable = False
+    samples = (base, frozen, base[1:, ::2], np.zeros((), np.int8))
+    large = np.dtype(np.intp).itemsize == 8 and np.ndarray.__basicsize__ >= _FLAGS + 4
+    return large and all(map(_has_known_header, samples))
+
+
+def _has_known_header(array: Array) -> bool:
+    words = {at: ctypes.c_uint64.from_address(id(array) + at).value for at in (_TYPE, _DATA, _BASE, _DTYPE)}
+    numbers = {at: ctypes.c_int32.from_address(id(array) + at).value for at in (_NDIM, _FLAGS)}
+    base = 0 if array.base is None else id(array.base)
+    flags = array.flags.c_contiguous * _C_CONTIGUOUS + array.flags.writeable * _WRITEABLE
+    return (
+        words == {_TYPE: id(type(array)), _DATA: _address_of(array), _BASE: base, _DTYPE: id(array.dtype)}
+        and numbers[_NDIM] == array.ndim
+        and numbers[_FLAGS] & (_C_CONTIGUOUS | _WRITEABLE) == flags
+    )
+
+
+# --- Loops
+
+
+def _all_alike(objects: int, others: int, count: int, flags: int, own: bool) -> bool:
+    """Return whether each of some arrays is as another one is. ``objects`` and ``others`` are where the addresses of
+    both are.
+    """
+    for i in range(count):  # noqa: SIM110 - numba knows no all()
+        if not _is_alike(_word(objects + 8 * i), _word(others + 8 * i), flags, own):
+            return False
+    return True
+
+
+def _copy_all(targets: int, sources: int, nbytes: Any) -> bool:
+    """Copy arrays of so many bytes. Return whether all were alike, and contiguous."""
+    for i in range(nbytes.size):
+        target, source = _word(targets + 8 * i), _word(sources + 8 * i)
+        # Both ways, as what was looked at may have been changed by another thread.
+        if not (
+            _is_alike(source, target, _C_CONTIGUOUS, False)
+            and _is_alike(target, source, _C_CONTIGUOUS | _WRITEABLE, False)
+        ):
+            return False
+        _move(_word(target + _DATA), _word(source + _DATA), nbytes[i])
+    return True
+
+
+@inner
+def _is_alike(array: Any, other: Any, flags: Any, own: Any) -> Any:
+    """Return whether an array is of the type, the dtype and the shape of another, has these flags, and if asked for,
+    memory of its own.
+    """
+    ndim = _number(other + _NDIM)
+    if (
+        _word(array + _TYPE) != _word(other + _TYPE)
+        or _word(array + _DTYPE) != _word(other + _DTYPE)
+        or _number(array + _NDIM) != ndim
+        or _number(array + _FLAGS) & flags != flags
+        or (own and _word(array + _BASE) != 0)
+    ):
+        return False
+    shape, wanted = _word(array + _SHAPE), _word(other + _SHAPE)
+    for axis in range(ndim):  # noqa: SIM110
+        if _word(shape + 8 * axis) != _word(wanted + 8 * axis):
+            return False
+    return True
+
+
+def _loading(bits: int) -> Callable[..., Any]:
+    """Return what tells numba how to read an integer of so many bits at an address."""
+    kind: Any = getattr(numba.types, f"int{bits}")
+
+    def read(_: Any, address: Any) -> Any:
+        def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.load(builder.inttoptr(arguments[0], ir.IntType(bits).as_pointer()))
+
+        return kind(numba.types.int64), build
+
+    return read
+
+
+def _moving(_: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Tell numba how to copy bytes from one address to another."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, start = (builder.inttoptr(each, ir.IntType(8).as_pointer()) for each in arguments[:2])
+        cgutils.raw_memcpy(builder, to, start, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return numba.types.void(*[numba.types.int64] * 3), build
+
+
+_word: Any = intrinsic(_loading(64))
+_number: Any = intrinsic(_loading(32))
+_move: Any = intrinsic(_moving)
