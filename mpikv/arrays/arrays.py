@@ -394,15 +394,17 @@ def disjoint(
     ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine.
     Where it would take long to tell, the answer is False. ``address`` tells where arrays begin.
     """
-    arrays = [array for group in (*sources, *targets) for array in group]
-    if not all(array.flags.c_contiguous for array in arrays):
+    flags = [array.flags for group in (*sources, *targets) for array in group]
+    if not all(each.c_contiguous for each in flags):
         return False
+    # An array with memory of its own meets itself alone. To ask numpy where it lies takes ten times as long.
+    owned = all(each.owndata for each in flags)
     ranges: dict[tuple[int, int, int], bool] = {}
     for written, groups in ((False, sources), (True, targets)):
         for key, group in enumerate(groups):
             for array in group:
-                low = address(array)
-                ranges[low, low + array.nbytes, key] = written
+                low = id(array) if owned else address(array)
+                ranges[low, low + (1 if owned else array.nbytes), key] = written
     return _apart(sorted((low, high, written) for (low, high, _), written in ranges.items()))
 
 

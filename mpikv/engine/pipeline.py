@@ -120,11 +120,11 @@ class Pipeline:
             self.pull(plan, targets)
             return
         # Whether copies may be early is this rank's affair; the order of the exchanges is not.
-        outs = groups_of(targets)
-        early = bool(outs) and disjoint(groups_of(sources), outs)
-        flat = _flat_copies(plan, outs) if early else ()
-        self._push(plan, sources, steps, confirm, flat)
-        if not early:
+        outs: Arrays = ()
+        if targets and disjoint(groups_of(sources), groups_of(targets)):
+            outs = targets if are_plain(targets) else _flat_copies(plan, targets)
+        self._push(plan, sources, steps, confirm, outs)
+        if not outs:
             self.pull(plan, targets)
 
     def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
@@ -156,7 +156,7 @@ class Pipeline:
         sources: Arrays | None,
         steps: Steps,
         confirm: Confirm | None,
-        outs: Sequence[Sequence[Array]] | None = None,
+        outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
         """Sum bucket by bucket; update each while it is in the cache; unpack it, if wanted, one bucket behind.
@@ -353,10 +353,15 @@ class Pipeline:
             publication.end((bucket,))
         bucket.publish()
 
-    def _unpack(self, bucket: Bucket, outs: Sequence[Sequence[Array]]) -> None:
-        """Give every rank an updated bucket, and copy it to the callers' flat arrays."""
+    def _unpack(self, bucket: Bucket, outs: Arrays) -> None:
+        """Give every rank an updated bucket, and copy it to the callers' arrays: plain ones, or flat ones."""
         if not self.current:
             self._publish(bucket)
+        if are_plain(outs):
+            given, bound = outs[bucket.items] if bucket.items else _cut(bucket, outs), bucket.bound_parts
+            if bound is None or not bound.give(given):
+                self._copy(given, bucket.parts)
+            return
         for piece in bucket.pieces if outs else ():
             for array in outs[piece.item]:
                 np.copyto(array[piece.begin : piece.end], bucket.value[piece.low : piece.high], casting="unsafe")

@@ -121,15 +121,19 @@ class Bucket:
         return tuple(self.cut_updates())
 
     @lazy
+    def parts(self) -> tuple[Array, ...]:
+        """The pieces of the value, in their shapes."""
+        return self._parts_of(self.value)
+
+    @lazy
     def slots(self) -> tuple[tuple[Array, ...], ...]:
         """Where the pieces go in each of the sends, in their shapes."""
-        return tuple(
-            tuple(
-                send[piece.low : piece.high].reshape(shape)
-                for piece, shape in zip(self.pieces, self.shapes, strict=True)
-            )
-            for send in self.sends
-        )
+        return tuple(map(self._parts_of, self.sends))
+
+    @lazy
+    def bound_parts(self) -> BoundList | None:
+        """The parts, where kernels copy from them."""
+        return self.bind_list(self.parts)
 
     @lazy
     def parts(self) -> tuple[Array, ...]:
@@ -141,8 +145,12 @@ class Bucket:
 
     @lazy
     def bound_slots(self) -> tuple[BoundList | None, ...]:
-        """The same, where kernels copy to them."""
+        """The slots, where kernels copy to them."""
         return tuple(map(self.bind_list, self.slots))
+
+    def _parts_of(self, message: Array) -> tuple[Array, ...]:
+        pairs = zip(self.pieces, self.shapes, strict=True)
+        return tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
 
     @lazy
     def owned(self) -> tuple[slice, ...]:
