@@ -52,10 +52,17 @@ class Operands:
         kind, plans = type(key), self._plans
         if kind is str or kind is int:
             return plans.single.get(key)
-        # True and 1.0 equal 1, but are no keys.
-        if kind not in _LISTS or len(kinds := set(map(type, key))) != 1 or not kinds <= _KEY_TYPES:
+        if kind not in _LISTS or not key:
             return None
-        return plans.single.get(key[0]) if len(key) == 1 else plans.recent.get(keys := tuple(key)) or plans.find(keys)
+        try:
+            plan = (
+                plans.single.get(key[0])
+                if len(key) == 1
+                else plans.recent.get(names := tuple(key)) or plans.find(names)
+            )
+        except TypeError:  # something in it has no hash, and is no key
+            return None
+        return plan if plan is None or _are_keys(key, plan.keys) else None
 
     # --- What is pushed
 
@@ -206,8 +213,7 @@ class Operands:
         names, outs = key, given
         if isinstance(given, dict) and (type(key) is dict or isinstance(key, Mapping)):
             names, outs = tuple(given), list(given.values())
-            # True equals 1, but is no key; what equals a str that is one is one, too.
-            if names != plan.keys or not ((names and type(plan.keys[0]) is str) or set(map(type, names)) == {int}):
+            if names != plan.keys or not _are_keys(names, plan.keys):
                 names, outs = flatten(given, what="out")
                 names = plan.keys if tuple(names) == plan.keys else ()
         if (arrays := self._plain(plan, names, outs, True, True)) is not None:
@@ -248,6 +254,11 @@ class Operands:
 def given_to_fill(key: Any, value: Any, out: Any) -> Any:
     """Return what a call that brings values fills: ``out``, or else what it was given."""
     return out if out is not None else key if isinstance(key, Mapping) else value
+
+
+def _are_keys(names: Sequence[Any], equal: tuple[Key, ...]) -> bool:
+    """Return whether names that equal some keys are keys: what equals a str is one, but True and 1.0 equal 1."""
+    return not equal or type(equal[0]) is str or set(map(type, names)) == {int}
 
 
 def _forget(known: dict[int, Any], name: int, gone: object) -> None:
