@@ -358,7 +358,7 @@ class Pipeline:
         if not self.current:
             self._publish(bucket)
         if are_plain(outs):
-            given, bound = outs[bucket.items] if bucket.items else _cut(bucket, outs), bucket.bound_parts
+            given, bound = outs[bucket.items] if bucket.items else cut(bucket, outs), bucket.bound_parts
             if bound is None or not bound.give(given):
                 self._copy(given, bucket.parts)
             return

@@ -113,7 +113,7 @@ class Bucket:
     bind_list: Callable[[Sequence[Array]], BoundList | None]
     """As :meth:`Planner.bind_list`."""
 
-    # Two that not every call needs, and that take a while where keys are many.
+    # Not every call needs them, and they take a while where keys are many.
 
     @lazy
     def updates(self) -> tuple[Update, ...]:
@@ -134,14 +134,6 @@ class Bucket:
     def bound_parts(self) -> BoundList | None:
         """The parts, where kernels copy from them."""
         return self.bind_list(self.parts)
-
-    @lazy
-    def parts(self) -> tuple[Array, ...]:
-        """The values of the pieces, in their shapes."""
-        return tuple(
-            self.value[piece.low : piece.high].reshape(shape)
-            for piece, shape in zip(self.pieces, self.shapes, strict=True)
-        )
 
     @lazy
     def bound_slots(self) -> tuple[BoundList | None, ...]:
