@@ -218,7 +218,7 @@ class Communicator:
             said = ", ".join(f"rank {rank} {name}" for rank, name in sorted(operation.names.items()))
             operation.failure = f"ranks call different operations: {said}"
         if operation.failure:
-            self._scheduler.changed(shared.hosts)
+            self._scheduler.changed(*shared.hosts)
         elif len(operation.names) == self.size:
             del shared.operations[number]
             self._complete(operation, combine)
@@ -235,7 +235,7 @@ class Communicator:
                 operation.results = combine(operation.given)
             except SimulatedError as error:
                 operation.failure = str(error)
-            scheduler.changed(shared.hosts)
+            scheduler.changed(*shared.hosts)
 
         if moment <= scheduler.now:
             finish()
@@ -387,7 +387,7 @@ class Communicator:
         def arrive() -> None:
             shared.inboxes[rank].append(message)
             message.arrived = True
-            scheduler.changed({source, target})
+            scheduler.changed(source, target)
 
         if math.isfinite(moment):
             scheduler.at(moment, arrive)
@@ -436,7 +436,7 @@ class Communicator:
             if self._scheduler.choosing:
                 raise RuntimeError("a message is received by its own rank alone")
             self._shared.inboxes[self.rank].remove(message)
-            self._scheduler.changed([self.library.hosts[self._world_rank]])
+            self._scheduler.changed(self.library.hosts[self._world_rank])
         return message
 
 

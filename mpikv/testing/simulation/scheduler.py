@@ -14,7 +14,7 @@ import math
 import random
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from .errors import Deadlock, Hung
 from .task import Task
@@ -38,8 +38,13 @@ class Scheduler:
         """``at_point`` is called at each scheduling point, by the task that has come to it."""
         self.random = random.Random(seed)
         self.now = 0.0
-        self.changes = [0] * hosts
-        """How often anything has changed for which a task may wait, on each host: of others it sees messages alone."""
+        self.candidates: list[Task] = []
+        """Tasks that may be able to go on, of which the next is drawn."""
+        self.waiting: list[list[Task]] = [[] for _ in range(hosts)]
+        """Those that cannot before anything changes on their host, for each host: of others it sees messages alone."""
+        self.asleep: list[Task] = []
+        """Those that cannot before a moment comes. A task that has not ended is in one of these lists, or has the
+        turn."""
         self.choosing = False
         """Whether conditions of waiting tasks are looked at, which must not wait themselves."""
         self.ended: dict[str, Task] = {}
@@ -76,10 +81,12 @@ class Scheduler:
         if self._failure is not None:
             raise self._failure
 
-    def changed(self, hosts: Iterable[int]) -> None:
+    def changed(self, *hosts: int) -> None:
         """Say that something has changed on some hosts for which a task may wait."""
         for host in hosts:
-            self.changes[host] += 1
+            if waiting := self.waiting[host]:
+                self.candidates += waiting
+                waiting.clear()
 
     def at(self, moment: float, act: Callable[[], None]) -> None:
         """Have something done at a moment."""
@@ -89,14 +96,23 @@ class Scheduler:
     def add(self, task: Task) -> None:
         """Let a task have turns."""
         self._tasks.append(task)
+        self.candidates.append(task)
 
-    def choose_after(self, task: Task) -> Task:
-        """Return the task whose turn it is after one that is at a scheduling point."""
+    def choose_after(self, task: Task, queue: list[Task]) -> Task:
+        """Return the task whose turn it is after one that is at a scheduling point, and waits in a queue from now on.
+
+        It has the turn again where its plan is to raise at this point.
+        """
         if self._given_up:
             threading.Event().wait()  # for ever: none of a rank's code may run beside what comes next in the process
         self._turns += 1
-        if not task.ending:
-            self._at_point(task)
+        queue.append(task)
+        try:
+            if not task.ending:
+                self._at_point(task)
+        except BaseException:
+            self._remove([task])
+            raise
         return self._choose()
 
     def enter(self, task: Task) -> None:
@@ -119,7 +135,7 @@ class Scheduler:
         self.ended[task.name] = task
         if task in self._tasks:
             self._tasks.remove(task)
-        self.changed([task.site])
+        self.changed(task.site)
         self._end_rest()
         if self._tasks:
             self._choose().take_turn()
@@ -129,10 +145,22 @@ class Scheduler:
     def _end_rest(self) -> None:
         """End what no program is left for: the threads of ranks that ended, then the ranks that were killed."""
         if not self._tasks:
-            self._unpark()
+            self._tasks, self._parked = self._parked, []
+            self._end(self._tasks)
         elif not any(task.leads for task in self._tasks):
-            for task in self._tasks:
-                task.ending = True  # as the daemon threads of a process that ends
+            self._end(self._tasks)  # as the daemon threads of a process that ends
+
+    def _end(self, tasks: Sequence[Task]) -> None:
+        """Have tasks, none of which has the turn, unwind at their next one."""
+        self._remove(tasks)
+        for task in tasks:
+            task.ending = True
+        self.candidates += tasks
+
+    def _remove(self, tasks: Sequence[Task]) -> None:
+        """Take tasks out of the lists of those that wait for a turn."""
+        for queue in (self.candidates, self.asleep, *self.waiting):
+            queue[:] = [task for task in queue if task not in tasks]
 
     def park(self, rank: int) -> None:
         """Take the turns of a rank away, as if its process were killed: none of its code runs any more, but to unwind
@@ -140,24 +168,23 @@ class Scheduler:
         """
         dead = [task for task in self._tasks if task.rank == rank]
         self._tasks = [task for task in self._tasks if task.rank != rank]
+        self._remove(dead)
         self._parked += dead
         self._end_rest()
 
     def delay(self, rank: int, seconds: float) -> None:
         """Let a rank do nothing for so long."""
-        for task in self._tasks:
-            if task.rank == rank:
-                task.delay(self.now + seconds)
+        late = [task for task in self._tasks if task.rank == rank]
+        for task in late:
+            # A sleep that is longer goes on.
+            task.due = max(self.now + seconds, task.due if task in self.asleep else 0.0)
+        self._remove(late)
+        self.asleep += late
 
     def tasks_of(self, rank: int) -> list[Task]:
         """Return the tasks of a rank that have not ended, its program's first."""
         tasks = [task for task in self._tasks if task.rank == rank]
         return sorted(tasks, key=lambda task: not task.leads)
-
-    def _unpark(self) -> None:
-        self._tasks, self._parked = self._parked, []
-        for task in self._tasks:
-            task.ending = True
 
     def _choose(self) -> Task:
         self.choosing = True
@@ -170,15 +197,15 @@ class Scheduler:
 
     def _draw(self) -> Task | None:
         """Return one of the tasks that can go on, each as likely as the others; None if there is none."""
-        tasks, draw, now, changes = self._tasks, self.random.random, self.now, self.changes
-        # Those that cannot are moved to the end as they are drawn.
-        for left in range(len(tasks), 0, -1):
-            place = int(draw() * left)
-            task = tasks[place]
-            # Here, as a call for each task that has nothing to do would take longer than all else.
-            if task.due <= now or task.ending or (task.seen < changes[task.site] and task.is_ready()):
+        candidates, draw, now = self.candidates, self.random.random, self.now
+        while candidates:
+            place = int(draw() * len(candidates))
+            task, last = candidates[place], candidates.pop()
+            if task is not last:
+                candidates[place] = last
+            if task.due <= now or task.ending or task.is_ready():
                 return task
-            tasks[place], tasks[left - 1] = tasks[left - 1], task
+            self.waiting[task.site].append(task)
         return None
 
     def _forward(self) -> None:
@@ -191,10 +218,12 @@ class Scheduler:
             who = ", ".join(sorted(task.name for task in self._tasks))
             do = "wait for each other, without a deadline" if math.isinf(moment) else "look and sleep in turn, for ever"
             self._failure = Deadlock(f"all tasks {do}: {who}")
-            for task in self._tasks:
-                task.ending = True
+            self._end(self._tasks)
         else:
             self.now = moment + _INSTANT
+            due = [task for task in self._tasks if task.due <= self.now]
+            self._remove(due)
+            self.candidates += due
 
     def _watch(self) -> None:
         """Wait until all tasks have ended, or one does not come to a scheduling point."""

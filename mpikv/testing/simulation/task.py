@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from ...cluster import runtime
@@ -69,8 +69,9 @@ class Task:
         self._turn = threading.Lock()
         self._turn.acquire()
         self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
-        # What it waits for: a change after the number that it has seen, by which this is true; or this moment.
-        self.seen, self._ready, self.due = -1, None, 0.0  # type: int, Callable[[], bool] | None, float
+        # What it waits for: a change by which this is true, or this moment.
+        self._ready: Callable[[], bool] | None = None
+        self.due = 0.0
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -123,17 +124,17 @@ class Task:
 
     def give_way(self) -> None:
         self.changed()
-        self._pass(-1, None, self.scheduler.now)
+        self._pass(self.scheduler.candidates, None, self.scheduler.now)
 
     def sleep(self, seconds: float) -> None:
         self.changed()
-        self._pass(sys.maxsize, None, self.scheduler.now + seconds)
+        self._pass(self.scheduler.asleep, None, self.scheduler.now + seconds)
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
         # One that polls, without a condition, has changed nothing since: two of them would wake each other for ever.
         if ready is not None:
             self.changed()
-        self._pass(self.scheduler.changes[self.site], ready, until)
+        self._pass(self.scheduler.waiting[self.site], ready, until)
 
     def thread(self, run: Callable[[], None], name: str) -> Any:
         return Task(self.scheduler, self.of, run, f"{self.name} {name}")
@@ -149,20 +150,19 @@ class Task:
 
     # --- Turns
 
-    def _pass(self, seen: int, ready: Callable[[], bool] | None, until: float) -> None:
-        """Pass the turn on; return when it comes back."""
+    def _pass(self, queue: list[Task], ready: Callable[[], bool] | None, until: float) -> None:
+        """Pass the turn on, to wait among the tasks of a queue; return when it comes back."""
         scheduler = self.scheduler
         if scheduler.choosing:
             raise RuntimeError("a condition that is looked at for another task would wait")
         self._check()
-        self.seen, self._ready, self.due = seen, ready, until
+        self._ready, self.due = ready, until
         self._note_point()
-        chosen = scheduler.choose_after(self)
+        chosen = scheduler.choose_after(self, queue)
         if chosen is not self:
             chosen.take_turn()
             self._turn.acquire()
             scheduler.enter(self)
-        self.seen, self._ready = -1, None
         self._check()
 
     def _check(self) -> None:
@@ -175,34 +175,21 @@ class Task:
 
     def changed(self) -> None:
         """Say that something has changed on this host for which a task may wait."""
-        self.scheduler.changes[self.site] += 1
+        self.scheduler.changed(self.site)
 
     def is_ready(self) -> bool:
         """Return whether it has something to do at a turn, now that something has changed."""
-        changes = self.scheduler.changes[self.site]
         # Asked in the thread of another task, so that those who wait in vain need no turn.
         try:
-            if self._ready is None or self._ready():
-                return True
+            return self._ready is None or self._ready()
         except Exception:
             return True  # the task itself is to meet the error
-        self.seen = changes
-        return False
-
-    def delay(self, until: float) -> None:
-        """Let it do nothing before that moment; a sleep that is longer goes on."""
-        if self.seen == sys.maxsize:
-            until = max(until, self.due)
-        self.seen, self._ready, self.due = sys.maxsize, None, until
 
     # --- What it did last
 
     def _note_point(self) -> None:
-        frame, known = sys._getframe(2), _known.get
-        while frame.f_back is not None:
-            inner = known(frame.f_code)
-            if not (_is_inner(frame) if inner is None else inner):
-                break
+        frame = sys._getframe(2)
+        while _is_inner[frame.f_globals.get("__name__", "")] and frame.f_back is not None:
             frame = frame.f_back
         points, code, line = self._points, frame.f_code, frame.f_lineno
         # A wait comes here again and again.
@@ -246,10 +233,12 @@ def _process_of(rank: int) -> int:
     return -rank - 1
 
 
-_known: dict[CodeType, bool] = {}
+class _IsInner(dict[str, bool]):
+    """Whether modules are inner ones."""
+
+    def __missing__(self, module: str) -> bool:
+        inner = self[module] = module.startswith(_INNER)
+        return inner
 
 
-def _is_inner(frame: FrameType) -> bool:
-    module: str = frame.f_globals.get("__name__", "")
-    inner = _known[frame.f_code] = module.startswith(_INNER)
-    return inner
+_is_inner = _IsInner()
