@@ -13,10 +13,16 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
-__all__ = ["Peer", "Runtime", "enter", "owned", "present", "system_function"]
+__all__ = ["OfMessages", "Peer", "Runtime", "enter", "owned", "present", "system_function"]
+
+
+class OfMessages(partial[bool]):
+    """A condition that only the message-passing library can make true. A simulated rank, which need not poll, is asked
+    again when a message has come for it, and not at every change on its host.
+    """
 
 
 class Peer(Protocol):

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..cluster.process_group import ProcessGroup
-from ..cluster.runtime import present
+from ..cluster.runtime import OfMessages, present
 from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
 
@@ -84,22 +84,13 @@ class Requests:
             Stalled: it was not before the deadline, or another rank has given up.
         """
 
-        def ready_or_probed() -> bool:
-            if ready():
-                return True
-            # The rest of a message of this rank, for which others wait, may go on only while it is in MPI.
-            self._comm.Iprobe(tag=_GONE)
-            return False
-
-        self._until(ready_or_probed, missing)
+        # At every poll: the rest of a message of this rank, for which others wait, may go on only while it is in MPI.
+        self._until(_looking(ready, partial(self._look, missing), every=1), missing)
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
-        # A simulated rank polls only where something may have changed.
-        every = _LOOK_EVERY if present().polls else 1
         try:
             with self._group.translated("waiting"):
-                # Some operations need the others to go on, so that one that they have left may never complete.
-                self._waiting.until(_looking(ready, partial(self._look, missing), every), missing)
+                self._waiting.until(ready, missing)
         except BaseException:
             self._give_up()
             raise
@@ -108,8 +99,12 @@ class Requests:
         """Wait until the operations are complete. As :meth:`until`."""
         if not requests:
             return
+        test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)
+        # A simulated rank polls only where something may have changed.
+        every = min(_LOOK_EVERY, present().polls + 1)
         try:
-            self._until(requests[0].Test if len(requests) == 1 else lambda: type(requests[0]).Testall(requests), tuple)
+            # Some operations need the others to go on, so that one that they have left may never complete.
+            self._until(OfMessages(_looking(test, partial(self._look, tuple), every)), tuple)
         except BaseException:
             _unfinished.extend(requests)
             raise

@@ -56,7 +56,7 @@ class _Run:
 
     def __init__(self, cluster: Cluster, program: Program) -> None:
         self._cluster, self._program = cluster, program
-        self._scheduler = Scheduler(cluster.seed, cluster.hosts, self._at_point)
+        self._scheduler = Scheduler(cluster.seed, cluster.size, cluster.hosts, self._at_point)
         self._points = [0] * cluster.size
         self._planned: dict[tuple[int, int], list[Timed]] = {}
         for fault in cluster.faults:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...cluster import runtime
+
+if TYPE_CHECKING:
+    from .task import Task
 
 __all__ = ["Condition", "Event", "Lock"]
 
@@ -16,7 +19,7 @@ class Lock:
 
     def __init__(self) -> None:
         self._held = False
-        self._wanted = 0
+        self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock; return whether it could be had in so many seconds, where -1 is for ever."""
@@ -24,24 +27,23 @@ class Lock:
         if self._held and task.scheduler.choosing:
             raise RuntimeError("a condition that is looked at would wait for a lock")
         deadline = math.inf if timeout < 0 else task.now() + timeout
-        self._wanted += 1
-        try:
-            while self._held:
-                if not blocking or task.now() >= deadline:
-                    return False
-                task.nap(0, deadline, lambda: not self._held)
-            self._held = True
-        finally:
-            self._wanted -= 1
+        while self._held:
+            if not blocking or task.now() >= deadline:
+                return False
+            task.wait_in(self._waiting, deadline, self._is_free)
+        self._held = True
         return True
+
+    def _is_free(self) -> bool:
+        return not self._held
 
     def release(self) -> None:
         """Give the lock back."""
         if not self._held:
             raise RuntimeError("release of a lock that nobody holds")
         self._held = False
-        if self._wanted:
-            _changed()
+        if self._waiting:
+            _recall(self._waiting)
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -53,6 +55,10 @@ class Lock:
 class Condition(Lock):
     """A lock, and a wait for something that is changed under it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: list[Task] = []
+
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
         """Wait, without the lock, until ``predicate()`` is true or the time is over; return what it is."""
         task: Any = runtime.present()
@@ -60,14 +66,14 @@ class Condition(Lock):
         while not (result := predicate()) and task.now() < deadline:
             self.release()
             try:
-                task.nap(0, deadline, lambda: bool(predicate()))
+                task.wait_in(self._told, deadline, lambda: bool(predicate()))
             finally:
                 self.acquire()
         return result
 
     def notify_all(self) -> None:
         """Let those that wait look again."""
-        _changed()
+        _recall(self._told)
 
 
 class Event:
@@ -75,6 +81,7 @@ class Event:
 
     def __init__(self) -> None:
         self._set = False
+        self._waiting: list[Task] = []
 
     def is_set(self) -> bool:
         """Return whether it is set."""
@@ -83,17 +90,18 @@ class Event:
     def set(self) -> None:
         """Set it."""
         self._set = True
-        _changed()
+        _recall(self._waiting)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set or the time is over; return whether it is set."""
         task: Any = runtime.present()
         deadline = math.inf if timeout is None else task.now() + timeout
         while not self._set and task.now() < deadline:
-            task.nap(0, deadline, self.is_set)
+            task.wait_in(self._waiting, deadline, self.is_set)
         return self._set
 
 
-def _changed() -> None:
+def _recall(queue: list[Task]) -> None:
     here: Any = runtime.present()
+    here.scheduler.recall(queue)
     here.changed()

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...arrays.arrays import name_of, zeros
 from ...cluster import runtime
+from ...cluster.runtime import OfMessages
 from .errors import SimulatedError
 from .faults import Fault, arrival
 from .scheduler import Scheduler
@@ -180,6 +181,11 @@ class _Shared:
         self.inboxes: list[list[_Message]] = [[] for _ in members]
         self.latest: dict[tuple[int, int], float] = {}
 
+    def tell(self, scheduler: Scheduler) -> None:
+        """Say that an operation of all these ranks is complete, or has failed."""
+        scheduler.informed(self.members)
+        scheduler.changed(*self.hosts)
+
 
 class Communicator:
     """One rank's view of a group of ranks."""
@@ -218,7 +224,7 @@ class Communicator:
             said = ", ".join(f"rank {rank} {name}" for rank, name in sorted(operation.names.items()))
             operation.failure = f"ranks call different operations: {said}"
         if operation.failure:
-            self._scheduler.changed(*shared.hosts)
+            shared.tell(self._scheduler)
         elif len(operation.names) == self.size:
             del shared.operations[number]
             self._complete(operation, combine)
@@ -235,7 +241,7 @@ class Communicator:
                 operation.results = combine(operation.given)
             except SimulatedError as error:
                 operation.failure = str(error)
-            scheduler.changed(*shared.hosts)
+            shared.tell(scheduler)
 
         if moment <= scheduler.now:
             finish()
@@ -387,6 +393,7 @@ class Communicator:
         def arrive() -> None:
             shared.inboxes[rank].append(message)
             message.arrived = True
+            scheduler.informed((self._world_rank, shared.members[rank]))
             scheduler.changed(source, target)
 
         if math.isfinite(moment):
@@ -436,6 +443,7 @@ class Communicator:
             if self._scheduler.choosing:
                 raise RuntimeError("a message is received by its own rank alone")
             self._shared.inboxes[self.rank].remove(message)
+            self._scheduler.informed((self._world_rank,))
             self._scheduler.changed(self.library.hosts[self._world_rank])
         return message
 
@@ -461,7 +469,7 @@ def wait(ready: Callable[[], bool]) -> None:
     if ready():
         here.give_way()  # the last to come need not be the first to go on
     while not ready():
-        here.nap(0, ready=ready)
+        here.nap(0, ready=OfMessages(ready))
 
 
 # What ranks may have in common, as nobody can change it.

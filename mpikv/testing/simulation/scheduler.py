@@ -14,7 +14,7 @@ import math
 import random
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .errors import Deadlock, Hung
 from .task import Task
@@ -34,17 +34,18 @@ class Scheduler:
     longest = 1e6
     """Seconds of the simulated clock in which a run must end: ranks that poll would poll for ever."""
 
-    def __init__(self, seed: int, hosts: int, at_point: Callable[[Task], None]) -> None:
+    def __init__(self, seed: int, ranks: int, hosts: int, at_point: Callable[[Task], None]) -> None:
         """``at_point`` is called at each scheduling point, by the task that has come to it."""
         self.random = random.Random(seed)
         self.now = 0.0
         self.candidates: list[Task] = []
         """Tasks that may be able to go on, of which the next is drawn."""
-        self.waiting: list[list[Task]] = [[] for _ in range(hosts)]
+        self.waiting = _queues(hosts)
         """Those that cannot before anything changes on their host, for each host: of others it sees messages alone."""
+        self.expecting = _queues(ranks)
+        """Those that cannot before a message comes, or an operation is complete, for each rank."""
         self.asleep: list[Task] = []
-        """Those that cannot before a moment comes. A task that has not ended is in one of these lists, or has the
-        turn."""
+        """Those that cannot before a moment comes."""
         self.choosing = False
         """Whether conditions of waiting tasks are looked at, which must not wait themselves."""
         self.ended: dict[str, Task] = {}
@@ -84,9 +85,18 @@ class Scheduler:
     def changed(self, *hosts: int) -> None:
         """Say that something has changed on some hosts for which a task may wait."""
         for host in hosts:
-            if waiting := self.waiting[host]:
-                self.candidates += waiting
-                waiting.clear()
+            self.recall(self.waiting[host])
+
+    def informed(self, ranks: Iterable[int]) -> None:
+        """Say that the message-passing library has something for some ranks."""
+        for rank in ranks:
+            self.recall(self.expecting[rank])
+
+    def recall(self, queue: list[Task]) -> None:
+        """Let the tasks of a queue see whether they can go on."""
+        if queue:
+            self.candidates += queue
+            queue.clear()
 
     def at(self, moment: float, act: Callable[[], None]) -> None:
         """Have something done at a moment."""
@@ -106,6 +116,7 @@ class Scheduler:
         if self._given_up:
             threading.Event().wait()  # for ever: none of a rank's code may run beside what comes next in the process
         self._turns += 1
+        task.queue = queue
         queue.append(task)
         try:
             if not task.ending:
@@ -159,8 +170,10 @@ class Scheduler:
 
     def _remove(self, tasks: Sequence[Task]) -> None:
         """Take tasks out of the lists of those that wait for a turn."""
-        for queue in (self.candidates, self.asleep, *self.waiting):
-            queue[:] = [task for task in queue if task not in tasks]
+        for task in tasks:
+            for queue in (self.candidates, task.queue):
+                if task in queue:
+                    queue.remove(task)
 
     def park(self, rank: int) -> None:
         """Take the turns of a rank away, as if its process were killed: none of its code runs any more, but to unwind
@@ -175,10 +188,11 @@ class Scheduler:
     def delay(self, rank: int, seconds: float) -> None:
         """Let a rank do nothing for so long."""
         late = [task for task in self._tasks if task.rank == rank]
+        self._remove(late)
         for task in late:
             # A sleep that is longer goes on.
-            task.due = max(self.now + seconds, task.due if task in self.asleep else 0.0)
-        self._remove(late)
+            task.due = max(self.now + seconds, task.due if task.queue is self.asleep else 0.0)
+            task.queue = self.asleep
         self.asleep += late
 
     def tasks_of(self, rank: int) -> list[Task]:
@@ -205,7 +219,7 @@ class Scheduler:
                 candidates[place] = last
             if task.due <= now or task.ending or task.is_ready():
                 return task
-            self.waiting[task.site].append(task)
+            task.queue.append(task)
         return None
 
     def _forward(self) -> None:
@@ -242,3 +256,7 @@ class Scheduler:
             if stack and stack[-1].name not in ("_pass", "_begin"):
                 text += f"\n{task.name} is in\n{''.join(traceback.format_list(stack[-4:]))}"
         return text
+
+
+def _queues(count: int) -> list[list[Task]]:
+    return [[] for _ in range(count)]

@@ -15,6 +15,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from ...cluster import runtime
+from ...cluster.runtime import OfMessages
 from .errors import Ended
 from .locks import Condition, Event, Lock
 from .warned import Warned
@@ -69,8 +70,9 @@ class Task:
         self._turn = threading.Lock()
         self._turn.acquire()
         self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
-        # What it waits for: a change by which this is true, or this moment.
+        # What it waits for: that this is true, by what those of the queue are told of, or this moment.
         self._ready: Callable[[], bool] | None = None
+        self.queue: list[Task] = []
         self.due = 0.0
 
     def __repr__(self) -> str:
@@ -131,10 +133,17 @@ class Task:
         self._pass(self.scheduler.asleep, None, self.scheduler.now + seconds)
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
+        scheduler = self.scheduler
         # One that polls, without a condition, has changed nothing since: two of them would wake each other for ever.
         if ready is not None:
-            self.changed()
-        self._pass(self.scheduler.waiting[self.site], ready, until)
+            scheduler.changed(self.site)
+        of_messages = type(ready) is OfMessages
+        self._pass(scheduler.expecting[self.rank] if of_messages else scheduler.waiting[self.site], ready, until)
+
+    def wait_in(self, queue: list[Task], until: float, ready: Callable[[], bool]) -> None:
+        """Return when ``ready()`` may be true, which those who say so by the queue make it, or at the time ``until``."""
+        self.changed()
+        self._pass(queue, ready, until)
 
     def thread(self, run: Callable[[], None], name: str) -> Any:
         return Task(self.scheduler, self.of, run, f"{self.name} {name}")
