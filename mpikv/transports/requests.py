@@ -83,7 +83,6 @@ class Requests:
         Raises:
             Stalled: it was not before the deadline, or another rank has given up.
         """
-
         # At every poll: the rest of a message of this rank, for which others wait, may go on only while it is in MPI.
         self._until(_looking(ready, partial(self._look, missing), every=1), missing)
 
@@ -101,7 +100,7 @@ class Requests:
             return
         test = requests[0].Test if len(requests) == 1 else partial(type(requests[0]).Testall, requests)
         # A simulated rank polls only where something may have changed.
-        every = min(_LOOK_EVERY, present().polls + 1)
+        every = _LOOK_EVERY if present().polls else 1
         try:
             # Some operations need the others to go on, so that one that they have left may never complete.
             self._until(OfMessages(_looking(test, partial(self._look, tuple), every)), tuple)

@@ -141,7 +141,7 @@ class Task:
         self._pass(scheduler.expecting[self.rank] if of_messages else scheduler.waiting[self.site], ready, until)
 
     def wait_in(self, queue: list[Task], until: float, ready: Callable[[], bool]) -> None:
-        """Return when ``ready()`` may be true, which those who say so by the queue make it, or at the time ``until``."""
+        """Return when ``ready()`` may be true, as those who make it so say by the queue, or at the time ``until``."""
         self.changed()
         self._pass(queue, ready, until)
 
