@@ -17,10 +17,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import ref
 
 import numpy as np
 
@@ -295,6 +296,8 @@ class CupyGpu:
         self.uuid = f"{uuid} {self.cuda.runtime.deviceGetPCIBusId(ordinal)}"
         self._staging: Staging | None = None
         self._making = threading.Lock()
+        # By the identities of tensors, until they are gone.
+        self._tensors: dict[int, _Tensor] = {}
         self.spare_events: deque[Any] = deque(maxlen=_SPARE_EVENTS)
         """CuPy's events that nobody refers to any more. Threads take them and give them back at once."""
 
@@ -356,6 +359,11 @@ class CupyGpu:
         return list(map(_address_of, values))
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
+        if type(value).__module__.partition(".")[0] == "torch":
+            return self._adopt_tensor(value, ordered)
+        return self._adopt(value)
+
+    def _adopt(self, value: Any) -> Array:
         kind, ordinal = map(int, value.__dlpack_device__())
         if kind != _MANAGED and (kind, ordinal) != (_DEVICE, self.ordinal):
             where = f"cuda:{ordinal}" if kind == _DEVICE else f"DLPack's device ({kind}, {ordinal})"
@@ -363,13 +371,34 @@ class CupyGpu:
                 f"the array is on {where} and the store on {self.name}; make arrays there, as after "
                 f"'cupy.cuda.Device({self.ordinal}).use()'"
             )
-        if type(value).__module__.partition(".")[0] == "torch":
-            value = _Ordered(value.detach()) if ordered else value.detach()
         with self.present():
             try:
                 return self.cupy.from_dlpack(value)  # type: ignore[no-any-return]
             except (BufferError, NotImplementedError, TypeError, ValueError) as error:
                 raise Unsupported(f"CuPy cannot use the memory of {a_kind(value)}: {error}") from error
+
+    def _adopt_tensor(self, tensor: Any, ordered: bool) -> Array:
+        """Return an array over the memory of a tensor of torch, which is made once as long as the tensor lives and lies
+        where it is: to ask torch for its memory takes as long as a launch.
+        """
+        try:
+            here = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        except RuntimeError:  # of one that is sparse, or has no memory: which DLPack refuses in better words
+            return self._adopt(tensor.detach())
+        known = self._tensors.get(id(tensor))
+        if known is not None and known.where == here and (ordered or self._shares_stream()):
+            return known.array
+        array = self._adopt(_Ordered(tensor.detach()) if ordered else tensor.detach())
+        gone = ref(tensor, partial(_forget, self._tensors, id(tensor)))
+        self._tensors[id(tensor)] = _Tensor(gone, here, array)
+        return array
+
+    def _shares_stream(self) -> bool:
+        """Return whether torch's present stream is CuPy's. Where it is not, torch brings both in order itself, when it
+        is asked for its memory.
+        """
+        of_torch = getattr(sys.modules["torch"]._C, "_cuda_getCurrentRawStream", None)
+        return of_torch is not None and of_torch(self.ordinal) == self.cuda.get_current_stream(self.ordinal).ptr
 
     @_translated
     def upload(self, array: Array, out: Any = None) -> Array:
@@ -485,6 +514,21 @@ class CupyGpu:
         numbers = self.upload(np.concatenate([order, starts, [order.size]], dtype=np.int64))
         cuda_rows.sum_runs(rows, numbers[: order.size], numbers[order.size :], total)
         return total
+
+
+class _Tensor(NamedTuple):
+    """What is known of a tensor of torch."""
+
+    gone: Any
+    """Forgets it when it is."""
+    where: tuple[Any, ...]
+    """Its address, shape, strides and dtype."""
+    array: Array
+
+
+def _forget(known: dict[int, _Tensor], name: int, gone: object) -> None:
+    if name in known and known[name].gone is gone:
+        del known[name]
 
 
 class _Ordered:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -621,31 +622,101 @@ def test_arrays_of_others(gpu, cupy):
         gpu.adopt(SimpleNamespace(__dlpack_device__=lambda: (2, 1)))
 
 
-def test_tensors_of_torch_that_come_in_order_already(gpu, cupy):
-    """Torch is asked to order nothing, and else it would; the arrays of other libraries are asked as ever."""
-    asked = []
+class Tensor(StandinArray):
+    """A tensor of torch, which notes what it is asked."""
 
-    class Tensor(StandinArray):
-        detach = SimpleNamespace
+    __module__ = "torch"
 
-        def __init__(self) -> None:
-            super().__init__(np.zeros(3), 1)
-            self.detach = lambda: self
+    def __init__(self, asked: list[Any] | None = None) -> None:
+        super().__init__(np.zeros((3, 3)), 1)
+        self.asked = [] if asked is None else asked
 
-        def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> StandinArray:
-            asked.append((stream, max_version))
-            return self
+    def detach(self) -> Tensor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.data.ptr
+
+    def stride(self) -> tuple[int, ...]:
+        return self.host.strides
+
+    def __dlpack__(self, *, stream: int, max_version: tuple[int, int] | None = None) -> StandinArray:
+        self.asked.append((stream, max_version))
+        return StandinArray(self.host, 1)
+
+
+@pytest.fixture
+def torch(cupy: Standin, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return what stands for the module torch, whose present stream is ``stream``; CuPy asks as ever for memory."""
+    made = SimpleNamespace(stream=cupy.streams[0].ptr)
+    made._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda ordinal: made.stream if ordinal == 1 else None)
+    monkeypatch.setitem(sys.modules, "torch", made)
 
     def from_dlpack(value: Any) -> StandinArray:
         assert value.__dlpack_device__() == (2, 1)
-        return value.__dlpack__(stream=77, max_version=(1, 0))  # as CuPy asks
+        return value.__dlpack__(stream=77, max_version=(1, 0))
 
     cupy.from_dlpack = from_dlpack
+    return made
+
+
+def test_tensors_of_torch_that_come_in_order_already(gpu, torch):
+    """Torch is asked to order nothing, and else it would; the arrays of other libraries are asked as ever."""
+    asked: list[Any] = []
     for module, ordered in (("torch", True), ("torch.nn", True), ("torch", False), ("jax", True)):
-        Tensor.__module__ = module
-        tensor = Tensor()
-        assert gpu.adopt(tensor, ordered=ordered) is tensor
+        kind = type("Tensor", (Tensor,), {"__module__": module})
+        assert gpu.owns(gpu.adopt(kind(asked), ordered=ordered))
     assert asked == [(-1, (1, 0)), (-1, (1, 0)), (77, (1, 0)), (77, (1, 0))]
+
+
+def test_a_tensor_is_asked_for_its_memory_once(gpu, cupy, torch):
+    """As long as it lies there, and torch has nothing to bring in order."""
+    tensor = Tensor()
+    first = gpu.adopt(tensor)
+    assert all(gpu.adopt(tensor, ordered=ordered) is first for ordered in (False, True, False))
+    assert len(tensor.asked) == 1
+    torch.stream = 5
+    gpu.adopt(tensor, ordered=True)
+    assert len(tensor.asked) == 1
+    gpu.adopt(tensor)
+    assert len(tensor.asked) == 2
+    torch.stream = cupy.streams[0].ptr
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(tensor, "data", SimpleNamespace(ptr=tensor.data.ptr + 64, device_id=1)),
+        lambda: setattr(tensor, "shape", (9,)),
+        lambda: setattr(tensor, "dtype", np.dtype("i8")),
+        lambda: setattr(tensor, "stride", lambda: (8, 24)),
+    ]
+    for number, change in enumerate(changes, 3):
+        change()
+        for _ in range(2):
+            gpu.adopt(tensor)
+        assert len(tensor.asked) == number
+    del torch._C._cuda_getCurrentRawStream
+    gpu.adopt(tensor)
+    assert len(tensor.asked) == number + 1
+
+
+def test_a_tensor_without_strides(gpu, torch):
+    def refuse() -> None:
+        raise RuntimeError("sparse tensors do not have strides")
+
+    tensor = Tensor()
+    tensor.stride = refuse
+    for _ in range(2):
+        gpu.adopt(tensor)
+    assert len(tensor.asked) == 2
+
+
+def test_memory_of_a_tensor_goes_with_it(gpu, torch):
+    tensor = Tensor()
+    memory = weakref.ref(gpu.adopt(tensor))
+    gpu.adopt(tensor)
+    other = Tensor()
+    gpu.adopt(other)
+    del tensor
+    assert memory() is None
+    assert list(gpu._tensors) == [id(other)]
 
 
 def test_threads_that_are_in_one_stream_leave_it_for_what_they_came_from(gpu, cupy):
