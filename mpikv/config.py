@@ -67,6 +67,8 @@ class Config:
     deterministic: bool = flag(False)
     """Whether sums are added in an order that does not depend on the transport, the placement or the buckets, nor on
     the number of ranks, if that is a power of two and all push lists of equally many arrays."""
+    native_halves: bool = flag(False)
+    """Whether NCCL sums half precision in its own dtype, which is half of the bytes, and rounds at each addition."""
     kernels: str = choice("numpy", KERNELS)
     """What runs the rules of optimizers: ``numpy``, or ``numba``, which compiles most of them to code that passes over
     memory once and gives the same bits."""

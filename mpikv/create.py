@@ -117,6 +117,7 @@ def create(
     transport: str | None = None,
     bucket_bytes: int | None = None,
     deterministic: bool | None = None,
+    native_halves: bool | None = None,
     kernels: str | None = None,
     compression: Any = None,
     staleness: int | None = None,
@@ -153,6 +154,11 @@ def create(
             docs/explanation/performance.md; half precision excepted, whose lists are rounded before they are sent, and
             compression, which packs each rank's arrays by themselves. Default False, where ``mpi`` sums in an order of
             the MPI library's, and ``hierarchical`` each host first.
+        native_halves: True has NCCL send and sum float16 and bfloat16 as they are, which halves their bytes. Default
+            False: they travel as float32, are summed exactly so, and rounded once. What is lost: each addition on the
+            way rounds, on n ranks up to n - 1 times, to 11 bits of float16 or 8 of bfloat16; a sum of float16 beyond
+            65504 becomes infinite, though an optimizer would scale it down; and bits depend on NCCL's algorithm and on
+            the number of ranks. Where an NVLink switch adds, NCCL rounds once. Of no effect where the host sums.
         kernels: ``numpy`` (the default), or ``numba``, which compiles the rules of most optimizers. The bits are the
             same. On GPUs they are always compiled, and ``nccl`` refuses ``numba``.
         compression: how pushes are compressed, as in :meth:`~mpikv.KVStore.set_gradient_compression`. Default None.
@@ -230,6 +236,10 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
     if kind.memory == "device" and settings.kernels != Config.kernels:
         asked = f"kernels={given['kernels']!r}" if given["kernels"] else f"MPIKV_KERNELS={settings.kernels}"
         raise Unsupported(f"{asked} is for stores on the host; on GPUs rules are always compiled: leave it out")
+    if settings.deterministic and settings.native_halves:
+        raise Unsupported(
+            "deterministic=True adds in a fixed order, and native_halves=True in NCCL's; leave one of them out"
+        )
     find_kernels(settings.kernels)
     request.codec = codecs.create(options["compression"])
     staleness = options["staleness"]

@@ -110,4 +110,7 @@ def open_gpu_transport(
     if control is None:
         own = replace(config, bucket_bytes=min(config.bucket_bytes, Config.bucket_bytes))
         control = open_transport(group, own, warn, waits=AbortableWaiting(group, waiting))
-    return NcclTransport(group, control, memory, nccl, config.bucket_bytes, waiting, gathers=config.deterministic)
+    gathers, native = config.deterministic, config.native_halves
+    return NcclTransport(
+        group, control, memory, nccl, config.bucket_bytes, waiting, gathers=gathers, native_halves=native
+    )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import accumulator
+from ..arrays.arrays import accumulator, bfloat16
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
@@ -70,6 +70,11 @@ class Wire(NamedTuple):
     each: int = 1
     """How many of them one element is."""
 
+    @property
+    def kind(self) -> np.dtype[Any]:
+        """Its dtype in numpy."""
+        return bfloat16() if self.dtype == "bfloat16" else np.dtype(self.dtype)
+
 
 _INT32, _UINT32 = Wire("int32", "NCCL_INT32"), Wire("uint32", "NCCL_UINT32")
 _FLOAT32, _FLOAT64 = Wire("float32", "NCCL_FLOAT32"), Wire("float64", "NCCL_FLOAT64")
@@ -93,6 +98,7 @@ WIRES = {
     "complex128": _FLOAT64._replace(each=2),
 }
 """By the names of dtypes."""
+_NATIVE = {"float16": Wire("float16", "NCCL_FLOAT16"), "bfloat16": Wire("bfloat16", "NCCL_BFLOAT16")}
 
 
 class NcclTransport:
@@ -114,11 +120,13 @@ class NcclTransport:
         waiting: Waiting,
         *,
         gathers: bool = False,
+        native_halves: bool = False,
     ) -> None:
         """Collective. ``limit`` is in bytes; ``control`` is closed with this transport.
 
         With ``gathers`` NCCL only carries: sums return every rank's elements, as those of
-        :class:`~mpikv.transports.mpi.MpiTransport`.
+        :class:`~mpikv.transports.mpi.MpiTransport`. With ``native_halves`` it sums half precision as it is, and rounds
+        at each addition.
 
         Raises:
             TransportUnavailable: on every rank, where two use one GPU, or their libraries or settings differ.
@@ -132,6 +140,7 @@ class NcclTransport:
         self._group, self._nccl, self._gpu = group, nccl, memory.gpu
         self._order, self._stream = memory.order, memory.order.stream
         self._gathers = gathers
+        self._wires = WIRES | _NATIVE if native_halves else WIRES
         self._process = os.getpid()
         self._comm: Any = None
         self._failure: MPIKVError | None = None
@@ -266,7 +275,7 @@ class NcclTransport:
 
     def adds(self, dtype: np.dtype[Any]) -> bool:
         """Return whether NCCL makes sums of a dtype as it is. Local."""
-        return not self._gathers and _as_wire(np.empty(0, dtype), WIRES[dtype.name]) is not None
+        return not self._gathers and _as_wire(np.empty(0, dtype), self._wires[dtype.name]) is not None
 
     def allreduce_each(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Sum every rank's first array of each pair, of any size, into the second at every rank, or both in one. NCCL
@@ -276,7 +285,7 @@ class NcclTransport:
         def run(comm: Any) -> None:
             with self._grouped():
                 for send, recv in pairs:
-                    wire, addresses = WIRES[send.dtype.name], (self._gpu.address(send), self._gpu.address(recv))
+                    wire, addresses = self._wires[send.dtype.name], (self._gpu.address(send), self._gpu.address(recv))
                     self._call(comm.allReduce, *addresses, send.size * wire.each, *self._sort(wire))
 
         self._queue(f"allreduce of {len(pairs)} arrays, {sum(send.nbytes for send, _ in pairs)} bytes", run)
@@ -316,16 +325,16 @@ class NcclTransport:
         start: Callable[[Any, Wire, Array, Array | None], None],
     ) -> Sequence[Array]:
         """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'."""
-        wire = WIRES[send.dtype.name]
+        wire = self._wires[send.dtype.name]
 
         def run(comm: Any) -> None:
             source = _as_wire(send, wire)
             if source is None:
-                source = self._wide[0].view(np.dtype(wire.dtype))[: send.size]
+                source = self._wide[0].view(wire.kind)[: send.size]
                 self.memory.copy((source,), (send,))
             into = recv if recv is None else _as_wire(recv, wire)
             if recv is not None and into is None:
-                into = self._wide[1].view(np.dtype(wire.dtype))[: recv.size]
+                into = self._wide[1].view(wire.kind)[: recv.size]
                 start(comm, wire, source, into)
                 self.memory.copy((recv,), (into,))
             else:
@@ -550,8 +559,7 @@ class NcclTransport:
 
 def _as_wire(array: Array, wire: Wire) -> Array | None:
     """Return the array as what NCCL sums, over the same memory, or None where it is narrower."""
-    dtype = np.dtype(wire.dtype)
-    return array.view(dtype) if array.itemsize == wire.each * dtype.itemsize else None
+    return array.view(wire.kind) if array.itemsize == wire.each * wire.kind.itemsize else None
 
 
 def _aligned(nbytes: int) -> int:

@@ -40,12 +40,14 @@ def joined(
     timeout: float = 20.0,
     gathers: bool = False,
     host: Any = None,
+    **options: bool,
 ) -> NcclTransport:
     """Return a transport over a fake, with the host's transport of the group to agree by."""
     waiting = Waiting(timeout)
     make = host or (LocalTransport if group.size == 1 else ShmTransport)
     control = make(limit) if group.size == 1 else make(group, limit, waiting)
-    return NcclTransport(group, control, DeviceMemory(nccl.gpu), nccl, limit, waiting, gathers=gathers)
+    memory = DeviceMemory(nccl.gpu)
+    return NcclTransport(group, control, memory, nccl, limit, waiting, gathers=gathers, **options)
 
 
 def faked(group: ProcessGroup, patience: float = 20.0) -> FakeNccl:
@@ -76,6 +78,26 @@ class TestNccl(DeviceTransportContract):
 
 class TestNcclThatGathers(TestNccl):
     gathers = True
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_half_precision_that_nccl_adds_itself(group, nccl, name):
+    """A sum is what additions of the dtype make of it, also where it goes on in single precision."""
+    if name == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    transport, dtype = joined(group, nccl, native_halves=True), dtype_of(name)
+    memory, gpu = transport.memory, nccl.gpu
+    terms = [np.linspace(0.1, rank + 1, 64).astype(dtype) for rank in range(group.size)]
+    total = terms[0].copy()
+    for term in terms[1:]:
+        total += term
+    for wide in (np.dtype(np.float32), dtype):
+        recv = gpu.empty((64,), wide)
+        memory.order.run(transport.allreduce, gpu.upload(terms[group.rank]), recv)
+        assert (recv.get() == total.astype(wide)).all()
+    assert transport.adds(dtype)
+    transport.close()
 
 
 # --- The order of streams, and what is kept

@@ -12,12 +12,12 @@ import mpikv
 from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
-from mpikv.errors import Closed, TransportError
+from mpikv.errors import Closed, TransportError, Unsupported
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
 from mpikv.testing.fakegpu import FakeGpu
 from mpikv.testing.fakekernels import FakeKernels
-from mpikv.testing.fakenccl import FakeNccl
+from mpikv.testing.fakenccl import FakeCommunicator, FakeNccl
 from mpikv.testing.store import on_host
 from mpikv.transports import open_gpu_transport
 
@@ -54,6 +54,48 @@ def test_a_fixed_order_of_addition_gives_the_bits_of_the_host(comm, placement, o
     for kv in stores:
         kv.close()
     gpu.checker.assert_clean()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_half_precision_as_it_is_on_the_way(comm, placement, optimizer, monkeypatch):
+    """A sum is rounded at each addition, and then goes on as any other; values of other dtypes are summed as ever."""
+    gpu, draw, dtypes = FakeGpu(comm.rank), np.random.default_rng(comm.rank), list[int]()
+    begin = FakeCommunicator._part
+
+    def noted(self: FakeCommunicator, address: int, count: int, datatype: int, writes: bool) -> Any:
+        dtypes.append(datatype)
+        return begin(self, address, count, datatype, writes)
+
+    kv = store_on(gpu, comm, placement=placement, native_halves=True, bucket_bytes=1 << 14)
+    shapes, kinds = {"w": (9000,), "b": (5,)}, {"w": np.float16, "b": np.float32}
+    kv.init({name: np.ones(shape, kinds[name]) for name, shape in shapes.items()})
+    if optimizer:
+        kv.set_optimizer(optimizer, learning_rate=0.5)
+    monkeypatch.setattr(FakeCommunicator, "_part", noted)
+    for name, shape in shapes.items():
+        expected, dtypes[:] = np.ones(shape, np.float32), []
+        gradient = draw.standard_normal(shape).astype(kinds[name])
+        total = np.sum(comm.allgather(gradient), axis=0, dtype=kinds[name])
+        out = gpu.empty(shape, np.dtype(kinds[name]))
+        kv.pushpull(name, gpu.upload(gradient), out=out)
+        expected = expected - np.float32(0.5) * total.astype(np.float32) if optimizer else total
+        np.testing.assert_array_equal(on_host(out), expected.astype(kinds[name]))
+        own = FakeNccl.NCCL_FLOAT16 if name == "w" else FakeNccl.NCCL_FLOAT32
+        assert set(dtypes) - {FakeNccl.NCCL_UINT8} == {own}  # values are given as bytes
+    kv.close()
+    gpu.checker.assert_clean()
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_order_of_additions_and_nccls_own_cannot_both_be_had(comm):
+    with pytest.raises(Unsupported, match="deterministic=True adds in a fixed order, and native_halves=True in NCCL's"):
+        mpikv.create(comm=comm, deterministic=True, native_halves=True)
+    with mpikv.create(comm=comm, native_halves=True) as kv:  # the host takes no note of it
+        kv.init("w", np.zeros(3, np.float16))
+        kv.push("w", np.ones(3, np.float16))
+        assert (kv.pull("w") == kv.size).all()
 
 
 @pytest.mark.ranks(2, 3)

@@ -171,6 +171,22 @@ def test_sums_are_made_where_arrays_lie(here: Rank, kv: Any, monkeypatch: pytest
         assert (on_host(array) == total).all()
 
 
+@SEVERAL
+def test_half_precision_is_summed_in_place_where_it_may_be_rounded(here: Rank, comm: Any) -> None:
+    array = here.gpu.upload(np.full(3000, 0.1, np.float16))
+    with mpikv.create("horovod", comm=comm, native_halves=True) as kv:
+        kv.pushpull("g", array)
+        made, before = len(here.calls), here.gpu.allocations
+        array.fill(0.1)
+        kv.pushpull("g", array)
+        assert here.calls[made:] == ["allReduce"]
+        assert here.gpu.allocations == before
+        total = np.float16(0.1)
+        for _ in range(1, kv.size):
+            total += np.float16(0.1)
+        assert (on_host(array) == total).all()
+
+
 def test_arrays_that_are_filled_may_be_those_of_other_names(here: Rank, kv: Any) -> None:
     first, second = (here.gpu.upload(np.full(7, number + kv.rank, np.float32)) for number in (0, 10))
     for _ in range(2):
