@@ -104,7 +104,7 @@ class Config:
         environ = os.environ if environ is None else environ
         parsers = {f"MPIKV_{field.name.upper()}": (field.name, _PARSERS[field.type]) for field in fields(cls)}
         values: dict[str, Any] = {}
-        for variable, text in environ.items():
+        for variable in environ:
             if not variable.startswith("MPIKV_") or variable in LAUNCHER_VARIABLES:
                 continue
             if variable not in parsers:
@@ -112,7 +112,7 @@ class Config:
                 hint = f"; did you mean {near[0]}?" if near else ""
                 warnings.warn(f"unknown variable {variable}{hint}", stacklevel=5)
                 continue
-            name, parse = parsers[variable]
+            (name, parse), text = parsers[variable], environ[variable]
             try:
                 values[name] = parse(text)
             except ValueError as error:

@@ -75,7 +75,7 @@ class ProcessGroup:
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
         machine = self._join_machine(insists)
         # A launcher may bind each rank to cores of its own.
-        cores = len(set().union(*machine.allgather(os.sched_getaffinity(0))))
+        cores = len(set().union(*machine.allgather(tuple(os.sched_getaffinity(0)))))
         # Also where all stay together: a rank whose settings are bad has defaults here, and calls the same collectives.
         part = machine.rank // simulate_ranks_per_host if simulate_ranks_per_host else 0
         self.host_comm = machine.Split(part, key=self.rank)

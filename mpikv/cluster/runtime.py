@@ -70,8 +70,12 @@ class Runtime(Protocol):
         """Return after so many seconds."""
         ...
 
-    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
-        """Return soon: after so many seconds, or when ``ready()`` may be true, but not after the time ``until``."""
+    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
+        """Return soon: after so many seconds, or when ``ready()`` may be true, but not after the time ``until``.
+
+        Returns:
+            Whether ``ready()`` is known to be true.
+        """
         ...
 
     def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
@@ -112,8 +116,9 @@ class _System:
     def peer(self, process: int) -> Peer | None:
         return None
 
-    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
+    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         time.sleep(seconds)
+        return False
 
     def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
         return threading.Thread(target=run, name=name, daemon=True)

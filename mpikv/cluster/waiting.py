@@ -66,7 +66,8 @@ class Waiting:
                 self._warn(waited, missing())
             # Short beside what was waited already: MPI may make progress only when it is asked whether it is ready.
             due = self._timeout if warned or not self._warn else min(self._warn_after, self._timeout)
-            here.nap(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP), started + due, ready)
+            if here.nap(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP), started + due, ready):
+                return
 
 
 def until_read(descriptors: Sequence[int], seconds: float = 1.0) -> None:

@@ -93,8 +93,11 @@ class Sharded:
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
         first, last = cell
         most = -(-(last - first) // (self._transport.size * _ALIGNMENT)) * _ALIGNMENT
-        edges = [min(max(first + rank * most, start), stop) for rank in range(self._transport.size)] + [stop]
-        return _cut_at(edges, self._transport.rank)
+        counts = [0] * self._transport.size
+        for rank in range((start - first) // most, -(-(stop - first) // most)):
+            counts[rank] = min(first + (rank + 1) * most, stop) - max(first + rank * most, start)
+        low = sum(counts[: self._transport.rank])
+        return Shard(tuple(counts), low, low + counts[self._transport.rank])
 
     def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
         return _scattering(self._transport, shard.counts)
@@ -152,7 +155,7 @@ def place(name: str, transport: Transport, updater: Updater, root: int) -> Place
 
 
 def _all_on(transport: Transport, owner: int, count: int) -> Shard:
-    counts = tuple(count if rank == owner else 0 for rank in range(transport.size))
+    counts = (0,) * owner + (count,) + (0,) * (transport.size - owner - 1)
     return Shard(counts, 0, counts[transport.rank])
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,7 @@ class MpiTransport:
         return self._gather(send, counts)
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        nbytes = [count * buffer.itemsize for count in counts]
-        starts = [sum(nbytes[:rank]) for rank in range(self.size)]
+        nbytes, starts = _laid_out(counts, buffer.itemsize)
         parts = [buffer.view(np.uint8), (nbytes, starts), self._mpi.BYTE]
         with self._group.translated("all_gather"):
             self._requests.complete(self._comm.Iallgatherv(self._mpi.IN_PLACE, parts))
@@ -139,8 +139,10 @@ class MpiTransport:
 
     def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
-        nbytes = [count * send.itemsize for count in counts or [send.size] * self.size]
-        starts = [0 if counts is None else sum(nbytes[:rank]) for rank in range(self.size)]
+        if counts is None:
+            nbytes, starts = [send.nbytes] * self.size, [0] * self.size
+        else:
+            nbytes, starts = _laid_out(counts, send.itemsize)
         mine = nbytes[self.rank]
         received = self._gathered[: self.size * mine]
         with self._group.translated("alltoall"):
@@ -155,6 +157,12 @@ class MpiTransport:
     def _few_halves(self, send: Array) -> bool:
         """Return whether a rank that receives all of every rank's is sent less than in float32, summed on the way."""
         return self.size <= _FEW_RANKS and _is_half(send)
+
+
+def _laid_out(counts: Sequence[int], itemsize: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of so many elements each, and where they begin side by side."""
+    nbytes = [count * itemsize for count in counts]
+    return nbytes, [0, *accumulate(nbytes[:-1])]
 
 
 def _is_half(array: Array) -> bool:

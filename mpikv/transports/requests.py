@@ -75,6 +75,7 @@ class Requests:
 
     def __init__(self, group: ProcessGroup, waiting: Waits) -> None:
         self._group, self._comm, self._waiting = group, group.comm, waiting
+        self._translated = group.translated("waiting")
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true, which need not be of MPI's making. Whatever is raised here instead, the
@@ -88,7 +89,7 @@ class Requests:
 
     def _until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         try:
-            with self._group.translated("waiting"):
+            with self._translated:
                 self._waiting.until(ready, missing)
         except BaseException:
             self._give_up()
@@ -128,7 +129,7 @@ class Requests:
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""
-        with self._group.translated("waiting"):
+        with self._translated:
             # MPICH's first probe only makes progress, by which the second sees the message.
             if failure := self._look(tuple) or self._look(tuple):
                 raise failure

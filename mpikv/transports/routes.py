@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Route", "Routes", "between", "routes_of"]
+__all__ = ["Route", "Routes", "routes_of"]
 
 # Carriers' parts are multiples of so many elements, so that a few elements are one message.
 _ALIGNMENT = 64
@@ -33,35 +33,55 @@ class Routes(NamedTuple):
     as_owner: tuple[Route, ...]
 
 
-def between(carriers: Sequence[int], owners: Sequence[int], counts: Sequence[int]) -> Iterator[Route]:
-    """Yield the routes between two hosts, whose ranks are given, where rank r owns the r-th part, of ``counts[r]``
-    elements.
+def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) -> Routes:
+    """Return the routes of one rank; ``hosts`` are the ranks of each host, and rank r owns the r-th part, of
+    ``counts[r]`` elements.
 
-    >>> for route in between([0, 1], [2, 3], [0, 0, 100, 28]):
-    ...     print(*route)
+    >>> for carrier in 0, 1:
+    ...     for route in routes_of(carrier, [(0, 1), (2, 3)], [0, 0, 100, 28]).as_carrier:
+    ...         print(*route)
     0 2 0 64
     1 2 64 100
     1 3 100 128
     """
-    ends = list(accumulate(counts))
-    wanted = sum(counts[owner] for owner in owners)
-    share = -(-wanted // (len(carriers) * _ALIGNMENT)) * _ALIGNMENT
-    done = 0
-    for owner in owners:
-        low, end = ends[owner] - counts[owner], ends[owner]
-        while low < end:
-            number = done // share
-            high = min(end, low + (number + 1) * share - done)
-            yield Route(carriers[number], owner, low, high)
-            done += high - low
-            low = high
-
-
-def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) -> Routes:
-    """Return the routes of one rank; ``hosts`` are the ranks of each host."""
+    starts = list(accumulate(counts, initial=0))
     home = next(host for host in hosts if rank in host)
     away = [host for host in hosts if host is not home]
     return Routes(
-        tuple(route for host in away for route in between(home, host, counts) if route.carrier == rank),
-        tuple(route for host in away for route in between(host, home, counts) if route.owner == rank),
+        tuple(route for host in away for route in _from_carrier(rank, home, host, counts, starts)),
+        tuple(route for host in away for route in _to_owner(rank, host, home, counts, starts)),
     )
+
+
+def _share(carriers: Sequence[int], owners: Sequence[int], counts: Sequence[int]) -> int:
+    """Return how many elements each carrier takes of those that owners are to receive, which are in their order."""
+    wanted = sum([counts[owner] for owner in owners])
+    return -(-wanted // (len(carriers) * _ALIGNMENT)) * _ALIGNMENT
+
+
+def _from_carrier(
+    carrier: int, home: Sequence[int], owners: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+) -> Iterator[Route]:
+    """Yield the routes from one rank of a host to another host."""
+    share = _share(home, owners, counts)
+    low = home.index(carrier) * share
+    for owner in owners:
+        count = counts[owner]
+        begin, end = max(low, 0), min(low + share, count)
+        if begin < end:
+            yield Route(carrier, owner, starts[owner] + begin, starts[owner] + end)
+        low -= count
+
+
+def _to_owner(
+    owner: int, carriers: Sequence[int], home: Sequence[int], counts: Sequence[int], starts: Sequence[int]
+) -> Iterator[Route]:
+    """Yield the routes from a host to one rank of another host."""
+    share = _share(carriers, home, counts)
+    low = sum([counts[rank] for rank in home[: home.index(owner)]])
+    end, shift = low + counts[owner], starts[owner] - low
+    while low < end:
+        number = low // share
+        high = min(end, (number + 1) * share)
+        yield Route(carriers[number], owner, low + shift, high + shift)
+        low = high

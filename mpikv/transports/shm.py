@@ -252,23 +252,20 @@ class ShmTransport:
             self._order()
 
     def _await(self, peer: int, arrivals: int) -> None:
-        """Wait for a rank; end what this one lets others read where it does not come."""
-        flags = self._flags
+        """Wait for a rank; tell all where it does not come."""
         try:
             self._wait(peer, arrivals)
-            if flags[peer] >= _GONE:
-                raise Stalled(_ALONE)
         except Stalled:
-            flags[self._mine] = _GONE
+            self._flags[self._mine] = _GONE
             raise
 
     def _wait(self, peer: int, arrivals: int) -> None:
         """Wait until this rank has arrived or, where it does not come at once, until all have."""
         flags = self._flags
         for _ in range(self._spins):
-            if flags[peer] >= arrivals:
+            if arrivals <= flags[peer] < _GONE:
                 return
-        late = [other for other in self._peers if flags[other] < arrivals]
+        late = [other for other in self._peers if not arrivals <= flags[other] < _GONE]
 
         def all_are_here() -> bool:
             while late and flags[late[-1]] >= arrivals:

@@ -14,7 +14,7 @@ from ..engine.pipeline import Confirm, Steps
 from ..engine.plan import Plan, describe, digest, label
 from ..memory.row_sparse import RowSparse
 from ..optimizers import Optimizer
-from ..protocols import Array
+from ..protocols import Array, Updater
 from .arguments import priorities
 
 __all__ = ["Comparison", "Contribution", "UpdateCall", "add_text", "compare_text"]
@@ -63,6 +63,8 @@ class Comparison:
         self._exchange, self._agreement = exchange, agreement
         self.compression: str | None = None
         """The settings of what packs pushes, as it was given."""
+        # To describe an updater takes longer than all else that makes a call.
+        self._described: tuple[Updater, int, str] | None = None
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
         """Return the call of a verb that updates nothing."""
@@ -116,8 +118,10 @@ class Comparison:
 
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""
-        packed = [] if self.compression is None else [f"compression {self.compression}"]
-        return [f"updater {self._exchange.updater.settings()}", *packed]
+        updater, known = self._exchange.updater, self._described
+        if known is None or known[0] is not updater or known[1] != updater.revision:
+            known = self._described = updater, updater.revision, f"updater {updater.settings()}"
+        return [known[2]] if self.compression is None else [known[2], f"compression {self.compression}"]
 
 
 def _add_priorities(call: Call, plan: Plan, priority: Any) -> Call:

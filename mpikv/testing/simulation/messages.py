@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.arrays import name_of, zeros
+from ...arrays.arrays import zeros
 from ...cluster import runtime
 from ...cluster.runtime import OfMessages
 from .errors import SimulatedError
@@ -52,8 +52,7 @@ class Request:
         self._test, self._done = test, False
 
     def Test(self) -> bool:
-        if not self._done:
-            self._done = self._test()
+        self._done = self._done or self._test()
         return self._done
 
     def Wait(self) -> None:
@@ -139,10 +138,10 @@ class Library:
 class _Operation:
     """A collective operation that some ranks have called."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: tuple[Any, ...], size: int) -> None:
         self.name = name
         self.given: list[Any] = [None] * size
-        self.names: dict[int, str] = {}
+        self.names: dict[int, tuple[Any, ...]] = {}
         self.results: list[Any] | None = None
         self.failure = ""
 
@@ -211,8 +210,10 @@ class Communicator:
 
     # --- Collective operations
 
-    def _join(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> _Joined:
-        """Take part in the next operation; ``combine`` makes the ranks' results of what they have given."""
+    def _join(self, name: tuple[Any, ...], given: Any, combine: Callable[[list[Any]], list[Any]]) -> _Joined:
+        """Take part in the next operation; ``combine`` makes the ranks' results of what they have given. The name says
+        all that must be the same on them.
+        """
         number, shared = self._called, self._shared
         self._called += 1
         operation = shared.operations.get(number)
@@ -221,7 +222,9 @@ class Communicator:
         operation.given[self.rank] = given
         operation.names[self.rank] = name
         if name != operation.name and not operation.failure:
-            said = ", ".join(f"rank {rank} {name}" for rank, name in sorted(operation.names.items()))
+            said = ", ".join(
+                f"rank {rank} {' '.join(map(str, name))}" for rank, name in sorted(operation.names.items())
+            )
             operation.failure = f"ranks call different operations: {said}"
         if operation.failure:
             shared.tell(self._scheduler)
@@ -250,7 +253,7 @@ class Communicator:
 
     def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         """Take part in an operation, wait until all have, and return this rank's result."""
-        request = self._join(name, given, combine)
+        request = self._join((name,), given, combine)
         wait(request.Test)
         return request.result()
 
@@ -258,11 +261,10 @@ class Communicator:
         self.together("Barrier", None, lambda given: given)
 
     def Ibarrier(self) -> Request:
-        return self._join("Ibarrier", None, lambda given: given)
+        return self._join(("Ibarrier",), None, lambda given: given)
 
     def allgather(self, value: Any) -> list[Any]:
-        gathered = self.together("allgather", _packed(value), lambda given: [tuple(given)] * len(given))
-        return list(map(_unpacked, gathered))
+        return [_unpacked(packed) for packed in self.together("allgather", _packed(value), _all_to_all_ranks)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         return _unpacked(self.together("bcast", _packed(value), lambda given: [given[root]] * len(given)))
@@ -272,7 +274,7 @@ class Communicator:
 
     def Idup(self) -> tuple[Communicator, Request]:
         members, hosts = self._shared.members, self.library.hosts
-        request = self._join("Idup", None, lambda given: [_Shared(members, hosts)] * len(given))
+        request = self._join(("Idup",), None, lambda given: [_Shared(members, hosts)] * len(given))
         made = Communicator(self._shared, self.rank, self.library)
 
         def test() -> bool:
@@ -309,21 +311,21 @@ class Communicator:
 
     def Iallreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> Request:
         given = (receive if send is self.library.IN_PLACE else send).copy()
-        name = f"Iallreduce {operation} of {given.size} {name_of(given.dtype)}"
+        name = "Iallreduce", operation, "of", given.size, given.dtype
         return self._filling(name, given, receive, _combining(operation))
 
     def Ireduce(self, send: Array, receive: Array | None, operation: Any, root: int) -> Request:
-        name = f"Ireduce {operation} of {send.size} {name_of(send.dtype)} to {root}"
+        name = "Ireduce", operation, "of", send.size, send.dtype, "to", root
         return self._filling(name, send.copy(), receive, _combining(operation))
 
     def Ireduce_scatter(self, send: Array, receive: Array, counts: Sequence[int], operation: Any) -> Request:
-        name = f"Ireduce_scatter {operation} of {name_of(send.dtype)} {list(counts)}"
+        name = "Ireduce_scatter", operation, "of", send.dtype, tuple(counts)
         ends = np.cumsum([0, *counts]).tolist()
         return self._filling(name, send.copy(), receive, _combining(operation), ends)
 
     def _filling(
         self,
-        name: str,
+        name: tuple[Any, ...],
         given: Any,
         receive: Array | None,
         whole: Callable[[list[Any]], Array],
@@ -343,10 +345,10 @@ class Communicator:
 
     def Ibcast(self, buffer: Array, root: int) -> Request:
         sent, filled = (buffer.copy(), None) if self.rank == root else (None, buffer)
-        return self._filling(f"Ibcast {buffer.size} from {root}", sent, filled, lambda every: every[root])
+        return self._filling(("Ibcast", buffer.size, "from", root), sent, filled, lambda every: every[root])
 
     def Allgather(self, send: Array, receive: Array) -> None:
-        name = f"Allgather of {send.size} {name_of(send.dtype)}"
+        name = "Allgather of", send.size, send.dtype
         wait(self._filling(name, send.copy(), receive, np.concatenate).Test)
 
     def Allgatherv(self, send: Any, receive: Any) -> None:
@@ -362,7 +364,7 @@ class Communicator:
         expected = np.cumsum([0, *lengths]).tolist()
         if own.size != lengths[self.rank] or list(starts) != expected[:-1]:
             raise SimulatedError(f"{name}: rank {self.rank} gives {own.size}, of {lengths} at {starts}")
-        return self._filling(f"{name} {list(map(int, lengths))}", own, memory, np.concatenate)
+        return self._filling((name, tuple(lengths)), own, memory, np.concatenate)
 
     def Ialltoallv(self, send: Any, receive: Any) -> Request:
         (out, (counts, starts), _), (memory, (lengths, places), _) = send, receive
@@ -377,7 +379,7 @@ class Communicator:
                     filled[places[source] : places[source] + length] = part
             return every
 
-        return self._join("Ialltoallv", (parts, memory, lengths, places), combine)
+        return self._join(("Ialltoallv",), (parts, memory, lengths, places), combine)
 
     # --- Messages
 
@@ -468,16 +470,24 @@ def wait(ready: Callable[[], bool]) -> None:
     here = runtime.present()
     if ready():
         here.give_way()  # the last to come need not be the first to go on
-    while not ready():
-        here.nap(0, ready=OfMessages(ready))
+    while not ready() and not here.nap(0, ready=OfMessages(ready)):
+        pass
 
 
 # What ranks may have in common, as nobody can change it.
 _PLAIN = (bool, float, int, str, type(None))
 
 
+def _all_to_all_ranks(given: list[Any]) -> list[Any]:
+    return [tuple(given)] * len(given)
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
+
+
 def _packed(value: Any) -> Any:
-    return value if type(value) in _PLAIN else pickle.dumps(value)
+    return value if _is_plain(value) else pickle.dumps(value)
 
 
 def _unpacked(packed: Any) -> Any:
@@ -493,8 +503,11 @@ def _bytes(buffer: Any) -> memoryview:
     return memoryview(bytearray()) if view.nbytes == 0 else view.cast("B")
 
 
+_FUNCTIONS = {Library.SUM: np.add, Library.MAX: np.maximum, Library.LOR: np.logical_or}
+
+
 def _combining(operation: Any) -> Callable[[Sequence[Array]], Array]:
-    function = {"SUM": np.add, "MAX": np.maximum, "LOR": np.logical_or}[repr(operation)]
+    function = _FUNCTIONS[operation]
 
     def combined(every: Sequence[Array]) -> Array:
         total = every[0].copy()

@@ -62,6 +62,7 @@ class Task:
         self.rank, self.world, self.owned = of.rank, of.world, of.owned
         self.site = of.world.library.hosts[of.rank]
         self.host = f"host {self.site}"
+        self._waiting, self._expecting = scheduler.waiting[self.site], scheduler.expecting[self.rank]
         self.alive = True
         self.ending = False
         self._points: deque[tuple[float, CodeType, int]] = deque(maxlen=_SHOWN)
@@ -72,6 +73,7 @@ class Task:
         self._thread = threading.Thread(target=self._begin, name=name, daemon=True)
         # What it waits for: that this is true, by what those of the queue are told of, or this moment.
         self._ready: Callable[[], bool] | None = None
+        self._found = False
         self.queue: list[Task] = []
         self.due = 0.0
 
@@ -104,8 +106,8 @@ class Task:
         runtime.enter(self)
         self.scheduler.enter(self)
         try:
-            self._check()
-            self._run()
+            if not self.ending:
+                self._run()
         except Ended:
             pass
         finally:
@@ -132,13 +134,12 @@ class Task:
         self.changed()
         self._pass(self.scheduler.asleep, None, self.scheduler.now + seconds)
 
-    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> None:
-        scheduler = self.scheduler
+    def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         # One that polls, without a condition, has changed nothing since: two of them would wake each other for ever.
         if ready is not None:
-            scheduler.changed(self.site)
+            self.changed()
         of_messages = type(ready) is OfMessages
-        self._pass(scheduler.expecting[self.rank] if of_messages else scheduler.waiting[self.site], ready, until)
+        return self._pass(self._expecting if of_messages else self._waiting, ready, until)
 
     def wait_in(self, queue: list[Task], until: float, ready: Callable[[], bool]) -> None:
         """Return when ``ready()`` may be true, as those who make it so say by the queue, or at the time ``until``."""
@@ -159,24 +160,23 @@ class Task:
 
     # --- Turns
 
-    def _pass(self, queue: list[Task], ready: Callable[[], bool] | None, until: float) -> None:
-        """Pass the turn on, to wait among the tasks of a queue; return when it comes back."""
+    def _pass(self, queue: list[Task], ready: Callable[[], bool] | None, until: float) -> bool:
+        """Pass the turn on, to wait among the tasks of a queue; return, when it comes back, whether it is ready."""
         scheduler = self.scheduler
         if scheduler.choosing:
             raise RuntimeError("a condition that is looked at for another task would wait")
-        self._check()
-        self._ready, self.due = ready, until
+        if self.ending:
+            raise Ended
+        self._ready, self._found, self.due = ready, False, until
         self._note_point()
         chosen = scheduler.choose_after(self, queue)
         if chosen is not self:
             chosen.take_turn()
             self._turn.acquire()
             scheduler.enter(self)
-        self._check()
-
-    def _check(self) -> None:
         if self.ending:
             raise Ended
+        return self._found
 
     def take_turn(self) -> None:
         """Let it run, from another task."""
@@ -184,15 +184,16 @@ class Task:
 
     def changed(self) -> None:
         """Say that something has changed on this host for which a task may wait."""
-        self.scheduler.changed(self.site)
+        self.scheduler.recall(self._waiting)
 
     def is_ready(self) -> bool:
         """Return whether it has something to do at a turn, now that something has changed."""
         # Asked in the thread of another task, so that those who wait in vain need no turn.
         try:
-            return self._ready is None or self._ready()
+            self._found = self._ready is not None and self._ready()
         except Exception:
             return True  # the task itself is to meet the error
+        return self._found or self._ready is None
 
     # --- What it did last
 
@@ -200,16 +201,17 @@ class Task:
         frame = sys._getframe(2)
         while _is_inner[frame.f_globals.get("__name__", "")] and frame.f_back is not None:
             frame = frame.f_back
-        points, code, line = self._points, frame.f_code, frame.f_lineno
+        # Not the line: to find it takes longer than all else here.
+        points, code, instruction = self._points, frame.f_code, frame.f_lasti
         # A wait comes here again and again.
-        if not points or points[-1][1] is not code or points[-1][2] != line:
-            points.append((self.scheduler.now, code, line))
+        if not points or points[-1][1] is not code or points[-1][2] != instruction:
+            points.append((self.scheduler.now, code, instruction))
 
     def story(self) -> str:
         """Return its last scheduling points, a line each."""
         lines = [
-            f"  {moment:.6f} s  {Path(code.co_filename).name}:{line} in {code.co_name}"
-            for moment, code, line in self._points
+            f"  {moment:.6f} s  {Path(code.co_filename).name}:{_line_of(code, instruction)} in {code.co_name}"
+            for moment, code, instruction in self._points
         ]
         return "\n".join([f"{self.name}:", *lines])
 
@@ -240,6 +242,10 @@ class _Peer:
 def _process_of(rank: int) -> int:
     # No process has such a number, so that no signal can reach one.
     return -rank - 1
+
+
+def _line_of(code: CodeType, instruction: int) -> int | None:
+    return next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
 
 
 class _IsInner(dict[str, bool]):
