@@ -17,6 +17,7 @@ from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
 from .cluster.waiting import Waiting
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
+from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
 from .errors import ConfigError, PeerFailed, RankMismatch, TransportUnavailable, Unsupported, known_names, mark_repeated
@@ -400,6 +401,8 @@ def _open_sums(parts: _Parts, store: KVStore, gpu: Gpu) -> DeviceSums | None:
     group, settings, lack = parts.group, parts.settings, ""
     if settings.bucket_bytes == Config.bucket_bytes:
         settings = replace(settings, bucket_bytes=_BUCKET_OF_SUMS)
+    if settings.gpu_sharing:
+        share_gpus(group.rank)
     try:
         nccl, memory = find_nccl() if group.size > 1 else None, DeviceMemory(gpu)
     except Exception as error:  # whatever a driver makes of it: the other ranks wait to hear

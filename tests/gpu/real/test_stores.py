@@ -84,6 +84,22 @@ class TestTransportThatGathers(TestTransport):
 
 
 @pytest.mark.ranks(1, 2)
+def test_sums_without_stored_values(cupy, ranks):
+    """In place and into other arrays, of several dtypes; halves with two roundings, too."""
+    for native in (False, True):
+        with mpikv.create("horovod", native_halves=native) as kv:
+            arrays = [
+                cupy.full(shape, kv.rank + 1, dtype) for shape, dtype in ((1000, "f4"), ((3, 5), "f2"), (7, "i2"))
+            ]
+            outs = [cupy.empty_like(array) for array in arrays]
+            assert kv.pushpull(["a", "b", "c"], arrays, out=outs) is outs
+            kv.pushpull(["a", "b", "c"], arrays)
+            for array in (*arrays, *outs):
+                assert (array.get() == sum(range(1, ranks + 1))).all()
+            assert (kv.broadcast("a", cupy.full(1000, kv.rank, "f4")).get() == 0).all()
+            assert kv._on_gpus == {"a", "b", "c"}
+
+
 def test_a_closed_store_gives_its_memory_back(cupy):
     held = []
     for _ in range(3):

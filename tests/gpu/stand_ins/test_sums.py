@@ -260,6 +260,18 @@ def test_a_trainer_on_it_updates_weights_on_the_gpu(here: Rank, kv: Any, comm: A
     plain.close()
 
 
+def test_ranks_that_share_a_gpu_tell_nccl_before_it_is_used(
+    here: Rank, comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(sys.modules["mpikv.create"], "share_gpus", told.append)
+    for sharing in (False, True):
+        monkeypatch.setenv("MPIKV_GPU_SHARING", str(int(sharing)))
+        with mpikv.create("horovod", comm=comm) as kv:
+            kv.pushpull("g", here.gpu.upload(np.ones(3)))
+            assert told == [kv.rank] * sharing
+
+
 # --- Streams and memory
 
 
