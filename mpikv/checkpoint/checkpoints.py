@@ -158,7 +158,7 @@ class Checkpoints:
             likes = [np.broadcast_to(np.zeros((), parse_dtype(one.dtype)), one.shape) for one in header.kinds]
             sparse = {key for key, kind in header.pairs if kind.row_sparse}
             exchange.values.enter(header.keys, [likes[number] for number in header.kind_of], sparse)
-            self._read(call, reader)
+            self._read(call, reader, checks=True)
         except BaseException:
             exchange.values.delete([key for key in header.keys if key in exchange.values.table])
             exchange.adopt(before)
@@ -168,11 +168,11 @@ class Checkpoints:
         """Load over keys that are there, once all ranks know that the file is whole."""
         self._run_parts(call, read_arrays(reader, self._deal_chunks(reader.source.header)))
         self._try_together(call, make_room, self._exchange, reader.source.header)
-        self._exchange.adopt(updater)
+        self._exchange.adopt(updater, overwrites=True)
         # From here on a failure ends the store, as some of its values are the file's, and others are not. It is not
         # settled, then, although all ranks know of it.
         try:
-            self._read(call, reader)
+            self._read(call, reader, checks=False)
         except TransportError:
             raise
         except Exception as error:
@@ -189,12 +189,14 @@ class Checkpoints:
         for begin in range(self._transport.rank * CHUNK, header.nbytes, self._transport.size * CHUNK):
             yield Piece(begin, memory[: header.nbytes - begin])
 
-    def _read(self, call: Call, reader: Reader) -> None:
-        """Read what this rank owns to where it belongs; compare the checksums; give the values to all ranks."""
-        self._run_parts(call, self._read_parts(reader))
+    def _read(self, call: Call, reader: Reader, checks: bool) -> None:
+        """Read what this rank owns to where it belongs; compare the checksums, or only whether the file is still the
+        one that was found good; give the values to all ranks.
+        """
+        self._run_parts(call, self._read_parts(reader, checks))
         self._exchange.pipeline.republish(self._exchange.values.plan(reader.source.header.keys))
 
-    def _read_parts(self, reader: Reader) -> Parts:
+    def _read_parts(self, reader: Reader, checks: bool) -> Parts:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
@@ -210,7 +212,7 @@ class Checkpoints:
         own, shared = place_residuals(self._exchange, header, on_host)
         values = self._cut_values(header, self._exchange.values.planner.owned, on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
-        yield from read_arrays(reader, own, shared)
+        yield from read_arrays(reader, own, shared, checks)
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
 
     def _settle_counts(self, header: Header) -> None:

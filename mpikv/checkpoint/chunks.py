@@ -96,13 +96,21 @@ def write_arrays(
         draft.close()
 
 
-def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = ()) -> Parts:
-    """Read the pieces that no other rank reads, and those that every rank does; compare the checksums."""
+def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:
+    """Read the pieces that no other rank reads, and those that every rank does; compare the checksums if it ``checks``,
+    else only whether the file has changed.
+    """
     nbytes = reader.source.header.nbytes
     for chunks, (mine, everyones) in _windows(nbytes, own, shared):
-        sums, known = (_sum(pieces, chunks, nbytes, reader.read) for pieces in (mine, everyones))
-        yield sums
-        _check_sums(sums ^ known, reader.source, chunks)
+        if checks:
+            sums, known = (_sum(pieces, chunks, nbytes, reader.read) for pieces in (mine, everyones))
+            yield sums
+            _check_sums(sums ^ known, reader.source, chunks)
+        else:
+            for run in _runs([*mine, *everyones]):
+                _move(run, reader.read)
+            yield NO_SUMS
+    reader.check_unchanged()
     yield NO_SUMS
 
 
@@ -123,12 +131,10 @@ def _sum(
     sums = np.zeros(chunks.stop - chunks.start, np.uint32)
     crcs, offsets, ends = list[int](), list[int](), list[int]()
     for run in _runs(pieces):
-        move([piece.memory for piece in run], run[0].offset)
+        _move(run, move)
         crc = 0
         for piece in run:
             crc = zlib.crc32(piece.memory, crc)
-            if piece.total is not None:
-                np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
         crcs.append(crc)
         offsets.append(run[0].offset)
         ends.append(run[-1].end)
@@ -137,6 +143,13 @@ def _sum(
         parts = shift_crcs(np.array(crcs, np.uint32), np.minimum((numbers + 1) * CHUNK, nbytes) - ends)
         np.bitwise_xor.at(sums, numbers - chunks.start, parts)
     return sums
+
+
+def _move(run: Sequence[Piece], move: Callable[[Sequence[memoryview], int], None]) -> None:
+    move([piece.memory for piece in run], run[0].offset)
+    for piece in run:
+        if piece.total is not None:
+            np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:

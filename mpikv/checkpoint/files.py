@@ -258,6 +258,10 @@ class Reader:
             CheckpointError: it is another one than was found before.
         """
         self._file = _open(self.source.path)
+        self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the file that is open is another one than was found, or was changed since."""
         if _identity(self._file) != self.source.identity:
             raise CheckpointError(f"{self.source.path!r} was changed while it was loaded; load it again")
 

@@ -95,8 +95,10 @@ class SharedWindows:
         owned(_LIVE).append(self._windows[-1])
         start = -memory.ctypes.data % _ALIGNMENT
         memory = memory[start : start + nbytes]
-        if zeroed and self._comm.rank == 0:
-            memory[:] = 0
+        if zeroed:
+            # A part on each rank: to make pages takes longer than to write to them.
+            first, last = (nbytes * part // self._comm.size for part in (self._comm.rank, self._comm.rank + 1))
+            memory[first:last] = 0
         self._comm.Barrier()
         return memory
 

@@ -163,6 +163,10 @@ class Block:
             {name: dtype for name, dtype in slots.items() if name not in self.state}, self.kept
         )
 
+    def has_state(self, slots: Slots, kept: Kept | None) -> bool:
+        """Return whether the state is such as :meth:`new_state` would return, but for its content."""
+        return kept == self.kept and slots == {name: array.dtype for name, array in self.state.items()}
+
     def new_state(self, slots: Slots, kept: Kept | None) -> dict[str, Array]:
         """Return state of zeros for the elements that are to be kept. On GPUs collective."""
         size = self.values.size if kept is None else kept.size

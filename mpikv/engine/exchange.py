@@ -117,14 +117,21 @@ class Exchange:
         if isinstance(updater, Optimizer):
             updater.sums_over(self.summed)
 
-    def adopt(self, updater: Updater) -> None:
-        """Take another updater, with new state."""
+    def adopt(self, updater: Updater, overwrites: bool = False) -> None:
+        """Take another updater, with new state; ``overwrites``: which is about to be written, so that memory of the
+        present one can be used.
+        """
         placement, table = self.placed(updater), self.values.table
         # Before anything changes, as a GPU may have too little memory.
         dtypes = {block: block.values.dtype for block in self.values.blocks}
         planner = replace(self.values.planner, updater=updater, placement=placement)
         kept = {block: planner.kept(block) for block in dtypes}
-        states = {block: block.new_state(updater.slots(dtype), kept[block]) for block, dtype in dtypes.items()}
+        states = {
+            block: block.state
+            if overwrites and block.has_state(updater.slots(dtype), kept[block])
+            else block.new_state(updater.slots(dtype), kept[block])
+            for block, dtype in dtypes.items()
+        }
         room = self._room_for_exact(self._publication, placement)
         # Its placement may have other owners, who need the newest values.
         self._end_packing()

@@ -767,6 +767,46 @@ def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, failure):
         kv.push("w", np.ones(10))
 
 
+def test_a_file_that_is_changed_between_its_two_reads(comm, folder, monkeypatch):
+    """Only the first is compared with the checksums; who writes to the file changes its time."""
+    path = folder / "checkpoint"
+    kv = mpikv.create(comm=comm)
+    kv.init("w", np.zeros(10))
+    kv.save(path)
+    read, reads = Reader.read, []
+
+    def late(self, parts, offset):
+        reads.append(offset)
+        if len(reads) > 1:
+            os.utime(path, ns=(0, 0))
+        read(self, parts, offset)
+
+    if kv.is_root:
+        monkeypatch.setattr(Reader, "read", late)
+    with pytest.raises(CheckpointError, match="was changed while it was loaded"):
+        kv.load(path)
+    with pytest.raises(mpikv.Closed, match="ended in an earlier call"):
+        kv.push("w", np.ones(10))
+
+
+def test_state_is_loaded_to_where_it_is(comm, folder):
+    """New memory would take as long as the reading."""
+    with mpikv.create(comm=comm) as kv:
+        kv.init("w", np.zeros(1000))
+        kv.set_optimizer("adam")
+        kv.push("w", np.ones(1000))
+        kv.save(folder / "checkpoint")
+        before = contents(kv)
+        kv.push("w", np.ones(1000))
+        (block,) = kv._exchange.values.blocks
+        state = block.state
+        kv.load(folder / "checkpoint")
+        assert block.state is state
+        assert contents(kv) == before
+        kv.set_optimizer("adam")
+        assert block.state is not state
+
+
 @pytest.mark.processes
 def test_a_file_that_is_replaced_meanwhile(comm, folder, ranks, monkeypatch):
     path = folder / "checkpoint"
