@@ -40,12 +40,17 @@ CODES = ("two_bits", "one_bit", "float16_code", "bfloat16_code")
 FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 
 LAUNCH = """
+#ifndef BEGIN
+#define BEGIN
+#endif
 template <class Given> static void launch(void (*kernel)(Given), unsigned int first, unsigned int blocks,
                                           unsigned int threads, const void* given) {
+    BEGIN
     gridDim.x = blocks;
     blockDim.x = threads;
     for (blockIdx.x = first; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < threads; threadIdx.x++) {
+        for (unsigned int thread = 0; thread < threads; thread++) {
+            threadIdx.x = thread;
             phase = 0;
             kernel(*(const Given*)given);
         }

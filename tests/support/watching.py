@@ -42,7 +42,9 @@ SECTOR, WARP = 32, 32
 
 # What the compiler calls. The arguments of a launch, and what a thread keeps for itself, lie on the stack.
 CALLED = """
+#include <csetjmp>
 #include <initializer_list>
+#define BEGIN if (setjmp(stopped)) return;
 #define UNWATCHED __attribute__((no_sanitize("thread")))
 struct Access {
     unsigned long long address;
@@ -54,6 +56,7 @@ struct Access {
 static Access* accesses;
 static unsigned long long room, found;
 static const char* stack;
+static jmp_buf stopped;
 extern const char __bss_start[] __attribute__((visibility("hidden")));
 extern const char _end[] __attribute__((visibility("hidden")));
 
@@ -67,6 +70,8 @@ UNWATCHED static void note(const void* address, int size, bool writes, bool whol
         accesses[found] = {(unsigned long long)here, blockIdx.x, phase, (unsigned short)threadIdx.x,
                            (unsigned char)size, writes, whole, shared};
     found++;
+    // A GPU stops here, and this processor may, too.
+    if (whole && (unsigned long long)here % size) longjmp(stopped, 1);
 }
 
 #define WATCH(size)                                                                               \\

@@ -27,8 +27,10 @@ INNER double magnitude_of(double number) { return fabs(number); }
 #define __global__
 
 struct Place { unsigned int x; };
-static Place threadIdx, blockIdx, blockDim, gridDim;
-static unsigned int phase;  // how often the present thread has waited for those of its block
+static Place blockIdx, blockDim, gridDim;
+// Whoever looks on sees which thread it is, and how often it has waited for those of its block.
+static volatile Place threadIdx;
+static volatile unsigned int phase;
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 
 INNER float root(float number) { return __builtin_sqrtf(number); }

@@ -24,10 +24,13 @@ template <class Work> INNER void all_threads(const Work& work) {
 // Here a thread comes to its end before the next one begins: the first does the work of all.
 template <class Work> INNER void all_threads(const Work& work) {
     if (threadIdx.x == 0) {
-        for (; threadIdx.x < blockDim.x; threadIdx.x++) work(threadIdx.x);
+        for (unsigned int thread = 0; thread < blockDim.x; thread++) {
+            threadIdx.x = thread;
+            work(thread);
+        }
         threadIdx.x = 0;
     }
-    phase++;
+    phase = phase + 1;
 }
 
 #endif

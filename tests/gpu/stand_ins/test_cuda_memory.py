@@ -455,11 +455,8 @@ def test_vast_gradients_are_coded(last_blocks, name):
 
 
 def test_rows_of_a_vast_table(uses):
-    table, ids, some = (
-        vast(np.float32).reshape(-1)[: 1 << 32].reshape(-1, 64),
-        placed(3, np.int64),
-        placed(192, np.float32),
-    )
+    # Of 16 bytes, too, it has more pieces than 32 bits count.
+    table, ids, some = vast(np.float32, (1 << 34) + 640).reshape(-1, 64), placed(3, np.int64), placed(192, np.float32)
     ids[...] = [len(table) - 1, 7, len(table) - 2]
     rows.put(table, ids, some.reshape(3, 64))
     rows.add(table, ids, some.reshape(3, 64))
@@ -468,6 +465,7 @@ def test_rows_of_a_vast_table(uses):
     assert (taken == 2).all()
     assert (table[-2:] == 2).all()
     assert not table[:7].any()
+    assert not table[8:16].any()
 
 
 def test_norms_and_scaling_of_a_vast_array(last_blocks):

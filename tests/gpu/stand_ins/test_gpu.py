@@ -468,6 +468,25 @@ def test_everything_is_done_on_its_gpu(gpu, cupy):
     assert cupy.notes[1:] == [(what, 1) for what in ("zeros", "empty", "event", "record", "wait", "synchronize")]
 
 
+def test_kernels_are_launched_on_its_gpu(gpu, cupy, monkeypatch):
+    noted = []
+    for module, name in [("copies", "copy"), *(("cuda_rows", verb) for verb in ("prepare", "take", "put", "add"))]:
+        what = f"mpikv.compute.cuda.gpu.{module}.{name}"
+        monkeypatch.setattr(what, lambda *given, name=name: noted.append((name, given, cupy.present)))
+    gpu.copy("targets", "sources")
+    gpu.prepare_rows(np.dtype("f2"))
+    gpu.take_rows("table", "ids", "out")
+    gpu.put_rows("table", "ids", None)
+    gpu.add_rows("table", "ids", "rows")
+    assert noted == [
+        ("copy", ("targets", "sources"), 1),
+        ("prepare", (np.dtype("f2"), np.dtype("f4")), 1),
+        ("take", ("table", "ids", "out"), 1),
+        ("put", ("table", "ids", None), 1),
+        ("add", ("table", "ids", "rows"), 1),
+    ]
+
+
 def test_a_stream_is_urgent_and_waits_for_no_other(gpu, cupy):
     assert gpu.stream().beneath.options == {"non_blocking": True, "priority": -100}
 
