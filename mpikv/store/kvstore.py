@@ -888,8 +888,9 @@ class KVStore(KVStoreBase):
         as the file's, which is replaced: :attr:`optimizer` is a new object.
 
         Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
-        found good, for which it is read twice; a file that is changed between ends the store. What compressed pushes of this store have left out is dropped; in its
-        place comes what those of the file's have, as far as the store's compression has error feedback.
+        found good, for which it is read twice; a file that is changed between ends the store. What compressed pushes
+        of this store have left out is dropped; in its place comes what those of the file's have, as far as the store's
+        compression has error feedback.
 
         Raises:
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.

@@ -111,6 +111,9 @@ class Operands:
 
     def _plain_sources(self, plan: Plan, key: Any, given: Any, filled: bool) -> Arrays | None:
         """Return plain arrays if those are what is pushed, and perhaps ``filled``."""
+        first = given[0] if type(given) in _LISTS and given else given
+        if type(first) is not self._kind:
+            return None  # perhaps rows, which need no buckets
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
         return self._plain(plan, key, given, filled, filled or len(plan.buckets) > 1)
 
@@ -136,7 +139,7 @@ class Operands:
 
     def _one_each(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
         """Return the one array per key, if that is what was given."""
-        kind, cut = self._kind, plan.cut
+        kind = self._kind
         if type(given) is kind:
             if (
                 type(key) not in _KEY_TYPES
@@ -144,14 +147,16 @@ class Operands:
                 or given.dtype != plan.dtypes[0]
                 or (writable and not given.flags.writeable)
                 or (apart and given.base is not None and not self._lies_apart(given))
-                or (cut and not given.flags.c_contiguous)
+                or (plan.cut and not given.flags.c_contiguous)
             ):
                 return None
             return (given,)
         if type(given) not in _LISTS or type(key) not in _LISTS or not len(key) == len(given) == len(plan.keys) > 0:
             return None  # perhaps some keys are named twice
+        if type(given[0]) is not kind:
+            return None
         arrays: Sequence[Any] = given
-        bound = plan.bound_values
+        cut, bound = plan.cut, plan.bound_values
         if bound is not None and bound.fits(given, writable, apart):
             return arrays
         # One loop: arrays are in no cache yet, and a pass for each property would take longer.

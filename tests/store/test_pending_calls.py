@@ -711,7 +711,7 @@ def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeyp
     """Between the two another thread would issue one, which would run first, or in the middle of it."""
 
     def program(comm):
-        order, issued = [], present().event()
+        order, passing, issued = [], present().event(), present().event()
         with mpikv.create(comm=comm) as kv:
             kv.init(["before", "call", "other"], [np.zeros(1)] * 3)
             kv.set_updater(lambda key, total, stored: order.append(key) or stored + total)
@@ -720,9 +720,10 @@ def test_a_call_takes_the_store_in_one_step_with_the_end_of_those_before(monkeyp
 
             def late(claim):
                 # In the sleep all other threads of this rank run as far as they can.
-                pass_to(lambda: (time.sleep(1), claim()))
+                pass_to(lambda: (passing.set(), time.sleep(1), claim()))
 
             def issue():
+                passing.wait()
                 work.wait()
                 kv.push("other", np.ones(1), wait=False)
                 issued.set()

@@ -113,7 +113,7 @@ def test_a_board_that_is_closed_does_not_keep_the_shared_memory() -> None:
     windows = SimpleNamespace(allocate=lambda nbytes: np.frombuffer(memory, np.uint8, nbytes))
     alone = SimpleNamespace(rank=0, size=1, local_rank=0, host_ranks=(0,), one_host=True, windows=windows)
     closed = StatusBoard(alone)
-    closed.write(1, b"barrier()")
+    closed.write(1, board.note("barrier()"))
     with pytest.raises(BufferError):
         memory.close()
     closed.close()
