@@ -120,6 +120,10 @@ class Optimizer:
 
     rescale: float = field(init=False, default=1.0)
     """The factor of the sum: ``rescale_grad``, with ``average`` divided by the number of ranks. Read-only."""
+    by_key: bool = field(init=False, default=False)
+    """Whether keys of the same count may have different steps. Read-only."""
+    opaque: bool = field(init=False, default=False)
+    """Whether the rate comes from a function of the user's, of which :meth:`settings` has the name. Read-only."""
     revision: int = field(init=False, default=0)
     """Another number after every change of an option, so that what was derived from them can be kept until then."""
     _changes: int = field(init=False, default=0)
@@ -213,7 +217,15 @@ class Optimizer:
     def _derive(self) -> None:
         """Work out anew what follows from the options."""
         ranks = self._ranks or 1 if self.average else 1
-        object.__setattr__(self, "rescale", self.rescale_grad / ranks)
+        # The factors are missing while the first options are set.
+        factors = getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None)
+        derived = {
+            "rescale": self.rescale_grad / ranks,
+            "by_key": bool(factors) or type(self).step is not Optimizer.step,
+            "opaque": self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def sums_over(self, ranks: int) -> None:
         """Take note that sums are those of so many ranks; 0: an update is by one rank's gradient, as in
@@ -333,20 +345,10 @@ class Optimizer:
         return slots
 
     @property
-    def by_key(self) -> bool:
-        """Whether keys of the same count may have different steps."""
-        return bool(self.lr_mult or self.wd_mult) or type(self).step is not Optimizer.step
-
-    @property
     def depends_on_count(self) -> bool:
         """Whether updates of the same key may have different steps."""
         own = any(getattr(type(self), name) is not getattr(Optimizer, name) for name in ("correction", "rate", "step"))
         return own or self.lr_scheduler is not None
-
-    @property
-    def opaque(self) -> bool:
-        """Whether the rate comes from a function of the user's, of which :meth:`settings` knows the name only."""
-        return self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__
 
     def step(self, key: Key, count: int) -> Step:
         """Return all that depends on the key or on its count, ``count`` (1 at the first).
