@@ -119,7 +119,9 @@ class Checkpoints:
         call = Call(verb, 0, repr(path))
 
         def run() -> None:
-            self._try_together(call, prepare, path).run()
+            prepared: PreparedCall = self._try_together(call, prepare, path)
+            _, load = prepared
+            load()
 
         return call, run
 

@@ -547,6 +547,18 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
         assert "momentum=0.5, momentum=0.25" in str(error)
 
 
+def test_a_store_whose_calls_are_not_compared(comm, folder):
+    with mpikv.create(comm=comm, verify_calls=False) as kv, mpikv.create(comm=comm, verify_calls=False) as other:
+        kv.init("w", np.arange(5.0))
+        kv.set_optimizer("adam")
+        kv.push("w", np.ones(5))
+        kv.save(folder / "checkpoint")
+        kv.save_optimizer_states(folder / "states")
+        other.load(folder / "checkpoint")
+        other.load_optimizer_states(folder / "states")
+        assert contents(other) == contents(kv)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("check", [True, False])
 def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, check):
