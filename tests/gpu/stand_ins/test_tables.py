@@ -52,6 +52,10 @@ class Kind(NamedTuple):
     here: Callable[[Array], Array]
 
 
+# The first test compiles the kernels for all.
+pytestmark = pytest.mark.deadline(120)
+
+
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     compiler()
