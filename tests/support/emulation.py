@@ -37,7 +37,9 @@ DTYPES = (
 )
 CODES = ("two_bits", "one_bit", "float16_code", "bfloat16_code")
 # As on a GPU: every operation is rounded by itself. Warnings are errors, but for pragmas of the other compiler.
-FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
+# Unique symbols would give the block memory of one library to all later ones of the process.
+FLAGS = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-gnu-unique", "-Wall", "-Wextra", "-Werror")
+FLAGS += ("-Wno-unknown-pragmas",)
 
 LAUNCH = """
 #ifndef BEGIN
