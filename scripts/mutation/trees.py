@@ -11,12 +11,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from .drawing import Mutant
+from typing import Protocol
 
 ROOT = Path(__file__).parents[2]
 END = 20.0
 """Seconds that a session gets to end its jobs when its time is up."""
+
+
+class Change(Protocol):
+    """One of a file of the package."""
+
+    @property
+    def path(self) -> str: ...
+
+    def applied(self, source: bytes) -> bytes:
+        """Return the source of the file with the change in it."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +85,15 @@ class Tree:
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir()
 
-    def plant(self, mutant: Mutant) -> None:
-        path = self.folder / "mpikv" / mutant.path
+    def plant(self, change: Change) -> None:
+        path = self.folder / "mpikv" / change.path
         # From the copy, for others may change the original meanwhile.
         shutil.copy2(path, self.folder.with_name("original"))
-        path.write_bytes(mutant.applied(path.read_bytes()))
+        path.write_bytes(change.applied(path.read_bytes()))
 
-    def restore(self, mutant: Mutant) -> None:
+    def restore(self, change: Change) -> None:
         # With its time, for the compiled module beside it to be taken again.
-        shutil.copy2(self.folder.with_name("original"), self.folder / "mpikv" / mutant.path)
+        shutil.copy2(self.folder.with_name("original"), self.folder / "mpikv" / change.path)
 
 
 def failed(status: int, text: str) -> str:
