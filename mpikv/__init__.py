@@ -8,8 +8,10 @@
 array([1., 1., 1.])
 """
 
-from . import codecs, optimizers, schedules
-from .async_store.async_kvstore import AsyncKVStore
+import importlib
+import typing
+
+from . import optimizers, schedules
 from .cluster.background import Work
 from .create import create
 from .errors import (
@@ -31,13 +33,17 @@ from .errors import (
 )
 from .memory.row_sparse import RowSparse
 from .store.allreduce_store import AllReduce
-from .store.capture import CapturedStep
 from .store.kvstore import KVStore
 from .store.plugins import KVStoreBase
 from .store.scope import Scope
-from .train.loss_scaling import LossScaler, clip_global_norm
-from .train.parameter import Parameter
-from .train.trainer import Trainer
+
+if typing.TYPE_CHECKING:
+    from . import codecs
+    from .async_store.async_kvstore import AsyncKVStore
+    from .store.capture import CapturedStep
+    from .train.loss_scaling import LossScaler, clip_global_norm
+    from .train.parameter import Parameter
+    from .train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -74,3 +80,26 @@ __all__ = [
     "optimizers",
     "schedules",
 ]
+
+# Loaded when first asked for, as few programs need them.
+_PLACES = {
+    "AsyncKVStore": "async_store.async_kvstore",
+    "CapturedStep": "store.capture",
+    "LossScaler": "train.loss_scaling",
+    "Parameter": "train.parameter",
+    "Trainer": "train.trainer",
+    "clip_global_norm": "train.loss_scaling",
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name == "codecs":
+        return importlib.import_module(".codecs", __name__)
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,11 +5,9 @@ An argument of :func:`mpikv.create` comes first, then the variable ``MPIKV_<FIEL
 
 from __future__ import annotations
 
-import difflib
 import os
 import platform
 import re
-import subprocess
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -108,6 +106,8 @@ class Config:
             if not variable.startswith("MPIKV_") or variable in LAUNCHER_VARIABLES:
                 continue
             if variable not in parsers:
+                import difflib  # as seldom as somebody mistypes a name
+
                 near = difflib.get_close_matches(variable, parsers, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 warnings.warn(f"unknown variable {variable}{hint}", stacklevel=5)
@@ -408,6 +408,8 @@ def advise_start(size: int, library: str = "", environ: Mapping[str, str] | None
 
 def _kinds_of_srun(environ: Mapping[str, str]) -> set[str]:
     """Return what ``srun --mpi=list`` says that ``--mpi=`` takes; nothing where it says nothing within 5 seconds."""
+    import subprocess  # which is slow to import
+
     try:
         answer = subprocess.run(
             ["srun", "--mpi=list"], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from . import codecs
-from .async_store.async_kvstore import AsyncKVStore, check_options
 from .cluster.connecting import connect
 from .cluster.process_group import ProcessGroup
 from .cluster.status_board import StatusBoard
@@ -242,9 +240,14 @@ def _parse(request: _Request, options: Mapping[str, Any]) -> None:
             "deterministic=True adds in a fixed order, and native_halves=True in NCCL's; leave one of them out"
         )
     find_kernels(settings.kernels)
-    request.codec = codecs.create(options["compression"])
+    if options["compression"] is not None:
+        from . import codecs
+
+        request.codec = codecs.create(options["compression"])
     staleness = options["staleness"]
     if kind.asynchronous:
+        from .async_store.async_kvstore import check_options
+
         check_options(settings, options)
         request.staleness = None if staleness is None else check_whole("staleness", staleness)
     elif staleness is not None:
@@ -431,6 +434,8 @@ def _make_store(request: _Request, parts: _Parts) -> KVStore:
     name, root = request.name.lower(), request.root
     shared = parts.group, parts.board, parts.transport, parts.settings
     if request.kind.asynchronous:
+        from .async_store.async_kvstore import AsyncKVStore
+
         again = partial(create, staleness=request.staleness)
         return AsyncKVStore(*shared, name=name, root=root, found=again, staleness=request.staleness)
     return KVStore(*shared, name=name, root=root, found=create, kernels=parts.kernels)

@@ -23,7 +23,6 @@ Keys of a wrong type and targets that cannot be written raise the built-in ``Typ
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -230,6 +229,8 @@ def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -
     >>> known_names("placement", "shard", ["root", "sharded"])
     "unknown placement 'shard' (known: root, sharded); did you mean 'sharded'?"
     """
+    import difflib  # as seldom as somebody mistypes a name
+
     names = sorted(known)
     text = f"unknown {what} {name!r} (known: {', '.join(names)})"
     near = difflib.get_close_matches(str(name).lower(), names, n=1)

@@ -57,6 +57,7 @@ from typing import Any
 from ..errors import ConfigError, known_names
 from ..options import check_names, check_switch
 from ..protocols import Codec
+from ..protocols.codec import LARGEST
 from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
@@ -79,10 +80,6 @@ __all__ = [
     "create",
     "register",
 ]
-
-LARGEST = 2.0**100
-"""The largest magnitude of an element that may be compressed, about 1e30: a residual to which a hundred million of them
-are added stays finite."""
 
 _KINDS: dict[str, Callable[..., Codec]] = {
     "2bit": TwoBit,

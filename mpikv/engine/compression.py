@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 import numpy as np
 
 from ..arrays.arrays import add, add_in_pairs, local_sum
-from ..codecs import LARGEST
 from ..errors import NotFinite, Unsupported, ValueMismatch
 from ..memory.host import HOST, private
 from ..protocols import Array, Codec, ElementwiseCodec, Gather, Memory, Rounds, Sum, TensorCodec, Transport
+from ..protocols.codec import LARGEST
 from .alltoallv import gather
 from .arena import Block
 from .keys import Entry

@@ -6,7 +6,6 @@ which means the same as a nested list; a dict, whose nested dicts are joined wit
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -182,6 +181,8 @@ class KeyTable:
             )
 
     def _unknown(self, key: Key) -> str:
+        import difflib  # as seldom as somebody mistypes a name
+
         names = {str(known): repr(known) for known in self._entries}
         near = difflib.get_close_matches(str(key), names, n=3, cutoff=0.5) or list(names)[:3]
         known = f"nearest known keys: {', '.join(names[name] for name in near)}" if near else "no key was"

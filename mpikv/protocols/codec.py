@@ -7,7 +7,11 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from .arrays import Array
 
-__all__ = ["Codec", "ElementwiseCodec", "Gather", "Rounds", "Sum", "TensorCodec"]
+__all__ = ["LARGEST", "Codec", "ElementwiseCodec", "Gather", "Rounds", "Sum", "TensorCodec"]
+
+LARGEST = 2.0**100
+"""The largest magnitude of an element that may be compressed, about 1e30: a residual to which a hundred million of them
+are added stays finite."""
 
 
 class ElementwiseCodec(Protocol):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from .. import optimizers
 from ..arrays.arrays import quiet, run_quietly
-from ..checkpoint import Checkpoints
 from ..cluster.agreement import Agreement, Call, PreparedCall
 from ..cluster.background import Pending, Work, makes_calls, urgency
 from ..cluster.process_group import ProcessGroup
@@ -29,10 +28,13 @@ from ..sparse.rows import Rows
 from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.control import ControlVerbs, check_head
-from .capture import CapturedStep, prepare_capture
 from .door import Door, State, show_keys
 from .plugins import KVStoreBase
 from .scope import Scope
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoints
+    from .capture import CapturedStep
 
 __all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
 
@@ -109,7 +111,6 @@ class KVStore(KVStoreBase):
         self._rows = Rows(self._exchange, root)
         self._verbs = Verbs(self._exchange, self._rows, self._agreement, group.rank, found_codec)
         self._control = ControlVerbs(self._agreement, group, root)
-        self._checkpoints = Checkpoints(self._exchange, self._agreement, root)
         self._order = transport.memory.order
         # Whether calls are made in the order of streams.
         self._has_stream = self._order.needed
@@ -185,6 +186,12 @@ class KVStore(KVStoreBase):
     def compression(self) -> Any:
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
         return self._verbs.settings.codec
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints:
+        from ..checkpoint import Checkpoints  # as many programs save nothing
+
+        return Checkpoints(self._exchange, self._agreement, self._root)
 
     @property
     def _assigns(self) -> bool:
@@ -455,6 +462,8 @@ class KVStore(KVStoreBase):
             >>> step.captured, step.reason
             (False, 'the store is on the host')
         """
+        from .capture import CapturedStep, prepare_capture
+
         given = self._collective("capture", partial(prepare_capture, self._verbs), key, value, out)
         number, self._captured = self._captured, self._captured + 1
         return CapturedStep(given, number, self)

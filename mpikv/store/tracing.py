@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -54,7 +53,7 @@ class Tracer:
 
     def __init__(self, directory: Path, process: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._host = socket.gethostname()
+        self._host = os.uname().nodename
         # Two containers may have one name of a host and one number of a process.
         name = f"{self._host}.{process}.{os.urandom(4).hex()}{SUFFIX}"
         # Without a buffer: each line is with the system when a killed process is gone.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from .. import codecs
 from ..cluster.agreement import PreparedCall
-from ..codecs.host_fallback import HostFallback
 from ..engine.autotune import Choice, choose
 from ..engine.exchange import Exchange
 from ..engine.pull_compression import Cast
@@ -18,6 +16,9 @@ from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
 from .comparison import Comparison, compare_text
+
+if TYPE_CHECKING:
+    from .. import codecs
 
 __all__ = ["SettingVerbs"]
 
@@ -46,6 +47,8 @@ class SettingVerbs:
 
     def set_compression(self, compression: Any) -> PreparedCall:
         """Prepare a change of the codec to what is meant by ``compression``."""
+        from .. import codecs
+
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
         call = compare_text("set_gradient_compression", settings)
@@ -78,6 +81,8 @@ class SettingVerbs:
             "compression %s runs on the host: pushes wait for the GPU and copy gradients and sums",
             codec.settings(),
         )
+        from ..codecs.host_fallback import HostFallback
+
         return HostFallback(codec, self._memory) if codec.elementwise else codec
 
     def _choose(self, meant: codecs.Auto, working: Codec) -> None:

@@ -108,6 +108,25 @@ def test_examples_are_true(module: ModuleType) -> None:
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 
+def test_import_leaves_out_what_few_programs_need() -> None:
+    """It is there all the same, and a name is the same object however it is reached."""
+    late = ["async_store", "checkpoint", "codecs", "store.capture", "train"]
+    code = (
+        "import json, sys, mpikv\n"
+        f"print(json.dumps([name for name in {late} if f'mpikv.{{name}}' in sys.modules]))\n"
+        "assert set(mpikv.__all__) <= set(dir(mpikv))\n"
+        "from mpikv.train.trainer import Trainer\n"
+        "assert mpikv.Trainer is Trainer and mpikv.codecs is sys.modules['mpikv.codecs']\n"
+        "from mpikv import *\n"
+        "assert not [name for name in mpikv.__all__ if name not in globals()]\n"
+        "assert not hasattr(mpikv, 'Nothing')\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    assert json.loads(answer.stdout) == []
+
+
 @pytest.mark.feature("no-roles")
 def test_import_loads_numpy_and_the_standard_library_only() -> None:
     code = "import json, sys; old = set(sys.modules); import mpikv; print(json.dumps(sorted(set(sys.modules) - old)))"

@@ -13,7 +13,6 @@ from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from tempfile import mkstemp
 from typing import Any, NamedTuple
 
 __all__ = ["Image", "image_of", "kept"]
@@ -113,6 +112,8 @@ def _write(path: Path, key: bytes, image: Image) -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file of which nobody sees a part."""
+    from tempfile import mkstemp  # which is slow to import
+
     descriptor, temporary = mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

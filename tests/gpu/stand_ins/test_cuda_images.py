@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch, caplog, step):
     if step == "folder":
         folder.touch()
     elif step == "file":
-        monkeypatch.setattr(images, "mkstemp", refused)
+        monkeypatch.setattr("tempfile.mkstemp", refused)
     else:
         monkeypatch.setattr(images, "os", SimpleNamespace(fdopen=os.fdopen, unlink=os.unlink, replace=refused))
     build = Compiler()

@@ -64,7 +64,7 @@ def here(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     for name in ("gpu_of", "find_nccl"):
         monkeypatch.setattr(sys.modules["mpikv.create"], name, getattr(rank, name))
     monkeypatch.setattr(sys.modules["mpikv.create"], "has_cupy", lambda: True)
-    monkeypatch.setattr(sys.modules["mpikv.train.array_location"], "gpu_of", rank.gpu_of)
+    monkeypatch.setattr("mpikv.train.array_location.gpu_of", rank.gpu_of)
     yield rank
     gc.collect()
     rank.gpu.checker.assert_clean()
