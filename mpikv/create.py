@@ -306,17 +306,18 @@ def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception 
     """Raise on every rank unless all want the same store and can have it; return what is each rank's ``own``."""
     text = json.dumps([wanted, problem and f"{type(problem).__name__}: {problem}", own])
     texts = group.gather(text)
-    read = {text: json.loads(text) for text in set(texts)}  # most often one, of many ranks
-    said = [read[text] for text in texts]
+    said = {text: json.loads(text) for text in dict.fromkeys(texts)}  # most often one, of many ranks
     where = f" [rank {group.rank}/{group.size}]" if group.size > 1 else ""
     if problem is not None:
         problem.args = (f"create: {problem}{where}",)
-        failures = [failure for _, failure, _ in said]
+        failures = [said[text][1] for text in texts]
         raise mark_repeated(problem, failures.index(failures[group.rank]) == group.rank)
-    for rank, (other, failure, _) in enumerate(said):
+    first, _, _ = said[texts[0]]
+    for text, (other, failure, _) in said.items():
+        rank = texts.index(text)
         if failure:
             raise PeerFailed(f"create: rank {rank} raised {failure}{where}", rank)
-        if other != (first := said[0][0]):
+        if other != first:
             differing = [
                 f"{key} {first[key]} on rank 0, {other[key]} on rank {rank}"
                 for key in first
@@ -324,7 +325,7 @@ def _compare(group: ProcessGroup, wanted: Mapping[str, str], problem: Exception 
             ]
             mismatch = RankMismatch(f"create: ranks disagree: {'; '.join(differing)}{where}")
             raise mark_repeated(mismatch, group.rank == 0)
-    return [other for _, _, other in said]
+    return [said[text][2] for text in texts]
 
 
 def _find_device(

@@ -343,7 +343,7 @@ class Pipeline:
 
     def _refresh(self, plan: Plan) -> None:
         """Give this rank the newest values."""
-        if np.any(self._values.table.stale[plan.rows]):
+        if self._values.table.stale[plan.rows].any():
             self.publish(plan)
 
     def _publish(self, bucket: Bucket) -> None:

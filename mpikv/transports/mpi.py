@@ -111,11 +111,12 @@ class MpiTransport:
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         # All are equal exactly when the largest token is the smallest; one maximum finds both.
-        self._offered[:] = token, -token
+        self._offered[0], self._offered[1] = token, -token
         with self._group.translated("agree"):
             self._requests.complete(self._comm.Iallreduce(self._offered, self._highest, self._mpi.MAX))
             self._requests.check()
-        return bool(self._highest[0] == -self._highest[1])
+        largest, opposite = self._highest.tolist()
+        return bool(largest == -opposite)
 
     def close(self) -> None:
         self._comm = None

@@ -36,7 +36,7 @@ def _looking(
     def ready_or_raise() -> bool:
         if ready():
             return True
-        if next(polls) % every or not (failure := look()):
+        if (every > 1 and next(polls) % every) or not (failure := look()):
             return False
         if ready():
             return True  # whoever tells of a failure has come here before

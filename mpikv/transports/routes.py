@@ -49,7 +49,7 @@ def routes_of(rank: int, hosts: Sequence[Sequence[int]], counts: Sequence[int]) 
     away = [host for host in hosts if host is not home]
     return Routes(
         tuple(route for host in away for route in _from_carrier(rank, home, host, counts, starts)),
-        tuple(route for host in away for route in _to_owner(rank, host, home, counts, starts)),
+        tuple(route for host in away if counts[rank] for route in _to_owner(rank, host, home, counts, starts)),
     )
 
 
@@ -65,7 +65,7 @@ def _from_carrier(
     """Yield the routes from one rank of a host to another host."""
     share = _share(home, owners, counts)
     low = home.index(carrier) * share
-    for owner in owners:
+    for owner in owners if share else ():
         count = counts[owner]
         begin, end = max(low, 0), min(low + share, count)
         if begin < end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ..cluster.agreement import Agreement, Call
@@ -44,6 +44,8 @@ class UpdateCall(NamedTuple):
 # Those that move no whole values.
 _NO_BUCKETS = ("row_sparse_pull", "delete")
 _OF_ROWS = (Contribution.ROWS, Contribution.ROWS_FOR_WHOLE)
+# Of the few texts that come with any keys.
+_digest = lru_cache(maxsize=256)(digest)
 
 
 def compare_text(verb: str, text: str, shown: str | None = None) -> Call:
@@ -73,7 +75,7 @@ class Comparison:
             if verb not in _NO_BUCKETS:
                 plan.prepare()
             texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
-            plan.memo[verb] = call = Call(verb, plan.digest ^ digest(verb), plan.label, plan.keys, texts)
+            plan.memo[verb] = call = Call(verb, plan.digest ^ _digest(verb), plan.label, plan.keys, texts)
         return call if priority == 0 else _add_priorities(call, plan, priority)
 
     def update_call(
@@ -107,7 +109,7 @@ class Comparison:
         updater = self._exchange.updater
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
-        token = plan.digest ^ digest(verb + contribution.value) ^ digest("\n".join(self._settings()))
+        token = plan.digest ^ _digest(verb + contribution.value) ^ _digest("\n".join(self._settings()))
         call = Call(verb, token, plan.label, plan.keys, lambda: self._texts(plan, contribution))
         confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.may_raise else None
         steps = None if updater.depends_on_count else self._exchange.steps(plan)

@@ -24,13 +24,16 @@ def program(comm: Any, seed: int) -> None:
 
 
 @lru_cache(maxsize=4)
-def brought(number: int, size: int, shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
-    """Return what all ranks bring to a call: for each shape small integers, whose sums are exact, a row for a rank."""
+def brought(number: int, size: int, shapes: tuple[tuple[int, ...], ...]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return what all ranks bring to a call: for each shape small integers, whose sums are exact, a row for a rank; and
+    the sum over ranks.
+    """
     generator = np.random.default_rng([number, size])
     every = [generator.integers(-9, 9, (size, *shape)).astype(np.float32) for shape in shapes]
-    for arrays in every:
-        arrays.flags.writeable = False  # all ranks see the same
-    return every
+    pairs = [(arrays, arrays.sum(axis=0)) for arrays in every]
+    for array in (array for pair in pairs for array in pair if array.ndim):
+        array.flags.writeable = False  # all ranks see the same
+    return pairs
 
 
 class Calls:
@@ -59,10 +62,9 @@ class Calls:
     def brought(self, number: int, keys: list[str]) -> list[np.ndarray]:
         """Return what this rank brings for each key, and note what the call makes of the values."""
         every = brought(number, self.kv.size, tuple(self.values[key].shape for key in keys))
-        for key, arrays in zip(keys, every, strict=True):
-            total = arrays.sum(axis=0)
+        for key, (_, total) in zip(keys, every, strict=True):
             self.values[key] = self.values[key] - np.float32(self.rate) * total if self.rate else total
-        return [arrays[self.kv.rank].copy() for arrays in every]
+        return [arrays[self.kv.rank].copy() for arrays, _ in every]
 
     def new(self, number: int) -> tuple[str, np.ndarray]:
         shape = self.draw.choice(SHAPES)

@@ -56,12 +56,13 @@ class _Run:
 
     def __init__(self, cluster: Cluster, program: Program) -> None:
         self._cluster, self._program = cluster, program
-        self._scheduler = Scheduler(cluster.seed, cluster.size, cluster.hosts, self._at_point)
         self._points = [0] * cluster.size
         self._planned: dict[tuple[int, int], list[Timed]] = {}
         for fault in cluster.faults:
             if isinstance(fault, (Kill, Pause, Raise, Leave, FullDisk)):
                 self._planned.setdefault((fault.rank, fault.at), []).append(fault)
+        at_point = self._at_point if self._planned else None
+        self._scheduler = Scheduler(cluster.seed, cluster.size, cluster.hosts, at_point)
         self._interrupts: dict[int, BaseException] = {}
         self._results: list[Any] = [None] * cluster.size
         self._failures: list[tuple[int, BaseException]] = []

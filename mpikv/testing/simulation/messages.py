@@ -475,7 +475,11 @@ def wait(ready: Callable[[], bool]) -> None:
 
 
 # What ranks may have in common, as nobody can change it.
-_PLAIN = (bool, float, int, str, type(None))
+_PLAIN = (bool, bytes, float, int, str, type(None))
+
+
+class _Pickled(bytes):
+    pass
 
 
 def _all_to_all_ranks(given: list[Any]) -> list[Any]:
@@ -487,11 +491,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    return value if _is_plain(value) else pickle.dumps(value)
+    return value if _is_plain(value) else _Pickled(pickle.dumps(value))
 
 
 def _unpacked(packed: Any) -> Any:
-    return pickle.loads(packed) if type(packed) is bytes else packed
+    return pickle.loads(packed) if type(packed) is _Pickled else packed
 
 
 def _bytes(buffer: Any) -> memoryview:

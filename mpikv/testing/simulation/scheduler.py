@@ -34,7 +34,7 @@ class Scheduler:
     longest = 1e6
     """Seconds of the simulated clock in which a run must end: ranks that poll would poll for ever."""
 
-    def __init__(self, seed: int, ranks: int, hosts: int, at_point: Callable[[Task], None]) -> None:
+    def __init__(self, seed: int, ranks: int, hosts: int, at_point: Callable[[Task], None] | None = None) -> None:
         """``at_point`` is called at each scheduling point, by the task that has come to it."""
         self.random = random.Random(seed)
         self.now = 0.0
@@ -118,12 +118,12 @@ class Scheduler:
         self._turns += 1
         task.queue = queue
         queue.append(task)
-        try:
-            if not task.ending:
+        if self._at_point is not None and not task.ending:
+            try:
                 self._at_point(task)
-        except BaseException:
-            self._remove([task])
-            raise
+            except BaseException:
+                self._remove([task])
+                raise
         return self._choose()
 
     def enter(self, task: Task) -> None:

@@ -850,7 +850,7 @@ def calls_of(run: Callable[[], Any]) -> list[str]:
     return passed
 
 
-NOT_COUNTED = "mpikv/testing", "transports/shm.py _wait"
+NOT_COUNTED = "mpikv/testing", "transports/shm.py _await"
 
 
 def places_of(frame: Any) -> Iterator[str]:
