@@ -278,7 +278,7 @@ class Pending:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ending)
             while self._queue and self._busy():
-                self._changed.wait(_SHORT)
+                self._changed.wait_for(lambda: not self._busy(), _SHORT)
             return len(self._queue)
 
     def _take(self, common: int) -> Work:

@@ -21,6 +21,19 @@ def test_who_waits_is_patient_while_calls_complete():
     assert cluster(1).run(program) == [True]
 
 
+def test_no_call_begins_while_another_thread_is_in_one():
+    def program(comm):
+        begun = []
+        free = present().now() + 10.0
+        pending = Pending(int, busy=lambda: present().now() < free)
+        pending.add(0, lambda: "a call", lambda: begun.append(present().now()))
+        pending.drain()
+        pending.end()
+        return begun[0] - free
+
+    assert 0 <= cluster(1).run(program)[0] < 0.1
+
+
 @pytest.mark.parametrize(
     ("priority", "highest"),
     [(3, 3), (-2, -2), ([1, 5, 2], 5), ((-3, -1), -1), ([], 0), ("high", 0), ([1, None], 0), (float("inf"), 0)],
