@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv.cli.info import _gpu_rows
-from mpikv.compute.cuda.gpu import CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
+from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
 from mpikv.compute.cuda.sharing import sharing
 from mpikv.config import Launch, visible_gpus
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
@@ -885,6 +886,48 @@ def test_to_order_streams_takes_few_python_calls(gpu, cupy):
     sys.setprofile(None)
     cupy.present = 0
     assert len(passed) <= 7, passed
+
+
+DRIVER = """
+static _Thread_local int present;  /* cuda.h: 0 is CU_STREAM_CAPTURE_MODE_GLOBAL, 1 is ..._THREAD_LOCAL */
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = present;
+    if (*mode == 2) return 1;
+    present = *mode, *mode = before;
+    return 0;
+}
+"""
+
+
+@pytest.mark.skipif(not which("cc"), reason="there is no C compiler, for a library that stands for the driver")
+def test_the_questions_of_a_thread_that_watches_end_no_capture_of_others(gpu, cupy, monkeypatch, tmp_path):
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True)
+    monkeypatch.setattr("mpikv.compute.cuda.gpu._DRIVER", str(library))
+    modes = list[int]()
+
+    def watch() -> None:
+        gpu.watch()
+        mode = ctypes.c_int(0)
+        ctypes.CDLL(str(library)).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        modes.append(mode.value)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    thread.join(10)
+    cupy.present = 0
+    assert modes == [1]
+    monkeypatch.setattr("mpikv.compute.cuda.gpu._THREAD_LOCAL", 2)
+    with pytest.raises(TransportError, match=r"on cuda:1, in 'cuThreadExchangeStreamCaptureMode': status 1$"):
+        gpu.watch()
+    cupy.present = 0
+
+
+@pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
+def test_the_mode_of_a_thread_that_watches_is_cupys():
+    from cupy.cuda import runtime
+
+    assert runtime.streamCaptureModeThreadLocal == _THREAD_LOCAL
 
 
 def test_what_is_present_already_is_entered_for_nothing(gpu, cupy, monkeypatch):
