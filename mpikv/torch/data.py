@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from ..cluster.connecting import connect
-from ..config import Config
 from ..create import create
 from ..store.kvstore import KVStore
 
@@ -21,7 +19,8 @@ def sampler(
     """Return a sampler that gives each rank its own share of a dataset, all shares being of one length.
 
     Collective. Give it to a ``DataLoader``, with the batch of one rank: the batch of all ranks divided by
-    ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew.
+    ``sampler.num_replicas``. Call ``sampler.set_epoch(epoch)`` before each epoch, on every rank, to shuffle anew. Ranks
+    compare the length of the dataset and the options below, once. They do not compare the elements.
 
     Args:
         dataset: anything that has a length, the same on every rank.
@@ -34,18 +33,29 @@ def sampler(
     Returns:
         A ``torch.utils.data.DistributedSampler``.
 
+    Raises:
+        RankMismatch: ranks have datasets of different lengths, or gave different options.
+        TypeError: the dataset has no length.
+        PeerFailed: another rank raised one of these.
+
     Example:
         >>> import mpikv.torch
         >>> list(mpikv.torch.sampler(range(3), shuffle=False))
         [0, 1, 2]
     """
-    if kv is not None:
-        size, rank = kv.size, kv.rank
-    else:
-        group = connect(None, Config())
-        size, rank = group.size, group.rank
-        group.close()
-    return DistributedSampler(dataset, size, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if kv is None:
+        with create() as own:
+            return sampler(dataset, kv=own, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    try:
+        share = DistributedSampler(dataset, kv.size, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        told = (
+            f"a dataset of {len(dataset)} elements, shuffle={bool(shuffle)}, seed={seed}, drop_last={bool(drop_last)}"
+        )
+    except Exception as error:
+        kv.raise_on_all_ranks(error, "sampler")
+    # Ranks would else make unequal numbers of steps, or train on some elements twice.
+    kv.check_equal(told, "sampler")
+    return share
 
 
 def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
