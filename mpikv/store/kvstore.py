@@ -656,7 +656,8 @@ class KVStore(KVStoreBase):
             verb: what it is compared for, for messages.
 
         Raises:
-            RankMismatch: they differ. Both are shown.
+            RankMismatch: they differ. Both are shown; of a text of several lines, the first line and the first that
+                differs.
 
         Example:
             >>> import mpikv

@@ -49,8 +49,10 @@ _digest = lru_cache(maxsize=256)(digest)
 
 
 def compare_text(verb: str, text: str, shown: str | None = None) -> Call:
-    """Return a call of which ranks compare a text. ``shown`` stands for it in messages."""
-    return Call(verb, digest(f"{verb} {text}"), text if shown is None else shown, describe=lambda: [text])
+    """Return a call of which ranks compare a text. ``shown`` stands for it in messages, with the first line that
+    differs.
+    """
+    return Call(verb, digest(f"{verb} {text}"), text if shown is None else shown, describe=text.splitlines)
 
 
 def add_text(call: Call, text: str) -> Call:

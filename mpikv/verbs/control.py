@@ -39,7 +39,7 @@ class ControlVerbs:
         return _BARRIER, lambda: None if met else self._agreement.confirm(Call("barrier", 0), None)
 
     def check_equal(self, text: str, verb: str) -> PreparedCall:
-        return compare_text(verb, text), lambda: None
+        return compare_text(verb, text, text.partition("\n")[0]), lambda: None
 
     def any_rank(self, flag: bool) -> PreparedCall:
         return _VOTE, lambda: not self._agreement.least(int(not flag))
