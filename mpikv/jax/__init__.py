@@ -1,8 +1,9 @@
 """Training with JAX: sums and means of gradients over ranks, which change nothing in place and work under ``jit``.
 
-A script of one process needs two lines, and ``mpikv run -n 4 train.py`` to start it::
+A script of one process needs three lines, and ``mpikv run -n 4 train.py`` to start it::
 
     kv = mpikv.create("allreduce")
+    params = mpikv.jax.broadcast(kv, params)                                      # the root's, on every rank
     loss, grads = mpikv.jax.value_and_grad(loss_of_batch, kv)(params, batch)      # in place of jax.value_and_grad
 
 Inside of ``jax.jit`` a call of the host exchanges the arrays.

@@ -7,9 +7,10 @@ alone: a call of JAX inside of it could wait for the thread in which it runs.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import jax
@@ -25,24 +26,30 @@ from ..store.allreduce_store import AllReduce
 from ..store.kvstore import KVStore
 from ..store.plugins import KVStoreBase
 
-__all__ = ["broadcast", "pushpull"]
+__all__ = ["broadcast", "pushpull", "refuse"]
 
 Tree = TypeVar("Tree")
 
 # Found by trying: 0.7.0 aborts in XLA, 0.7.2 does not.
 _COMPILES = (0, 7, 2)
 
-_known: Any = WeakKeyDictionary()
-"""The shape and the dtype of each key that was made here, for each store that needs ``init``."""
+_kinds: Any = WeakKeyDictionary()
+"""For each store, the shape and the dtype that each name of a leaf had in its last call."""
+
+_outlines: Any = WeakKeyDictionary()
+"""For each store, the outlines of the trees that it has exchanged: to make one takes long."""
 
 
-def pushpull(kv: KVStore, tree: Tree, *, average: bool = False) -> Tree:
+def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") -> Tree:
     """Return the sum, or the mean, over ranks of each leaf of a tree. The tree itself stays as it is.
 
-    Collective: every rank calls it in the same order, with trees of the same structure, shapes and dtypes. Trees of
-    other structures may follow. It may be called in ``jax.jit``, where the exchange takes place when the compiled
-    function runs, and keeps its place among the others. It cannot be differentiated or mapped by ``jax.vmap``, which
-    raise ValueError: exchange gradients that have been computed, as :func:`value_and_grad` does.
+    Collective: every rank calls it in the same order, with trees of the same structure, shapes and dtypes. Ranks
+    compare all of these, and the name. **They cannot tell two calls apart that have them in common**: if one rank makes
+    such calls in another order, each adds up different things. Give such calls different names.
+
+    It may be called in ``jax.jit``, where the exchange takes place when the compiled function runs, and keeps its place
+    among the others. It cannot be differentiated or mapped by ``jax.vmap``, which raise ValueError: exchange gradients
+    that have been computed, as :func:`value_and_grad` does.
 
     While a compiled function runs, its exchanges use the store: before you call methods of the store yourself, wait for
     the result by ``jax.block_until_ready``. The functions of this module do so.
@@ -54,6 +61,7 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False) -> Tree:
             in float32 and rounded once. Arrays of JAX on the host are read without a copy; those of other devices are
             copied to the host and back.
         average: whether to divide the sums by the number of ranks, in the leaf's dtype.
+        name: by which ranks tell this call from others of equal trees, the same on every rank.
 
     Returns:
         A new tree of the same structure, shapes and dtypes. Leaves are arrays of JAX, but where ``tree`` has those of
@@ -63,8 +71,8 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False) -> Tree:
         ConfigError: the store has an updater, or makes no sums, as ``dist_async``.
         Unsupported: it is called in ``jax.jit`` with JAX before 0.7.2.
         ValueMismatch: a leaf's dtype cannot be summed, or has no mean, as int32.
-        TypeError: a leaf is no array and no number.
-        RankMismatch: ranks gave other trees, or other values of ``average``.
+        TypeError: a leaf is no array and no number; ``name`` is no string.
+        RankMismatch: ranks gave other trees, names, or values of ``average``.
         PeerFailed: another rank raised one of these.
 
     Inside of ``jax.jit`` these may come as a ``jax.errors.JaxRuntimeError`` with the error's name and text.
@@ -78,11 +86,11 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False) -> Tree:
         >>> jax.jit(lambda x: mpikv.jax.pushpull(kv, 2 * x, average=True))(jnp.ones(2))
         Array([2., 2.], dtype=float32)
     """
-    combined: Tree = _exchange(kv, tree, "pushpull", "mean" if average else "sum")
+    combined: Tree = _exchange(kv, tree, "pushpull", "mean" if average else "sum", name)
     return combined
 
 
-def broadcast(kv: KVStore, tree: Tree) -> Tree:
+def broadcast(kv: KVStore, tree: Tree, *, name: str = "") -> Tree:
     """Return the root's tree, on every rank. A training begins with it: all ranks then have the same weights.
 
     Collective, as :func:`pushpull`, whose rules and errors it has. The leaves of other ranks give shapes and dtypes.
@@ -92,54 +100,112 @@ def broadcast(kv: KVStore, tree: Tree) -> Tree:
         >>> mpikv.jax.broadcast(mpikv.create("allreduce"), [jnp.ones(2)])
         [Array([1., 1.], dtype=float32)]
     """
-    combined: Tree = _exchange(kv, tree, "broadcast", "root")
+    combined: Tree = _exchange(kv, tree, "broadcast", "root", name)
     return combined
 
 
-def _exchange(kv: Any, tree: Any, verb: str, result: str) -> Any:
+@dataclass
+class _Outline:
+    """The structure of a tree, as the ranks of a store compare it."""
+
+    prefix: str
+    """With which the names of its leaves begin."""
+    names: list[str]
+    """Those of its leaves in the store."""
+    nodes: list[tuple[str, str]]
+    """The path of each node, and its kind; of a leaf "", as shapes and dtypes may change."""
+    agreed: bool = False
+    """Whether all ranks have had a tree like it in one call."""
+
+
+def _exchange(kv: Any, tree: Any, verb: str, result: str, name: str) -> Any:
     """Return the ``result`` of all ranks' trees: their sum, mean, or the root's."""
     _check_store(kv, verb)
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    # A place, as a class of the caller's own may give two leaves one path.
-    names = [f"jax/{result}/{place}{jax.tree_util.keystr(path)}" for place, (path, _) in enumerate(pairs)]
     try:
         if verb == "pushpull":
             _check_sums(kv)
-        leaves = [_as_array(leaf) for _, leaf in pairs]
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        outline = _outline(kv, tree, structure, f"jax/{result}/{_prefix(name)}")
+        leaves = [_as_array(leaf) for leaf in leaves]
         if result == "mean":
-            for name, leaf in zip(names, leaves, strict=True):
-                _check_mean(name, leaf)
+            for place, leaf in enumerate(leaves):
+                _check_mean(outline.names[place], leaf)
         if traced := _is_traced(leaves):
             _check_compiling()
         # In a compiled function JAX makes 32-bit numbers of numpy's, too.
         dtypes = [jnp.result_type(leaf) if traced else leaf.dtype for leaf in leaves]
     except Exception as error:
-        jax.effects_barrier()  # another thread may be in an exchange of a compiled function
-        kv.raise_on_all_ranks(error, verb)
-    call = partial(_call_store, kv, verb, names, dtypes, kv.size if result == "mean" else 1)
+        refuse(kv, error, verb)
+    call = partial(_call_store, kv, verb, outline, dtypes, kv.size if result == "mean" else 1)
     if traced:
         shapes = [jax.ShapeDtypeStruct(leaf.shape, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-        # The last one that is registered is called first: before the store is closed, which was made earlier.
-        atexit.unregister(_await_compiled)
-        atexit.register(_await_compiled)
-        return structure.unflatten(io_callback(call, shapes, leaves, ordered=True))
+        return structure.unflatten(_call_when_compiled(kv, verb, call, shapes)(leaves))
     jax.effects_barrier()
     return structure.unflatten(_like(leaves, call(leaves)))
 
 
+def _prefix(name: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"name={name!r} is {a_kind(name)}, not a string")
+    return f"{name}/" if name else ""
+
+
+def _outline(kv: Any, tree: Any, structure: Any, prefix: str) -> _Outline:
+    """Return the outline of a tree of this structure, the names of whose leaves begin with ``prefix``. Local."""
+    known: dict[Any, _Outline] = _outlines.setdefault(kv, {})
+    outline = known.get((prefix, structure))
+    if outline is None:
+        nodes = list(_nodes(tree))
+        paths = [path for path, kind in nodes if not kind]
+        # A place, as a class of the caller's own may give two leaves one path.
+        names = [f"{prefix}{place}{path}" for place, path in enumerate(paths)]
+        outline = known[prefix, structure] = _Outline(prefix, names, nodes)
+    return outline
+
+
+def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path of each node of a tree, and its kind. Items of a tuple are written (0), and those of a list [0].
+
+    >>> list(_nodes({"b": (1.0, None), "w": 2.0}))
+    [('', 'a dict of 2'), ("['b']", 'a tuple of 2'), ("['b'](0)", ''), ("['b'](1)", 'None'), ("['w']", '')]
+    """
+    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda one: one is not node)
+    if children and not children[0][0]:  # a leaf has the empty path to itself
+        yield path, ""
+        return
+    yield path, "None" if node is None else f"{a_kind(node)} of {len(children)}"
+    for (entry,), child in children:
+        index = getattr(entry, "idx", None) if isinstance(node, tuple) else None
+        yield from _nodes(child, path + (str(entry) if index is None else f"({index})"))
+
+
+def refuse(kv: KVStore, error: Exception, verb: str) -> NoReturn:
+    """Raise an error of this rank on every rank. Collective."""
+    jax.effects_barrier()  # another thread may be in an exchange of a compiled function
+    kv.raise_on_all_ranks(error, verb)
+
+
+def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]) -> Any:
+    """Return a function of leaves that has the host make a call with them whenever the compiled function runs."""
+    # The last one that is registered is called first: before the store is closed, which was made earlier.
+    atexit.unregister(_await_compiled)
+    atexit.register(_await_compiled)
+    return partial(io_callback, call, shapes, ordered=True)
+
+
 def _call_store(
-    kv: Any, verb: str, names: list[str], dtypes: Sequence[Any], divisor: int, leaves: Sequence[Any]
+    kv: Any, verb: str, outline: _Outline, dtypes: Sequence[Any], divisor: int, leaves: Sequence[Any]
 ) -> list[Array]:
     """Exchange leaves on the host. Collective. JAX calls it too, from any thread."""
-    if not names:
-        kv.check_equal("a tree without leaves", verb)
-        return []
+    names = outline.names
     try:
         arrays = [_on_host(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
     except Exception as error:
         kv.raise_on_all_ranks(error, verb)
-    if verb == "pushpull" and not isinstance(kv, AllReduce):
-        _make_room(kv, names, arrays)
+    _agree(kv, verb, outline, arrays)
+    if not names:
+        kv.check_equal("a tree without leaves", verb)
+        return []
     outs = [aligned(array.shape, array.dtype) for array in arrays]
     getattr(kv, verb)(names, arrays, outs)
     if verb == "broadcast":
@@ -175,14 +241,23 @@ def _on_host(leaf: Any, dtype: Any) -> Array:
     return array
 
 
-def _make_room(kv: Any, names: Sequence[str], arrays: Sequence[Array]) -> None:
-    """Make keys for leaves that are new, or whose shape or dtype has changed. Collective."""
-    known = _known.setdefault(kv, {})
-    kinds = {name: (array.shape, array.dtype) for name, array in zip(names, arrays, strict=True)}
+def _agree(kv: Any, verb: str, outline: _Outline, arrays: Sequence[Array]) -> None:
+    """Compare a tree that is new, or whose shapes or dtypes are, node by node, and make keys for it. Collective.
+
+    Without this the names of leaves would tell that ranks disagree, but not in which node.
+    """
+    known = _kinds.setdefault(kv, {})
+    kinds = {name: (array.shape, array.dtype) for name, array in zip(outline.names, arrays, strict=True)}
     changed = {name: kind for name, kind in kinds.items() if known.get(name) != kind}
-    if changed:
+    if outline.agreed and not changed:
+        return
+    leaves = (f"{array.dtype}{list(array.shape)}" for array in arrays)
+    nodes = (f"{path or 'the tree'} is {kind or next(leaves)}" for path, kind in outline.nodes)
+    kv.check_equal("\n".join(["a new tree or new shapes", f"its keys begin with {outline.prefix!r}", *nodes]), verb)
+    outline.agreed = True
+    if changed and verb == "pushpull" and not isinstance(kv, AllReduce):
         kv.init(list(changed), [np.zeros(*kind) for kind in changed.values()], overwrite=True)
-        known.update(changed)
+    known.update(changed)
 
 
 def _check_store(kv: Any, verb: str) -> None:

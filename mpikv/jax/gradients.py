@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
 
 from ..errors import TransportUnavailable
 from ..store.kvstore import KVStore
-from .exchange import pushpull
+from .exchange import pushpull, refuse
 
 __all__ = ["all_reduce", "value_and_grad"]
 
@@ -24,8 +24,12 @@ def value_and_grad(
     all ranks have equally many examples and ``f`` is a mean over them, the result is that of one process with all of
     them. It may be called in ``jax.jit``. If ``f`` raises on one rank, every rank raises.
 
+    Nothing compares the arguments of ``f``: begin with parameters from :func:`broadcast`, or ranks train different
+    models.
+
     Args:
-        f: a function that returns a number, as ``jax.value_and_grad`` takes it, the same on every rank.
+        f: a function that returns a number, as ``jax.value_and_grad`` takes it, the same on every rank. Ranks compare
+            its name, ``f.__qualname__``.
         kv: as in :func:`pushpull`. Compression of the store applies to the value, too.
         argnums: which arguments to differentiate by, as in ``jax.value_and_grad``.
         has_aux: whether ``f`` returns a pair of which the second is returned as it is on this rank.
@@ -43,28 +47,33 @@ def value_and_grad(
         (Array(6., dtype=float32), Array([3., 3.], dtype=float32))
     """
     local = jax.value_and_grad(f, argnums, has_aux)
+    # Two functions of the same parameters have equal trees.
+    exchange = partial(pushpull, kv, average=True, name=str(getattr(f, "__qualname__", "")))
 
     @wraps(f)
     def averaged(*args: Any, **kwargs: Any) -> Any:
         try:
             value, gradient = local(*args, **kwargs)
         except Exception as error:
-            jax.effects_barrier()  # another thread may be in an exchange of a compiled function
-            kv.raise_on_all_ranks(error, "value_and_grad")
+            refuse(kv, error, "value_and_grad")
         if not has_aux:
-            return pushpull(kv, (value, gradient), average=True)
+            return exchange((value, gradient))
         value, aux = value
-        value, gradient = pushpull(kv, (value, gradient), average=True)
+        value, gradient = exchange((value, gradient))
         return (value, aux), gradient
 
     return averaged
 
 
-def all_reduce(kv: KVStore) -> Any:
+def all_reduce(kv: KVStore, *, name: str = "") -> Any:
     """Return a transformation of optax that replaces updates by their means over ranks. It has no state.
 
     Local; each ``update`` is collective, as :func:`pushpull`, and may be called in ``jax.jit``. Chain it before an
     optimizer, and every rank makes the same step.
+
+    Args:
+        kv: as in :func:`pushpull`.
+        name: as in :func:`pushpull`: give one to each of two models with the same parameters.
 
     Returns:
         An ``optax.GradientTransformation``.
@@ -85,4 +94,4 @@ def all_reduce(kv: KVStore) -> Any:
         raise TransportUnavailable(
             f"all_reduce needs optax, which cannot be imported ({error}); pip install 'mpikv[jax]' installs it"
         ) from error
-    return optax.stateless(lambda updates, params: pushpull(kv, updates, average=True))
+    return optax.stateless(lambda updates, params: pushpull(kv, updates, average=True, name=name))

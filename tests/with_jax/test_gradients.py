@@ -14,7 +14,7 @@ import pytest
 from support.launching import why_no_mpi
 
 import mpikv
-from mpikv import PeerFailed, TransportUnavailable
+from mpikv import PeerFailed, RankMismatch, TransportUnavailable
 from mpikv.cli.launchers import clean
 
 jax = pytest.importorskip("jax", reason="jax is not installed: pip install 'mpikv[jax]'")
@@ -82,6 +82,23 @@ def test_arguments_and_what_stays_on_a_rank(kv, compiled):
     assert (value, aux["rank"]) == (12 * mean, kv.rank + 1)
     np.testing.assert_array_equal(to_a, [6, 6])
     np.testing.assert_array_equal(to_b, [2 * mean, 2 * mean])
+
+
+@pytest.mark.ranks(2)
+@RUNS
+def test_two_functions_of_the_same_parameters_in_another_order(kv, compiled):
+    def value(x):
+        return x.sum()
+
+    def square(x):
+        return (x**2).sum()
+
+    averaged = [mpikv_jax.value_and_grad(f, kv) for f in (value, square)]
+    averaged = [jax.jit(f) for f in averaged] if compiled else averaged
+    for _ in range(2):
+        with pytest.raises((RankMismatch, jax.errors.JaxRuntimeError), match=r"mean/.*value/.*mean/.*square/"):
+            jax.block_until_ready(averaged[kv.rank](jnp.ones(2)))
+        assert [float(f(jnp.full(2, 3.0))[0]) for f in averaged] == [6, 18]
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -163,7 +180,7 @@ def test_an_error_in_a_compiled_function_ends_the_program(tmp_path):
     )
     ran = launch(tmp_path, 2, "train.py")
     assert ran.returncode != 0
-    assert re.search(r"RankMismatch: init: ranks disagree .*float32\[3\].*float32\[4\]", ran.stderr)
+    assert re.search(r"RankMismatch: pushpull: ranks disagree .*float32\[3\].*float32\[4\]", ran.stderr)
 
 
 @pytest.mark.processes

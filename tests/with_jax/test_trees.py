@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,6 +153,46 @@ def test_a_tree_of_one_rank_differs(kv):
         with pytest.raises(jax.errors.JaxRuntimeError, match="RankMismatch"):
             jax.block_until_ready(jax.jit(call)(tree))
         assert (mpikv_jax.pushpull(kv, jnp.ones(2)) == kv.size).all()
+
+
+@each_kind
+@pytest.mark.ranks(2, 3)
+def test_a_structure_of_one_rank_differs(kv, run):
+    """Also where the leaves are equal, and when each tree has been exchanged before."""
+    last, x = kv.rank == kv.size - 1, jnp.ones(2)
+    total = run(lambda tree: mpikv_jax.pushpull(kv, tree))
+    for mine, other, pattern in [
+        ({"a": [x, x]}, {"a": (x, x)}, r"\['a'\] is a list of 2, \['a'\] is a tuple of 2"),
+        ({"a": [x, None]}, {"a": [x, ()]}, r"\['a'\]\[1\] is None, \['a'\]\[1\] is a tuple of 0"),
+        ((x, {"b": x}), (x, OrderedDict(b=x)), r"\(1\) is a dict of 1, \(1\) is an OrderedDict of 1"),
+        (Pair(x, x), Pair(x, jnp.ones(3)), r"\.second is float32\[2\], \.second is float32\[3\]"),
+        ({"w": x}, {"v": x}, r"\['w'\] is float32\[2\], \['v'\] is float32\[2\]"),
+    ]:
+        with pytest.raises((RankMismatch, jax.errors.JaxRuntimeError), match=pattern):
+            jax.block_until_ready(total(other if last else mine))
+    for tree in {"a": [x, x]}, {"a": (x, x)}:
+        assert (jax.block_until_ready(total(tree))["a"][0] == kv.size).all()
+    with pytest.raises((RankMismatch, jax.errors.JaxRuntimeError), match=r"0\['a'\]\[0\].*0\['a'\]\(0\)"):
+        jax.block_until_ready(total({"a": (x, x) if last else [x, x]}))
+
+
+@each_kind
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("function", [mpikv_jax.pushpull, mpikv_jax.broadcast])
+def test_named_calls_of_equal_trees_in_another_order(kv, run, function):
+    last, x = kv.rank == kv.size - 1, jnp.ones(2)
+    calls = {name: run(lambda tree, name=name: function(kv, tree, name=name)) for name in ("right", "all")}
+    for _ in range(2):
+        with pytest.raises((RankMismatch, jax.errors.JaxRuntimeError), match=r"/right/.*/all/"):
+            jax.block_until_ready(calls["all" if last else "right"](x))
+        for call in calls.values():
+            assert (jax.block_until_ready(call(x)) == (1 if function is mpikv_jax.broadcast else kv.size)).all()
+
+
+@pytest.mark.ranks(2)
+def test_a_name_is_a_text(kv):
+    with pytest.raises(TypeError if kv.rank else PeerFailed, match="name=3 is an int, not a string"):
+        mpikv_jax.pushpull(kv, 1.0, name=3 if kv.rank else "loss")
 
 
 @pytest.mark.ranks(2, 3)
