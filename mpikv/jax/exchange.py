@@ -33,6 +33,11 @@ Tree = TypeVar("Tree")
 # Found by trying: 0.7.0 aborts in XLA, 0.7.2 does not.
 _COMPILES = (0, 7, 2)
 
+_NO_DERIVATIVE = (
+    "an exchange between ranks has no derivative; compute gradients first and exchange these, as "
+    "mpikv.jax.value_and_grad does, or pass jax.lax.stop_gradient(tree) where the result is a constant"
+)
+
 _kinds: Any = WeakKeyDictionary()
 """For each store, the shape and the dtype that each name of a leaf had in its last call."""
 
@@ -190,7 +195,9 @@ def _call_when_compiled(kv: KVStore, verb: str, call: Any, shapes: Sequence[Any]
     # The last one that is registered is called first: before the store is closed, which was made earlier.
     atexit.unregister(_await_compiled)
     atexit.register(_await_compiled)
-    return partial(io_callback, call, shapes, ordered=True)
+    exchange: Any = jax.custom_jvp(lambda leaves: io_callback(call, shapes, leaves, ordered=True))
+    exchange.defjvp(lambda values, tangents: refuse(kv, ValueError(_NO_DERIVATIVE), verb))
+    return exchange
 
 
 def _call_store(

@@ -241,8 +241,22 @@ def test_versions_that_cannot_compile_a_call(kv, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_a_callback_cannot_be_differentiated(kv):
-    with pytest.raises(ValueError, match="do not support JVP"):
-        jax.grad(lambda x: mpikv_jax.pushpull(kv, x).sum())(jnp.ones(2))
+def test_an_exchange_has_no_derivative(kv):
+    def total(x):
+        return mpikv_jax.pushpull(kv, x).sum()
+
+    x = jnp.ones(2)
+    for derive in (
+        lambda: jax.grad(total)(x),
+        lambda: jax.jit(jax.grad(total))(x),
+        lambda: jax.grad(jax.jit(total))(x),
+        lambda: jax.jvp(total, (x,), (x,)),
+    ):
+        with pytest.raises(ValueError, match=r"no derivative; compute gradients first .*value_and_grad"):
+            derive()
+        with pytest.raises(ValueError if kv.rank else PeerFailed, match="has no derivative"):
+            (derive if kv.rank else partial(mpikv_jax.pushpull, kv))(*[x][kv.rank :])
+    constant = jax.jit(jax.grad(lambda x: x.sum() * total(jax.lax.stop_gradient(x))))(x)
+    assert (constant == 2 * kv.size).all()
     with pytest.raises(ValueError, match="Cannot `vmap`"):
-        jax.vmap(lambda x: mpikv_jax.pushpull(kv, x))(jnp.ones(2))
+        jax.vmap(total)(jnp.ones((2, 2)))
