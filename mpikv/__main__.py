@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 from .cli import __version__
+from .cli.output import until_unread
 from .errors import ConfigError, known_names
 
 # The summary lines of --help stand here so that it imports no subcommand.
@@ -34,7 +36,10 @@ options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    return until_unread(partial(_run, sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         print(_help())

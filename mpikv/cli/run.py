@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
@@ -16,6 +17,7 @@ from ..config import find_allocation
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
 from .job import run_job
+from .output import UNREAD, has_lost_reader
 from .parser import Parser
 from .watch import remove_leftovers
 
@@ -38,7 +40,7 @@ A rank runs the script as plain Python would, but an uncaught exception or a non
 exit status:
   0        every rank reached the end of its script
   2        nothing was started: misuse, no MPI library, or a launcher that does not fit it
-  128 + s  this command received the signal s
+  128 + s  this command received the signal s; 141 if nobody reads its output any more, as in 'mpikv run ... | head'
   other    that of the rank that failed first (an uncaught exception is 1); 1 where a rank left early without saying so,
            which is noticed on one host only; else the launcher's
 
@@ -229,6 +231,9 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = len(hosts) == 1 if hosts else slurm is None or (slurm.here and len(slurm.tasks) == 1)
     status, reason = run_job(plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host)
+    # Launchers then kill the ranks: MPICH's by the one signal, Open MPI's by the other.
+    if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) and has_lost_reader():
+        return UNREAD
     if reason:
         _note(reason)
     return status
