@@ -38,6 +38,14 @@ def test_every_script_is_found_and_compiles(library: str) -> None:
         compile(script, name, "exec")
 
 
+def test_pages_install_from_this_folder() -> None:
+    """As no index has the package. What is installed is completed by its name, and so is it from a folder of wheels."""
+    lines = [line for page in (ROOT / "docs").glob("**/*.md") for line in page.read_text("utf-8").splitlines()]
+    installing = [line for line in lines if "$ pip install" in line]
+    assert any("[mpich,torch]" in line for line in installing)
+    assert [line for line in installing if "mpikv[" in line] == []
+
+
 @pytest.mark.deadline(100)
 @pytest.mark.parametrize(("library", "name"), RECIPES)
 def test_a_script_prints_what_the_page_shows(library: str, name: str, tmp_path: Path) -> None:
