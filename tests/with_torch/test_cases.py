@@ -777,3 +777,30 @@ def test_memory_after_detach(kv, update):
     attached.detach()
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.usefixtures("overlapping")
+@pytest.mark.parametrize("first", ["hook", "attach"])
+def test_a_hook_that_changes_a_gradient_of_its_rank(kv, first):
+    """The mean is that of what hooks return, whenever they were registered."""
+    alone, own, model, shared, attached = pair(kv)
+    attached.detach()
+    for one in alone, model:
+        weight = one[0].weight
+        if one is alone or first == "hook":
+            weight.register_hook(lambda gradient: 10 * gradient)
+    attach(model, shared, kv=kv, bucket_bytes=1)
+    if first == "attach":
+        model[0].weight.register_hook(lambda gradient: 10 * gradient)
+    train(alone, own, range(3))
+    train(model, shared, range(3), kv)
+    assert_close(model, alone)
+
+
+def test_synchronized_batch_normalization_is_of_each_rank(kv):
+    """As torch has it where torch.distributed was not started."""
+    torch.manual_seed(0)
+    plain, synchronized = nn.BatchNorm1d(4).double(), nn.SyncBatchNorm(4).double()
+    attach(synchronized, kv=kv)
+    inputs, _ = share(batch(0), kv)
+    assert torch.equal(synchronized(inputs), plain(inputs))
