@@ -40,6 +40,7 @@ from .store.scope import Scope
 if typing.TYPE_CHECKING:
     from . import codecs
     from .async_store.async_kvstore import AsyncKVStore
+    from .checkpoint import SaveWork
     from .store.capture import CapturedStep
     from .train.loss_scaling import LossScaler, clip_global_norm
     from .train.parameter import Parameter
@@ -65,6 +66,7 @@ __all__ = [
     "PeerFailed",
     "RankMismatch",
     "RowSparse",
+    "SaveWork",
     "Scope",
     "StaleGradient",
     "Stalled",
@@ -87,6 +89,7 @@ _PLACES = {
     "CapturedStep": "store.capture",
     "LossScaler": "train.loss_scaling",
     "Parameter": "train.parameter",
+    "SaveWork": "checkpoint",
     "Trainer": "train.trainer",
     "clip_global_norm": "train.loss_scaling",
 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -28,7 +28,8 @@ from ..engine.plan import digest
 from ..errors import CheckpointError, ConfigError, TransportError, Unsupported, brief, unsettled
 from ..optimizers import Optimizer
 from ..protocols import Array, Key, Updater
-from .chunks import Parts, Piece, cut_array, read_arrays, write_arrays
+from .ahead import Ahead
+from .chunks import Parts, Piece, Window, cut_array, read_arrays, write_arrays
 from .compatibility import (
     check_dumpable,
     describe_updater,
@@ -40,7 +41,8 @@ from .compatibility import (
 from .extents import list_extents
 from .files import Draft, Reader, Source
 from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
-from .residuals import add_residuals, count_positions, cut_residuals, make_room, place_residuals
+from .residuals import add_residuals, count_positions, list_residuals, make_room, place_residuals
+from .saving import Copies, SaveWork, Span
 
 __all__ = ["Checkpoints", "KeptState", "load_states", "save_states"]
 
@@ -48,16 +50,19 @@ __all__ = ["Checkpoints", "KeptState", "load_states", "save_states"]
 class Checkpoints:
     """Prepares and runs the calls of one store."""
 
-    def __init__(self, exchange: Exchange, agreement: Agreement, root: int) -> None:
-        self._exchange, self._agreement, self._root = exchange, agreement, root
+    def __init__(self, exchange: Exchange, agreement: Agreement, root: int, collective: Callable[..., Any]) -> None:
+        """``collective`` makes a call of the store, of its verb and of what prepares it."""
+        self._exchange, self._agreement, self._root, self._collective = exchange, agreement, root, collective
         self._transport, self._memory = exchange.transport.control, exchange.transport.memory
+        self._copies = Copies(self._memory)
+        self._saving: SaveWork | None = None
 
     # --- Save
 
-    def save(self, path: Any, residuals: bool) -> PreparedCall:
+    def save(self, path: Any, residuals: bool, wait: bool) -> PreparedCall:
         self._check_weights()
         updater = describe_updater(self._exchange.updater, ranks=self._transport.size)
-        return self._prepare_save("save", path, updater, values=True, residuals=bool(residuals))
+        return self._prepare_save("save", path, updater, True, bool(residuals), wait)
 
     def save_states(self, path: Any, dump_optimizer: Any) -> PreparedCall:
         optimizer = self._get_optimizer()
@@ -67,14 +72,20 @@ class Checkpoints:
         return self._prepare_save("save_optimizer_states", path, updater, values=False)
 
     def _prepare_save(
-        self, verb: str, path: Any, updater: Mapping[str, Any], values: bool, residuals: bool = False
+        self,
+        verb: str,
+        path: Any,
+        updater: Mapping[str, Any],
+        values: bool,
+        residuals: bool = False,
+        wait: bool = True,
     ) -> PreparedCall:
         path = os.fsdecode(path)
         self._exchange.check_slots()
         header = Header(*self._describe_keys(), values, updater)
         start = check_writable(header)
-        call = _describe_call(verb, path, header, *["with residuals"] * residuals)
-        return call, lambda: self._save(call, Draft(path), header, start, residuals)
+        call = _describe_call(verb, path, header, *["with residuals"] * residuals, *["wait=False"] * (not wait))
+        return call, lambda: self._save(call, Draft(path), header, start, residuals, wait)
 
     def _describe_keys(self) -> tuple[tuple[Key, ...], tuple[Kind, ...], tuple[int, ...]]:
         """Return the keys, what there is to say of keys, and the position of that for each."""
@@ -90,17 +101,58 @@ class Checkpoints:
         ]
         return tuple(table), tuple(described), kind_of
 
-    def _save(self, call: Call, draft: Draft, header: Header, start: int, residuals: bool) -> None:
-        extras: list[Piece] = []
+    def _save(
+        self, call: Call, draft: Draft, header: Header, start: int, residuals: bool, wait: bool
+    ) -> SaveWork | None:
+        extras: list[Span] = []
         if residuals and (more := add_residuals(self._exchange, header)) is not header:
-            header, extras = more, self._try_together(call, cut_residuals, self._exchange, more)
+            header, extras = more, self._try_together(call, list_residuals, self._exchange, more)
             start = self._try_together(call, check_writable, header)
-        pieces = chain(self._cut_values(header, self._divide, self._memory.to_host), extras)
-        is_root = self._transport.rank == self._root
-        self._run_parts(call, write_arrays(draft, header, start, pieces, creates=is_root))
+        spans = chain(self._list_values(header, self._divide), extras)
+        is_root, work = self._transport.rank == self._root, None
+        if wait:
+            pieces = _cut_spans(spans, self._memory.to_host)
+            self._run_parts(call, write_arrays(draft, header, start, pieces, is_root))
+        else:
+            copies = self._try_together(call, self._copies.make, spans)
+            ahead = Ahead[Window]()
+            parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
+            self._run_parts(call, parts, enough=lambda: ahead.started)
+            work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
         if header.values:
             # The file has the exact values: the run goes on with what it would go on with if it were loaded.
             self._exchange.give_exact()
+        return work
+
+    def finish(self) -> None:
+        """Wait for the save that is pending, if one is. Collective.
+
+        Raises:
+            Exception: as :meth:`SaveWork.wait`.
+        """
+        if self._saving is not None and not self._saving.done:
+            self._saving.wait()
+
+    def failure(self) -> Exception | None:
+        """Wait for the save that is pending; return what it raises. Collective, for the end of the store.
+
+        Raises:
+            Exception: no end of the save, but of this call, as where other ranks have made another one.
+        """
+        try:
+            self.finish()
+        except Exception as error:
+            if self._saving is None or not self._saving.done:
+                raise
+            return error
+        return None
+
+    def give_up(self) -> None:
+        """End the save that is pending, and give its memory back. Local."""
+        if self._saving is not None:
+            self._saving.give_up()
+            self._saving = None
+        self._copies.release()
 
     # --- Load
 
@@ -212,7 +264,7 @@ class Checkpoints:
             # Those that are there belong to pushes that these values have not seen.
             self._exchange.values.drop_residuals(keeping=count_positions(self._exchange, header))
         own, shared = place_residuals(self._exchange, header, on_host)
-        values = self._cut_values(header, self._exchange.values.planner.owned, on_host)
+        values = _cut_spans(self._list_values(header, self._exchange.values.planner.owned), on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)
         yield from read_arrays(reader, own, shared, checks)
         self._memory.copy([array for array, _ in copies], [copy for _, copy in copies])
@@ -235,28 +287,26 @@ class Checkpoints:
         size, ranks, rank = block.values.size, self._transport.size, self._transport.rank
         return [(size * rank // ranks, size * (rank + 1) // ranks)]
 
-    def _cut_values(
-        self,
-        header: Header,
-        elements: Callable[[Block], Sequence[tuple[int, int]]],
-        on_host: Callable[[Array], Array],
-    ) -> Iterator[Piece]:
-        """Yield what this rank has of values and state, given its elements of a block, and what stands for them on the
-        host.
-        """
+    def _list_values(self, header: Header, elements: Callable[[Block], Sequence[tuple[int, int]]]) -> Iterator[Span]:
+        """Yield what this rank has of values and state, given its elements of a block."""
         entries = self._exchange.values.table.find(header.keys)
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for block, slot, extents in list_extents(header, entries):
             for extent, low, high in overlap(extents, mine[block]):
                 array = block.updated[low:high] if slot == VALUE else block.state_of(low, high)[slot]
-                yield from cut_array(extent.begin + (low - extent.low) * array.itemsize, on_host(array))
+                yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
 
     # --- Together with the other ranks
 
-    def _run_parts(self, call: Call, parts: Parts) -> None:
-        with closing(parts):
+    def _run_parts(self, call: Call, parts: Parts, enough: Callable[[], bool] = bool) -> None:
+        """Run parts to their end, or until they are ``enough`` and the rest is left to a later call."""
+        with ExitStack() as at_end:
+            at_end.enter_context(closing(parts))
             while (sums := self._try_together(call, next, parts, None)) is not None:
                 self._combine(sums)
+                if enough():
+                    at_end.pop_all()
+                    return
 
     def _try_together(self, call: Call, work: Callable[..., Any], *arguments: Any) -> Any:
         """Do what may fail on one rank alone; raise on every rank if it failed."""
@@ -300,6 +350,12 @@ def _describe_call(verb: str, path: str, header: Header, *others: str) -> Call:
     return Call(
         verb, digest("\n".join([verb, *texts])), repr(path), describe=lambda: [texts[0], *header.parts, *texts[1:]]
     )
+
+
+def _cut_spans(spans: Iterable[Span], on_host: Callable[[Array], Array]) -> Iterator[Piece]:
+    """Yield the pieces of arrays, given what stands for them on the host."""
+    for begin, array in spans:
+        yield from cut_array(begin, on_host(array))
 
 
 def _describe(header: Header) -> str:

@@ -17,15 +17,19 @@ import numpy as np
 
 from ..errors import CheckpointError, brief
 from ..protocols import Array
+from .ahead import Ahead
 from .files import MOST_PARTS, NONCE, Draft, Reader, Source
 from .header import CHUNK, Header
 
-__all__ = ["NO_SUMS", "Parts", "Piece", "cut", "cut_array", "read_arrays", "shift_crcs", "write_arrays"]
+__all__ = ["NO_SUMS", "Parts", "Piece", "Window", "cut", "cut_array", "read_arrays", "shift_crcs", "write_arrays"]
 
 Parts: TypeAlias = "Generator[Array]"
 """The local parts of a collective call; every rank has as many. After each the caller learns whether it went well on
 all ranks, and goes on only then. A part yields its contribution (uint32) to what the next part needs of all ranks: the
 caller replaces it by the exclusive or of all contributions, unless that is the same."""
+
+Window: TypeAlias = "tuple[slice, Array]"
+"""The chunks of a window, and what a rank contributes to the checksum of each."""
 
 NO_SUMS = np.empty(0, np.uint32)
 """What a part yields that has nothing to put together."""
@@ -69,13 +73,21 @@ def cut_array(begin: int, array: Array) -> list[Piece]:
 
 
 def write_arrays(
-    draft: Draft, header: Header, start: int, pieces: Iterable[Piece], creates: bool, attaches: bool = True
+    draft: Draft,
+    header: Header,
+    start: int,
+    pieces: Iterable[Piece],
+    creates: bool,
+    attaches: bool = True,
+    ahead: Ahead[Window] | None = None,
 ) -> Parts:
     """Write a checkpoint, of which this rank has pieces, and whose arrays begin at ``start``.
 
     The one rank that ``creates`` it makes the file and puts it in its place. ``attaches``: the others have to see it.
+    ``ahead`` starts to write as soon as the file is there; without it each window is written in its own part.
     """
     nonce, sums = np.zeros(NONCE, np.uint8), np.zeros(header.chunks, np.uint32)
+    windows = _write_windows(draft, header, start, pieces)
     try:
         if creates:
             draft.create(nonce)
@@ -83,17 +95,28 @@ def write_arrays(
         yield nonce.view(np.uint32)
         if attaches and not creates:
             draft.attach(nonce)
+        if ahead is not None:
+            windows = ahead.run(windows)
         yield NO_SUMS
-        for chunks, (mine,) in _windows(header.nbytes, pieces):
-            sums[chunks] = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, start + offset))
-            if mine:
-                draft.flush()
+        for chunks, mine in windows:
+            sums[chunks] = mine
             yield sums[chunks]
         if creates:
             draft.commit(header, sums)
         yield NO_SUMS
     finally:
+        if ahead is not None:
+            ahead.stop()  # first: the number of a closed file may be that of another one next
         draft.close()
+
+
+def _write_windows(draft: Draft, header: Header, start: int, pieces: Iterable[Piece]) -> Iterator[Window]:
+    """Write one window after the other; yield the chunks of each, and what these pieces contribute to their sums."""
+    for chunks, (mine,) in _windows(header.nbytes, pieces):
+        sums = _sum(mine, chunks, header.nbytes, lambda parts, offset: draft.write(parts, start + offset))
+        if mine:
+            draft.flush()
+        yield chunks, sums
 
 
 def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = (), checks: bool = True) -> Parts:

@@ -46,7 +46,8 @@ class Draft:
         self._draft = ""
         self._file = self._folder = -1
         self._mode: int | None = None
-        self._made = False
+        # The process that has made the file and not put it into its place: a child forked from it is to leave it there.
+        self._maker = 0
 
     def create(self, nonce: Array) -> None:
         """Make the file, and draw what its name ends with into ``nonce``. On the root.
@@ -64,7 +65,7 @@ class Draft:
         # Until it is whole it is not to be read by more than may read what it replaces.
         mode = 0o666 if self._mode is None else self._mode | 0o600
         self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        self._made = True
+        self._maker = os.getpid()
         self._lock(self._file)
         self._check_there()
 
@@ -106,7 +107,7 @@ class Draft:
         os.fsync(self._file)
         self._check_there()
         os.replace(self._draft, self.path)
-        self._made = False
+        self._maker = 0
         try:
             os.fsync(self._folder)
         except OSError as error:
@@ -120,13 +121,13 @@ class Draft:
 
     def close(self) -> None:
         """Let go of the file; remove it unless it was committed."""
-        if self._made and _is_at(self._file, self._draft):
+        if self._maker == os.getpid() and _is_at(self._file, self._draft):
             with contextlib.suppress(OSError):  # then the next save removes it
                 os.unlink(self._draft)
         for file in (self._file, self._folder):
             if file >= 0:
                 os.close(file)
-        self._file, self._folder, self._made = -1, -1, False
+        self._file, self._folder, self._maker = -1, -1, 0
 
     def _draft_path(self, nonce: Array) -> str:
         """Return a path that no other draft has."""

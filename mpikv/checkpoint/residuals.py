@@ -21,8 +21,9 @@ from ..engine.keys import Entry
 from ..protocols import Array, Codec
 from .chunks import Piece, cut, cut_array
 from .header import CHUNK, CodecArray, Column, Header, Kind, number_alike, parse_dtype
+from .saving import Span
 
-__all__ = ["add_residuals", "count_positions", "cut_residuals", "make_room", "place_residuals"]
+__all__ = ["add_residuals", "count_positions", "list_residuals", "make_room", "place_residuals"]
 
 _log = logging.getLogger("mpikv")
 
@@ -52,26 +53,24 @@ def add_residuals(exchange: Exchange, header: Header) -> Header:
     return Header(header.keys, kinds, kind_of, header.values, header.updater, settings, exchange.transport.size)
 
 
-def cut_residuals(exchange: Exchange, header: Header) -> list[Piece]:
-    """Return the pieces that this rank writes: its residuals, and at the first rank what codecs keep. Local."""
+def list_residuals(exchange: Exchange, header: Header) -> list[Span]:
+    """Return what this rank writes: its residuals, and at the first rank what codecs keep. Local."""
     entries, mine = [entry for _, entry in _pair(exchange, header)], exchange.transport.rank
-    pieces = []
+    spans = []
     for column, at in _list_extras(header, "residual"):
         rank, position = map(int, at.split("/"))
         for item, begin, _ in _list_arrays(column) if rank == mine else ():
-            pieces += cut_array(begin, _copy_residual(entries[item], position))
+            spans.append(Span(begin, _find_residual(entries[item], position)))
     for column, name in _list_extras(header, "codec") if mine == 0 else ():
         for item, begin, _ in _list_arrays(column):
-            pieces += cut_array(begin, entries[item].codec_state[name])
-    return pieces
+            spans.append(Span(begin, entries[item].codec_state[name]))
+    return spans
 
 
-def _copy_residual(entry: Entry, position: int) -> Array:
-    """Return a residual of this rank on the host; zeros, where it has pushed shorter lists than others."""
+def _find_residual(entry: Entry, position: int) -> Array:
+    """Return a residual of this rank; zeros, where it has pushed shorter lists than others."""
     residuals = entry.residuals()
-    if position < len(residuals):
-        return entry.place.block.memory.to_host(residuals[position])
-    return np.zeros(entry.place.size, np.float32)
+    return residuals[position] if position < len(residuals) else np.zeros(entry.place.size, np.float32)
 
 
 # --- Load

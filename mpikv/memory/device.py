@@ -124,18 +124,25 @@ class DeviceMemory:
         if here:
             self.gpu.copy([out for out, _ in here], [array for _, array in here])
         for out, array in pairs:
-            if not self.gpu.owns(out):
+            if self.gpu.owns(out):
+                continue
+            if self.gpu.owns(array) and array.dtype == out.dtype:
+                self._download(array, out)
+            else:
                 out[...] = self.to_host(array)
 
     def to_host(self, array: Array) -> Array:
         if not self.gpu.owns(array):
             return array
         out = np.empty(array.shape, array.dtype)
+        self._download(array, out)
+        return out
+
+    def _download(self, array: Array, out: Array) -> None:
         with self.order.stream:
             self.gpu.download(array, out)
         # Work that was aborted has an end, too, and leaves anything behind.
         self.order.check()
-        return out
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
         # In a call, which others are in, too, there must be memory: one array is looked at there.

@@ -33,7 +33,7 @@ from .plugins import KVStoreBase
 from .scope import Scope
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoints
+    from ..checkpoint import Checkpoints, SaveWork
     from .capture import CapturedStep
 
 __all__ = ["KVStore", "let_gpus_queue", "lost_stores", "open_stores"]
@@ -191,7 +191,7 @@ class KVStore(KVStoreBase):
     def _checkpoints(self) -> Checkpoints:
         from ..checkpoint import Checkpoints  # as many programs save nothing
 
-        return Checkpoints(self._exchange, self._agreement, self._root)
+        return Checkpoints(self._exchange, self._agreement, self._root, self._collective)
 
     @property
     def _assigns(self) -> bool:
@@ -845,7 +845,7 @@ class KVStore(KVStoreBase):
             raise ConfigError("set_learning_rate: no optimizer is set; call set_optimizer(...) first")
         self.optimizer.learning_rate = learning_rate
 
-    def save(self, path: Any, residuals: bool = True) -> None:
+    def save(self, path: Any, residuals: bool = True, *, wait: bool = True) -> SaveWork | None:
         """Write all of the store to one file: values, versions, optimizer with settings, state and counts, schedules,
         and what compressed pushes have left out.
 
@@ -864,6 +864,14 @@ class KVStore(KVStoreBase):
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
             residuals: whether to save what compressed pushes have left out, which takes as much as float32 values, once
                 per rank. Of no effect without compression.
+            wait: False returns a :class:`SaveWork` when each rank has copied what it owns, and a thread writes the copy
+                while the caller goes on. Later calls are not in the file. It takes its place when all ranks call
+                :meth:`SaveWork.wait`, which raises what the writing has raised; the next save or load, of the
+                optimizer's state too, and :meth:`close` do so first. The store keeps the memory of the copy, as many
+                bytes as a rank owns of values and state, for the next such save.
+
+        Returns:
+            None, or the :class:`SaveWork`.
 
         Raises:
             OSError: the file cannot be written, as on a full disk; the other ranks raise ``PeerFailed``. If it is in
@@ -872,6 +880,7 @@ class KVStore(KVStoreBase):
             Unsupported: a host does not see the file that the root has made, or no reader would take what the store
                 holds; or its values are only the sums of a :class:`mpikv.Trainer` with ``update_on_kvstore=False``.
             ConfigError: a setting of the optimizer was changed to need other state than there is.
+            MemoryError: with ``wait=False``, there is no memory for the copy; the other ranks raise ``PeerFailed``.
             RankMismatch: ranks gave other paths.
 
         Example:
@@ -887,7 +896,9 @@ class KVStore(KVStoreBase):
             >>> other.pushpull({"w": np.ones(2)})
             {'w': array([-0.25, -0.25])}
         """
-        self._collective("save", self._checkpoints.save, path, residuals)
+        waits = self._is_to_wait("save", wait)
+        work: SaveWork | None = self._after_save("save", self._checkpoints.save, path, residuals, waits)
+        return work
 
     def load(self, path: Any) -> None:
         """Make the store what it was when :meth:`save` wrote the file, bit for bit, on any number of ranks and in any
@@ -912,7 +923,7 @@ class KVStore(KVStoreBase):
 
         Example: see :meth:`save`.
         """
-        self._collective("load", self._checkpoints.load, path)
+        self._after_save("load", self._checkpoints.load, path)
 
     def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
         """Write the optimizer's state and update counts to a file, without the values.
@@ -941,7 +952,7 @@ class KVStore(KVStoreBase):
             >>> kv.pushpull({"w": np.zeros(2)})
             {'w': array([-1.5, -1.5])}
         """
-        self._collective("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
+        self._after_save("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: Any) -> None:
         """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
@@ -959,7 +970,12 @@ class KVStore(KVStoreBase):
 
         Example: see :meth:`save_optimizer_states`.
         """
-        self._collective("load_optimizer_states", self._checkpoints.load_states, fname)
+        self._after_save("load_optimizer_states", self._checkpoints.load_states, fname)
+
+    def _after_save(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
+        """Make a call for a checkpoint when the save that is pending is over. What that raises comes in its place."""
+        self._checkpoints.finish()
+        return self._collective(verb, prepare, *arguments)
 
     def scope(self, name: str) -> Scope:
         """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.
@@ -1048,20 +1064,25 @@ class KVStore(KVStoreBase):
 
         Raises:
             RankMismatch: the other ranks did something else.
-            Exception: what a call with ``wait=False`` raised and nobody has seen, once the store is closed.
+            Exception: what a call with ``wait=False`` raised and nobody has seen, once the store is closed. A save that
+                is pending is waited for.
         """
         if self._door.state is _ENDED:
             return
         self._pending.drain()
-        if (unseen := self._pending.failure()) is not None:
-            unseen.__traceback__ = None  # its frames know of memory that could not be freed
-        if self._door.state is not _ENDED:  # as it may have by a pending call
-            try:
+        unseen = self._pending.failure()
+        try:
+            if self._door.state is not _ENDED:  # as it may have by a pending call
+                of_save = self._checkpoints.failure() if "_checkpoints" in vars(self) else None
+                unseen = of_save if unseen is None else unseen
+            if unseen is not None:
+                unseen.__traceback__ = None  # its frames know of memory that could not be freed
+            if self._door.state is not _ENDED:
                 self._collective("close", lambda: (_CLOSE, self._free))
-            except Exception as error:
-                error.__cause__ = unseen
-                raise
-            self._leave("the store was closed; create a new store")
+                self._leave("the store was closed; create a new store")
+        except Exception as error:
+            error.__cause__ = unseen
+            raise
         if unseen is not None:
             raise unseen
 
@@ -1098,6 +1119,8 @@ class KVStore(KVStoreBase):
             return False
         self._door.end(why)
         self._pending.end()
+        if (checkpoints := vars(self).pop("_checkpoints", None)) is not None:
+            checkpoints.give_up()
         self._exchange.values.invalidate_listeners()
         return True
 
@@ -1166,9 +1189,12 @@ class KVStore(KVStoreBase):
 
     def _way_of(self, verb: str, wait: object) -> Callable[..., Any]:
         """Return the way of a call that may not be waited for."""
+        return self._collective if self._is_to_wait(verb, wait) else self._issue
+
+    def _is_to_wait(self, verb: str, wait: object) -> bool:
         if not isinstance(wait, (bool, np.bool_)):
             self.raise_on_all_ranks(TypeError(f"wait={wait!r} is neither True nor False"), verb)
-        return self._collective if wait else self._issue
+        return bool(wait)
 
     def _issue(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Work:
         """Have the thread of pending calls make a call, of which the last argument is the priority. Local."""

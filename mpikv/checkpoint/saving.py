@@ -1,0 +1,145 @@
+"""A save that the ranks do not wait for: the copy that is written meanwhile, and the handle.
+
+The thread that writes is ``ahead``'s. It makes no call of other ranks, as MPI may allow that in one thread only: what
+the ranks compare, and the step that puts the file into its place, are left to :meth:`SaveWork.wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays.arrays import zeros
+from ..cluster.agreement import Call, PreparedCall
+from ..cluster.tracebacks import hidden_from_pytest
+from ..engine.plan import digest
+from ..errors import text_of
+from ..protocols import Array, Memory
+from .ahead import Ahead
+from .chunks import Parts, Piece, cut_array
+
+__all__ = ["Copies", "SaveWork", "Span"]
+
+__tracebackhide__ = hidden_from_pytest
+
+
+class Span(NamedTuple):
+    """A contiguous array of the store, and where its first byte is among the arrays of a file."""
+
+    begin: int
+    array: Array
+
+
+class Copies:
+    """Private memory of the host for what is written while the store goes on.
+
+    It is kept from one save to the next: to write to new pages takes longer than the copy.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._room = np.empty(0, np.uint8)
+
+    def make(self, spans: Iterable[Span]) -> list[Piece]:
+        """Copy arrays, in the order of the file; return the pieces of it that the copies are. Local.
+
+        Raises:
+            MemoryError: there is too little for the copies.
+        """
+        ordered = sorted(spans, key=attrgetter("begin"))
+        nbytes = sum(span.array.nbytes for span in ordered)
+        if self._room.nbytes != nbytes:
+            self.release()
+            self._room = zeros(nbytes, huge_pages=True)
+        pieces: list[Piece] = []
+        low = high = end = 0
+        for begin, array in ordered:
+            if begin != end:  # the copies so far are a range of the file; here another one begins
+                pieces += cut_array(end - (high - low), self._room[low:high])
+                low = high
+            taken = array.reshape(-1).view(np.uint8)
+            self._memory.copy([self._room[high : high + taken.nbytes]], [taken])
+            high, end = high + taken.nbytes, begin + taken.nbytes
+        return pieces + cut_array(end - (high - low), self._room[low:high])
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._room = np.empty(0, np.uint8)
+
+
+class SaveWork:
+    """A checkpoint that is written while the store goes on: what ``save(path, wait=False)`` returns.
+
+    Example:
+        >>> import mpikv, numpy as np, pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "digits.mpikv")
+        >>> kv = mpikv.create()
+        >>> kv.init("w", np.zeros(2))
+        >>> work = kv.save(path, wait=False)
+        >>> kv.push("w", np.ones(2))
+        >>> work.wait()
+        >>> kv.load(path)
+        >>> kv.pull("w")
+        array([0., 0.])
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        parts: Parts,
+        ahead: Ahead[Any],
+        run: Callable[[Call, Parts], None],
+        collective: Callable[..., Any],
+    ) -> None:
+        """``run`` makes parts together with the other ranks, and ``collective`` a call of the store."""
+        self._call, self._parts, self._ahead = call, parts, ahead
+        self._run, self._collective = run, collective
+        self.done = False
+        """Whether the save is over: the file is in its place, or the save has failed. The same on every rank."""
+        self.error: BaseException | None = None
+        """What the save has raised; None if nothing, or not yet."""
+
+    def __repr__(self) -> str:
+        state = "written" if self.written else "pending"
+        if self.done:
+            state = "done" if self.error is None else f"failed: {text_of(self.error, repr)}"
+        return f"<mpikv.SaveWork {self._call} {state}>"
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its part, or has failed to. Local. Where all have, :meth:`wait` is short."""
+        return self._ahead.ended
+
+    def wait(self) -> None:
+        """Wait until all ranks have written, and put the file into its place.
+
+        Collective; the next :meth:`KVStore.save`, ``load`` or ``close`` does it, too, as do the calls for the
+        optimizer's state. When the save is over it is local, and raises again what it raised.
+
+        Raises:
+            OSError, CheckpointError: as of :meth:`KVStore.save`; the other ranks raise ``PeerFailed``.
+            RankMismatch: another rank made another call; the save is still pending.
+            Closed: the store has ended before, and the file was not put into its place.
+        """
+        if not self.done:
+            self._collective("wait", self._prepare)
+        elif self.error is not None:
+            raise self.error.with_traceback(None)
+
+    def _prepare(self) -> PreparedCall:
+        return Call("wait", digest(f"wait {self._call}"), str(self._call)), self._finish
+
+    def _finish(self) -> None:
+        self.done = True
+        try:
+            self._run(self._call, self._parts)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def give_up(self) -> None:
+        """End the writing, and remove what was written. Local; for the end of the store."""
+        self._parts.close()

@@ -1,0 +1,96 @@
+"""What a save keeps for itself while the store goes on: copies, and a thread that runs ahead."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mpikv.checkpoint.ahead import Ahead
+from mpikv.checkpoint.header import CHUNK
+from mpikv.checkpoint.saving import Copies, Span
+from mpikv.memory.host import HOST
+
+
+def test_copies_are_those_of_the_call_in_the_order_of_the_file() -> None:
+    first, second, apart = np.arange(5.0), np.ones((2, 3), np.float32), np.arange(7, dtype=np.int8)
+    pieces = Copies(HOST).make([Span(40, second), Span(100, apart), Span(0, first), Span(64, first[:0])])
+    expected = {0: first.tobytes() + second.tobytes(), 100: apart.tobytes()}
+    for array in (first, second, apart):
+        array += 1
+    assert {piece.offset: bytes(piece.memory) for piece in pieces} == expected
+
+
+def test_pieces_are_as_long_as_chunks_allow() -> None:
+    """However many arrays there are: the thread that writes them is to hold Python's lock seldom."""
+    arrays = [np.full(1000, number % 251, np.uint8) for number in range(3000)]
+    pieces = Copies(HOST).make([Span(5 + 1000 * number, array) for number, array in enumerate(arrays)])
+    assert [(piece.offset, piece.end) for piece in pieces] == [(5, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 3_000_005)]
+    assert b"".join(bytes(piece.memory) for piece in pieces) == b"".join(array.tobytes() for array in arrays)
+
+
+def test_memory_is_used_again_and_as_much_as_is_needed() -> None:
+    copies = Copies(HOST)
+
+    def room(count: int) -> np.ndarray:
+        return np.frombuffer(copies.make([Span(0, np.ones(count))])[0].memory, np.uint8)
+
+    first = room(1000)
+    assert np.shares_memory(first, room(1000))
+    other = room(999)
+    assert not np.shares_memory(first, other)
+    assert copies._room.nbytes == 999 * 8
+    copies.release()
+    assert copies._room.nbytes == 0
+
+
+def test_items_are_made_before_they_are_asked_for() -> None:
+    made = []
+    last = threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(4):
+            made.append(threading.current_thread())
+            yield number
+        last.set()
+
+    ahead = Ahead[int]()
+    taken = ahead.run(items())
+    assert last.wait(10)
+    assert threading.main_thread() not in made
+    assert list(taken) == [0, 1, 2, 3]
+    assert ahead.ended
+
+
+def test_an_error_comes_after_the_items_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise SystemExit("full")
+
+    taken = Ahead[int]().run(items())
+    assert next(taken) == 1
+    with pytest.raises(SystemExit, match="full"):
+        next(taken)
+
+
+def test_it_ends_with_the_item_that_is_being_made() -> None:
+    begun, goes_on, made = threading.Event(), threading.Event(), []
+
+    def items() -> Iterator[int]:
+        for number in range(9):
+            begun.set()
+            goes_on.wait(10)
+            made.append(number)
+            yield number
+
+    ahead = Ahead[int]()
+    ahead.stop()  # what has not started needs no end
+    ahead.run(items())
+    assert begun.wait(10)
+    threading.Timer(0.05, goes_on.set).start()
+    ahead.stop()
+    assert made == [0]
+    assert ahead.ended
+    ahead.stop()
