@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,62 @@ def test_a_full_disk_leaves_the_old_checkpoint(at: int, tmp_path: Path) -> None:
     assert any(text.startswith("OSError: [Errno 28] No space left on device") for text in texts)
     assert all("No space left on device" in text for text in texts)
     assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+FAULTS = [Kill(0, 0), Kill(1, 0), Raise(0, 0), Leave(1, 0), FullDisk(0, 0), FullDisk(2, 0), Pause(1, 0, 3.0), Differ(1, 0)]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{type(fault).__name__}{fault.rank}")
+@pytest.mark.parametrize("at", range(40, 121, 16))
+def test_a_save_that_is_not_waited_for_is_whole_or_absent(fault: Any, at: int, tmp_path: Path) -> None:
+    """Whatever happens between its call and its end; no rank waits for ever, and none misses an error."""
+    path = str(tmp_path / "w.safetensors")
+    fault = replace(fault, **({"call": at // 8} if isinstance(fault, Differ) else {"at": at}))
+    over = [0.0]
+
+    def program(comm: Any) -> str:
+        kv = mpikv.create(comm=comm, timeout=10.0)
+        kv.init("w", np.zeros(100))
+        kv.save(path)
+        try:
+            with kv:
+                for number in range(1, 7):
+                    work = kv.save(path, wait=False) if number % 3 == 0 else None
+                    kv.push("w", np.full(100, number / 3))
+                    kv.push("w", np.full(100, number / 3))
+                    if number % 2 and work is not None:
+                        work.wait()
+                        over.append(number - 1.0)
+                kv.load(path)
+                over.append(5.0)
+                for _ in range(60):
+                    kv.barrier()
+                kv.abandon("a rank that ends while it closes is another matter")
+        except (OSError, mpikv.MPIKVError, Planted) as error:
+            return f"{type(error).__name__}: {error}"
+        return "done"
+
+    texts = cluster(3, seed=at, faults=[fault]).run(program)
+
+    def resumes(comm: Any) -> float:
+        with mpikv.create(comm=comm) as kv:
+            kv.load(path)
+            value = kv.pull("w")
+        assert (value == value[0]).all()
+        return float(value[0])
+
+    (value,) = set(cluster(2).run(resumes))
+    assert value in (0.0, 2.0, 5.0)
+    assert value >= max(over)
+    if not isinstance(fault, Kill):  # which leaves a draft, for the next job to remove
+        assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
+    if isinstance(fault, Pause):
+        assert texts == ["done"] * 3
+    elif isinstance(fault, FullDisk) and "done" not in texts:
+        assert all("No space left on device" in text for text in texts)
+    else:
+        known = ("done", "Stalled", "PeerFailed", "RankMismatch", "Planted", "CheckpointError")
+        assert all(text is None or text.startswith(known) for text in texts)
 
 
 def test_the_disk_of_another_host_has_room(tmp_path: Path) -> None:
