@@ -1,4 +1,4 @@
-"""Time a save and a load beside plain file calls for the same bytes, in turns, and show the memory that they take.
+"""Time a save and a load beside plain calls for the same bytes, in turns, and show the memory that they take.
 
     mpikv run -n 2 scripts/bench_checkpoint.py
 
@@ -6,6 +6,9 @@ The store has float32 values and the state of Adam, a third of the bytes each. P
 the bytes to a file of its own, a MiB at a time, and waits until it is on the disk; then it reads it into new memory. No
 checksum, no header, no second look. Files are removed before each turn, which is not timed. What was written is read
 from the page cache, by both: on a disk that is slower than memory, the checksums weigh less.
+
+A save with ``wait=False`` is timed until it returns, beside a copy of as many bytes from memory to memory, which is the
+least that it could take; then its ``wait()`` is, with nothing done between.
 
 Into a store without keys a checkpoint is read once; into one that has its keys twice, since nothing is changed before
 all of it was found good. Times are those of the slowest rank, medians of the rounds, and so are the ratios within a
@@ -32,6 +35,8 @@ KEYS = 16
 PIECE = 1 << 20
 BOUND = 1.5
 """Wanted: save and load within so many times the plain write and read."""
+BLOCKED = 2.0
+"""Wanted: a save with ``wait=False`` returns within so many times a copy in memory."""
 MEMORY = 64 << 20
 """Wanted: at most so many bytes of extra memory per rank."""
 
@@ -82,6 +87,7 @@ class Bench:
         self.transport, self.checkpoint = transport, folder / "checkpoint"
         self.plain, self.nbytes = folder / f"plain-{comm.rank}", nbytes // comm.size
         self.content = np.random.default_rng(comm.rank).integers(0, 256, self.nbytes, np.uint8)
+        self.copy = self.content.copy()
         self.kv = mpikv.create(transport=transport)
         self.names = [f"layer{number}" for number in range(KEYS)]
         arrays = [np.ones(nbytes // (12 * KEYS), np.float32)] * KEYS
@@ -96,6 +102,10 @@ class Bench:
         found["write"] = timed(lambda: write_plain(self.plain, self.content))
         found["read"] = timed(lambda: read_plain(self.plain, self.nbytes))
         self._remove()
+        found["copy"] = timed(lambda: np.copyto(self.copy, self.content))
+        found["issue"] = timed(self._issue)
+        found["wait"] = timed(lambda: self.work.wait())
+        self._remove()
         before = forget_peak()
         found["save"] = timed(lambda: self.kv.save(self.checkpoint))
         found["save_memory"] = resident("VmHWM") - before
@@ -109,6 +119,9 @@ class Bench:
         found["reload_memory"] = resident("VmHWM") - before
         return found
 
+    def _issue(self) -> None:
+        self.work = self.kv.save(self.checkpoint, wait=False)
+
     def _remove(self) -> None:
         self.plain.unlink(missing_ok=True)
         if self.kv.is_root:
@@ -119,10 +132,12 @@ class Bench:
 def evaluate(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Return the medians, the ratios, and the most memory of any rank."""
     comm = MPI.COMM_WORLD
-    seconds = {name: np.array([one[name] for one in rounds]) for name in ("write", "read", "save", "load", "reload")}
+    steps = ("write", "read", "copy", "issue", "wait", "save", "load", "reload")
+    seconds = {name: np.array([one[name] for one in rounds]) for name in steps}
     row = {f"{name}_s": float(np.median(times)) for name, times in seconds.items()}
     plain = seconds["write"] + seconds["read"]
     row["save_ratio"] = float(np.median(seconds["save"] / seconds["write"]))
+    row["issue_ratio"] = float(np.median(seconds["issue"] / seconds["copy"]))
     row["load_ratio"] = float(np.median(seconds["load"] / seconds["read"]))
     row["reload_ratio"] = float(np.median(seconds["reload"] / seconds["read"]))
     row["ratio"] = float(np.median((seconds["save"] + seconds["load"]) / plain))
@@ -165,6 +180,12 @@ def main() -> None:
         print(f"{name:26}{plain:>8.2f} s{took:>8.2f} s{ratio:>8.2f}{extra / 2**20:>20.1f} MiB")
     for name, key in (("save and load, new store", "ratio"), ("save and load, same keys", "ratio_reload")):
         print(f"{name:46}{row[key]:>8.2f}{'' if row[key] <= BOUND else f'  above {BOUND}'}")
+    blocked, floor = row["issue_s"], row["copy_s"]
+    print(
+        f"save with wait=False returns after {blocked * 1e3:.0f} ms, and wait() after {row['wait_s']:.2f} s more; "
+        f"a copy in memory takes {floor * 1e3:.0f} ms: ratio {row['issue_ratio']:.2f}"
+        f"{'' if row['issue_ratio'] <= BLOCKED else f'  above {BLOCKED}'}"
+    )
     if (most := max(row[name] for name in ("save_memory", "load_memory", "reload_memory"))) > MEMORY:
         print(f"extra memory of {most / 2**20:.1f} MiB, above {MEMORY >> 20}")
 

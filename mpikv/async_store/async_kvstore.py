@@ -69,8 +69,9 @@ class AsyncKVStore(KVStore):
     there. A rank that is in a collective call is not waited for, and all counts start there anew.
 
     All other methods are collective, as in :class:`mpikv.KVStore`, and begin with a rest: what any rank has pushed
-    before is in the values when they run. It has no ``buffer``, ``view``, ``join``, ``wait=False`` and compression.
-    Each compares the settings of the optimizer, which count from then on; :meth:`set_learning_rate` is one, too.
+    before is in the values when they run. It has no ``buffer``, ``view``, ``join`` and compression, and ``wait=False``
+    only for :meth:`save`. Each compares the settings of the optimizer, which count from then on;
+    :meth:`set_learning_rate` is one, too.
 
     Example (one rank; on n ranks w becomes -n, once all have pushed):
         >>> import mpikv, numpy as np

@@ -18,31 +18,39 @@ class Ahead(Generic[Item]):
 
     def __init__(self) -> None:
         self._changed = present().condition()
+        self._source: Iterator[Item] | None = None
         self._items: list[Item] = []
         self._failure: BaseException | None = None
         self._process = os.getpid()
-        self._stops = False
-        self.started = self.ended = False
+        self._runs = self._stops = False
+        self.ended = False
+        """Whether all items were made, or no more will be."""
 
-    def run(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Start, and return an iterator that waits for each item, and raises what making it has raised. Local.
+    @property
+    def has_work(self) -> bool:
+        """Whether it was told what to do."""
+        return self._source is not None
 
-        Raises:
-            RuntimeError: the system has no thread left.
+    def prepare(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Take over an iterator; return one that waits for each of its items, and raises what making it has raised.
+        Local.
         """
-        thread = present().thread(lambda: self._serve(items), "mpikv-save")
+        self._source = items
+        return self._taken()
+
+    def start(self) -> None:
+        """Begin to make the items. Local. That the system has no thread left is told who asks for the first of them."""
+        thread = present().thread(self._serve, "mpikv-save")
         # Before it starts: an interrupt comes while this waits for it, and nobody would wait for its end.
-        self.started = True
+        self._runs = True
         try:
             thread.start()
-        except RuntimeError:
-            self.started = False
-            raise
-        return self._taken()
+        except RuntimeError as error:
+            self._end(error)
 
     def stop(self) -> None:
         """End after the item that is being made, and wait for that. Not in a forked child, which has no such thread."""
-        if not self.started or os.getpid() != self._process:
+        if not self._runs or os.getpid() != self._process:
             return
         with self._changed:
             self._stops = True
@@ -61,10 +69,11 @@ class Ahead(Generic[Item]):
             else:
                 raise self._failure
 
-    def _serve(self, items: Iterator[Item]) -> None:
+    def _serve(self) -> None:
+        assert self._source is not None
         failure = None
         try:
-            for item in items:
+            for item in self._source:
                 with self._changed:
                     self._items.append(item)
                     self._changed.notify_all()
@@ -72,6 +81,9 @@ class Ahead(Generic[Item]):
                     break
         except BaseException as error:  # for the thread that asks for the item
             failure = error
+        self._end(failure)
+
+    def _end(self, failure: BaseException | None) -> None:
         with self._changed:
             self._failure, self.ended = failure, True
             self._changed.notify_all()

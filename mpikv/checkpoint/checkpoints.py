@@ -117,11 +117,13 @@ class Checkpoints:
             copies = self._try_together(call, self._copies.make, spans)
             ahead = Ahead[Window]()
             parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
-            self._run_parts(call, parts, enough=lambda: ahead.started)
+            self._run_parts(call, parts, enough=lambda: ahead.has_work)
             work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
         if header.values:
             # The file has the exact values: the run goes on with what it would go on with if it were loaded.
             self._exchange.give_exact()
+        if work is not None:
+            work.start()  # last: on a busy host it would take the core from what the ranks agree on
         return work
 
     def finish(self) -> None:

@@ -84,7 +84,7 @@ def write_arrays(
     """Write a checkpoint, of which this rank has pieces, and whose arrays begin at ``start``.
 
     The one rank that ``creates`` it makes the file and puts it in its place. ``attaches``: the others have to see it.
-    ``ahead`` starts to write as soon as the file is there; without it each window is written in its own part.
+    ``ahead`` is given what writes, to be started once the ranks see the file; without it parts write a window each.
     """
     nonce, sums = np.zeros(NONCE, np.uint8), np.zeros(header.chunks, np.uint32)
     windows = _write_windows(draft, header, start, pieces)
@@ -96,7 +96,7 @@ def write_arrays(
         if attaches and not creates:
             draft.attach(nonce)
         if ahead is not None:
-            windows = ahead.run(windows)
+            windows = ahead.prepare(windows)
         yield NO_SUMS
         for chunks, mine in windows:
             sums[chunks] = mine

@@ -140,6 +140,10 @@ class SaveWork:
             self.error = error
             raise
 
+    def start(self) -> None:
+        """Begin to write. Local; for the store."""
+        self._ahead.start()
+
     def give_up(self) -> None:
         """End the writing, and remove what was written. Local; for the end of the store."""
         self._parts.close()

@@ -160,7 +160,16 @@ def test_a_full_disk_leaves_the_old_checkpoint(at: int, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
 
 
-FAULTS = [Kill(0, 0), Kill(1, 0), Raise(0, 0), Leave(1, 0), FullDisk(0, 0), FullDisk(2, 0), Pause(1, 0, 3.0), Differ(1, 0)]
+FAULTS = [
+    Kill(0, 0),
+    Kill(1, 0),
+    Raise(1, 0),
+    Leave(1, 0),
+    FullDisk(0, 0),
+    FullDisk(2, 0),
+    Pause(1, 0, 3.0),
+    Differ(1, 0),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{type(fault).__name__}{fault.rank}")

@@ -30,7 +30,7 @@ def push(kv, number=1):
 def contents(kv):
     """Return all that a pull and the facts tell of a store."""
     values = kv.pull(list(kv.keys()))
-    return kv.keys(), [value.tobytes() for value in values], [kv.version(key) for key in kv.keys()]
+    return kv.keys(), [value.tobytes() for value in values], [kv.version(key) for key in kv]
 
 
 def outcome(function, *arguments, **options):
@@ -273,6 +273,7 @@ ENDS = {
 
 
 @pytest.mark.processes
+@pytest.mark.feature("save-without-waiting")
 @pytest.mark.parametrize("end", ENDS)
 def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch, end):
     """The error of a save that waits, wherever the save is waited for; once, but for the handle."""
@@ -331,8 +332,9 @@ def test_a_rank_without_a_thread(comm, folder, ranks, monkeypatch):
     with filled(comm) as kv:
         if kv.rank == ranks - 1:
             monkeypatch.setattr("threading.Thread.start", none)
-        error = outcome(kv.save, folder / "w", wait=False)
+        work = kv.save(folder / "w", wait=False)
         monkeypatch.undo()
+        error = outcome(work.wait)
         assert isinstance(error, RuntimeError)
         assert "can't start new thread" in str(error)
         kv.barrier()

@@ -249,6 +249,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         ),
         _row("late-rank-named", "a rank that does not come is named, with its last call"),
         _row("recovery", "a killed job goes on from a checkpoint, and leaves it whole"),
+        _row("save-without-waiting", "`save(wait=False)` writes a copy while training goes on, and loses no error"),
         _row("dead-rank-ends-job", "a rank that dies ends the job"),
         _row("unequal-batches", "`join` lets ranks have unequal numbers of batches"),
         _row("no-roles", "no servers and no roles: nothing runs at import, one rank needs no launcher"),

@@ -57,7 +57,11 @@ def test_items_are_made_before_they_are_asked_for() -> None:
         last.set()
 
     ahead = Ahead[int]()
-    taken = ahead.run(items())
+    assert not ahead.has_work
+    taken = ahead.prepare(items())
+    assert ahead.has_work
+    assert made == []
+    ahead.start()
     assert last.wait(10)
     assert threading.main_thread() not in made
     assert list(taken) == [0, 1, 2, 3]
@@ -69,7 +73,9 @@ def test_an_error_comes_after_the_items_before_it() -> None:
         yield 1
         raise SystemExit("full")
 
-    taken = Ahead[int]().run(items())
+    ahead = Ahead[int]()
+    taken = ahead.prepare(items())
+    ahead.start()
     assert next(taken) == 1
     with pytest.raises(SystemExit, match="full"):
         next(taken)
@@ -87,7 +93,8 @@ def test_it_ends_with_the_item_that_is_being_made() -> None:
 
     ahead = Ahead[int]()
     ahead.stop()  # what has not started needs no end
-    ahead.run(items())
+    ahead.prepare(items())
+    ahead.start()
     assert begun.wait(10)
     threading.Timer(0.05, goes_on.set).start()
     ahead.stop()
