@@ -295,7 +295,7 @@ class Checkpoints:
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for block, slot, extents in list_extents(header, entries):
             for extent, low, high in overlap(extents, mine[block]):
-                array = block.updated[low:high] if slot == VALUE else block.state_of(low, high)[slot]
+                array = block.updated[low:high] if slot == VALUE else block.state[slot][block.state_at(low, high)]
                 yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
 
     # --- Together with the other ranks

@@ -7,7 +7,8 @@ ranges.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import starmap
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,31 +33,38 @@ class Extent(NamedTuple):
 
 
 def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[tuple[Block, str, list[Extent]]]:
-    """Yield for each block and slot the extents of what the file has of them, in the order of the block's memory.
+    """Yield for each slot and block the extents of what the file has of them, in the order of the block's memory.
 
     ``entries`` are those of the header's keys, in their order.
     """
-    blocks: dict[Block, list[int]] = {}
-    for item, entry in enumerate(entries):
-        blocks.setdefault(entry.place.block, []).append(item)
-    for block, items in blocks.items():
-        places = [entries[item].place for item in items]
-        lows = np.array([place.start for place in places], np.int64)
-        highs = lows + np.array([place.size for place in places], np.int64)
-        order = np.lexsort((highs, lows))
-        order = order[highs[order] > lows[order]]
-        for column in header.columns:
+    numbers: dict[Block, int] = {}
+    places = [
+        (numbers.setdefault(entry.place.block, len(numbers)), entry.place.start, entry.place.size) for entry in entries
+    ]
+    block_of, lows, sizes = np.array(places, np.int64).reshape(-1, 3).T
+    highs = lows + sizes
+    order = np.lexsort((highs, lows, block_of))
+    order, blocks = order[sizes[order] > 0], list(numbers)
+    for column in header.columns:
+        items = order[np.isin(order, column.items, assume_unique=True)]
+        for number, extents in _join(block_of[items], lows[items], highs[items], column, items):
+            block = blocks[number]
             array = block.updated if column.slot == VALUE else block.state.get(column.slot)
-            if order.size and array is not None and column.dtype == name_of(array.dtype):
-                yield block, column.slot, _join(lows[order], highs[order], column, np.array(items, np.int64)[order])
+            if array is not None and column.dtype == name_of(array.dtype):
+                yield block, column.slot, [Extent(*extent[1:]) for extent in extents]
 
 
-def _join(lows: Array, highs: Array, column: Column, items: Array) -> list[Extent]:
-    """Return the extents of values, one behind the other in memory, whose arrays are in a column."""
+def _join(
+    block_of: Array, lows: Array, highs: Array, column: Column, items: Array
+) -> Iterator[tuple[int, Iterator[tuple[int, ...]]]]:
+    """Return the extents of values, one behind the other in each block's memory, whose arrays are in a column: of each
+    block its number, and of each extent that number and the rest.
+    """
     numbers = np.searchsorted(column.items, items)
     begins, ends = column.edges[numbers], column.edges[numbers + 1]
-    apart = np.flatnonzero((lows[1:] != highs[:-1]) | (begins[1:] != ends[:-1]))
-    firsts, lasts = np.concatenate(([0], apart + 1)), np.concatenate((apart, [lows.size - 1]))
-    return list(
-        starmap(Extent, zip(lows[firsts].tolist(), highs[lasts].tolist(), begins[firsts].tolist(), strict=True))
-    )
+    apart = (block_of[1:] != block_of[:-1]) | (lows[1:] != highs[:-1]) | (begins[1:] != ends[:-1])
+    begin_one = np.concatenate((np.ones(min(items.size, 1), np.bool_), apart))
+    firsts = np.flatnonzero(begin_one)
+    lasts = np.append(firsts[1:], items.size)[: firsts.size] - 1
+    columns = block_of[firsts], lows[firsts], highs[lasts], begins[firsts]
+    return groupby(zip(*(each.tolist() for each in columns), strict=True), key=itemgetter(0))

@@ -6,7 +6,8 @@ the ranks compare, and the step that puts the file into its place, are left to :
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -43,31 +44,34 @@ class Copies:
         self._memory = memory
         self._room = np.empty(0, np.uint8)
 
-    def make(self, spans: Iterable[Span]) -> list[Piece]:
-        """Copy arrays, in the order of the file; return the pieces of it that the copies are. Local.
+    def make(self, spans: Iterable[Span]) -> Iterator[Piece]:
+        """Copy arrays; return what yields the pieces of the file that the copies are, as long as they can be. Local.
 
         Raises:
             MemoryError: there is too little for the copies.
         """
         ordered = sorted(spans, key=attrgetter("begin"))
-        nbytes = sum(span.array.nbytes for span in ordered)
-        if self._room.nbytes != nbytes:
+        arrays = [array.reshape(-1).view(np.uint8) for _, array in ordered]
+        edges = list(accumulate((array.nbytes for array in arrays), initial=0))
+        if self._room.nbytes != edges[-1]:
             self.release()
-            self._room = zeros(nbytes, huge_pages=True)
-        pieces: list[Piece] = []
-        low = high = end = 0
-        for begin, array in ordered:
-            if begin != end:  # the copies so far are a range of the file; here another one begins
-                pieces += cut_array(end - (high - low), self._room[low:high])
-                low = high
-            taken = array.reshape(-1).view(np.uint8)
-            self._memory.copy([self._room[high : high + taken.nbytes]], [taken])
-            high, end = high + taken.nbytes, begin + taken.nbytes
-        return pieces + cut_array(end - (high - low), self._room[low:high])
+            self._room = zeros(edges[-1], huge_pages=True)
+        self._memory.copy([self._room[low:high] for low, high in pairwise(edges)], arrays)
+        return _cut_copies(self._room, [span.begin for span in ordered], edges)
 
     def release(self) -> None:
         """Give the memory back."""
         self._room = np.empty(0, np.uint8)
+
+
+def _cut_copies(room: Array, begins: Sequence[int], edges: Sequence[int]) -> Iterator[Piece]:
+    """Yield the pieces of copies that begin there in the file, and lie one behind the other between these edges."""
+    copies = zip(begins, pairwise(edges), strict=True)
+    # What is side by side in the file, too, is as far from its place there.
+    for distance, group in groupby(copies, key=lambda copy: copy[0] - copy[1][0]):
+        ends = [each for _, each in group]
+        low, high = ends[0][0], ends[-1][1]
+        yield from cut_array(low + distance, room[low:high])
 
 
 class SaveWork:

@@ -26,7 +26,7 @@ def test_copies_are_those_of_the_call_in_the_order_of_the_file() -> None:
 def test_pieces_are_as_long_as_chunks_allow() -> None:
     """However many arrays there are: the thread that writes them is to hold Python's lock seldom."""
     arrays = [np.full(1000, number % 251, np.uint8) for number in range(3000)]
-    pieces = Copies(HOST).make([Span(5 + 1000 * number, array) for number, array in enumerate(arrays)])
+    pieces = list(Copies(HOST).make([Span(5 + 1000 * number, array) for number, array in enumerate(arrays)]))
     assert [(piece.offset, piece.end) for piece in pieces] == [(5, CHUNK), (CHUNK, 2 * CHUNK), (2 * CHUNK, 3_000_005)]
     assert b"".join(bytes(piece.memory) for piece in pieces) == b"".join(array.tobytes() for array in arrays)
 
@@ -35,7 +35,7 @@ def test_memory_is_used_again_and_as_much_as_is_needed() -> None:
     copies = Copies(HOST)
 
     def room(count: int) -> np.ndarray:
-        return np.frombuffer(copies.make([Span(0, np.ones(count))])[0].memory, np.uint8)
+        return np.frombuffer(next(copies.make([Span(0, np.ones(count))])).memory, np.uint8)
 
     first = room(1000)
     assert np.shares_memory(first, room(1000))
