@@ -73,29 +73,19 @@ class GpuPipeline(Pipeline):
 
     # --- Push and pull
 
-    def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
+    def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
         if self._in_one_go:
             super().push(plan, sources, steps, confirm)
         else:
             self._push_by_streams(plan, sources, steps, None)
 
-    def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
-        if self._in_one_go:
-            super().push_buffers(plan, steps, confirm)
-        else:
-            self._push_by_streams(plan, None, steps, None)
-
-    def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
+    def pushpull(
+        self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None
+    ) -> None:
         if self._in_one_go:
             super().pushpull(plan, sources, steps, targets, confirm)
         else:
             self._push_by_streams(plan, sources, steps, targets)
-
-    def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
-        if self._in_one_go:
-            super().pushpull_buffers(plan, steps, targets, confirm)
-        else:
-            self._push_by_streams(plan, None, steps, targets)
 
     def pull(self, plan: Plan, targets: Arrays) -> None:
         stale = self._values.table.stale

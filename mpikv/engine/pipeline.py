@@ -80,24 +80,18 @@ class Pipeline:
 
     # --- Push and pull
 
-    def push(self, plan: Plan, sources: Arrays, steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the sources over ranks and update.
+    def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
+        """Sum the sources over ranks, or where there are none the buffers, and update. Both may be filled again when it
+        returns.
 
         ``confirm`` is called with what a fallible updater raised on this rank, or None; it raises if one raised
         anywhere.
         """
+        if sources is None and self._compression is not None:
+            sources = self.buffers_as_sources(plan)  # which only this rank reads then
         self._push(plan, sources, steps, confirm)
-        if plan.single_copy:
+        if plan.single_copy or sources is None:
             self._transport.fence()
-
-    def push_buffers(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the ranks' buffers and update. They may be filled again when it returns."""
-        if self._compression is not None:
-            # Only this rank reads its buffers, and it has when this returns.
-            self.push(plan, self.buffers_as_sources(plan), steps, confirm)
-            return
-        self._push(plan, None, steps, confirm)
-        self._transport.fence()
 
     def pull(self, plan: Plan, targets: Arrays) -> None:
         """Copy the values to the targets, if there are any."""
@@ -112,9 +106,19 @@ class Pipeline:
             copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
             self._memory.copy([out for out, _ in copies], [entry.value for _, entry in copies])
 
-    def pushpull(self, plan: Plan, sources: Arrays, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
-        """Push, then pull; bucket by bucket where that pays and no target is another key's source."""
-        if not plan.streams:
+    def pushpull(
+        self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None
+    ) -> None:
+        """Push as :meth:`push`, then pull; bucket by bucket where that pays and no target is another key's source.
+        Without targets this rank only has the newest values.
+        """
+        if sources is None and self._compression is not None:
+            sources = self.buffers_as_sources(plan)
+        if sources is None and self._all_fill_buffers(plan, targets):
+            self._push(plan, None, steps, confirm, in_place=True)
+            self._transport.fence()
+            return
+        if sources is None or not plan.streams:
             self._push(plan, sources, steps, confirm)
             self._transport.fence()
             self.pull(plan, targets)
@@ -126,18 +130,6 @@ class Pipeline:
         self._push(plan, sources, steps, confirm, outs)
         if not outs:
             self.pull(plan, targets)
-
-    def pushpull_buffers(self, plan: Plan, steps: Steps, targets: Arrays, confirm: Confirm | None) -> None:
-        """Push the buffers, then pull; without targets only so that this rank has the newest values."""
-        if self._compression is not None:
-            self.pushpull(plan, self.buffers_as_sources(plan), steps, targets, confirm)
-            return
-        if self._all_fill_buffers(plan, targets):
-            self._push(plan, None, steps, confirm, in_place=True)
-            self._transport.fence()
-            return
-        self.push_buffers(plan, steps, confirm)
-        self.pull(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
         """Return whether every rank pulls into the buffers that it pushes, which their owners can then fill."""

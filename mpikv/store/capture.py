@@ -270,10 +270,7 @@ class CapturedStep:
         if known.table is not None:
             rows = known.table.rows
             steps = Steps([rows[0]] * len(rows) if known.uniform else rows, known.uniform)
-        if known.sources is None:
-            self._exchange.pipeline.pushpull_buffers(plan, steps, known.targets, None)
-        else:
-            self._exchange.pipeline.pushpull(plan, known.sources, steps, known.targets, None)
+        self._exchange.pipeline.pushpull(plan, known.sources, steps, known.targets, None)
 
 
 def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCall:

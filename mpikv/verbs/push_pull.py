@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..cluster.agreement import Call, PreparedCall
@@ -94,10 +95,7 @@ class PushPull:
         if sources is None:
             contribution = Contribution.BUFFERS
         call, steps, confirm = self._update_call("push", plan, priority, contribution)
-        pipeline = self._exchange.pipeline
-        if sources is None:
-            return call, lambda: pipeline.push_buffers(plan, steps, confirm)
-        return call, lambda: pipeline.push(plan, sources, steps, confirm)
+        return call, partial(self._exchange.pipeline.push, plan, sources, steps, confirm)
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         def run() -> Any:
@@ -121,10 +119,7 @@ class PushPull:
         pipeline = self._exchange.pipeline
 
         def run() -> Any:
-            if sources is None:
-                pipeline.pushpull_buffers(plan, steps, targets, confirm)
-            else:
-                pipeline.pushpull(plan, sources, steps, targets, confirm)
+            pipeline.pushpull(plan, sources, steps, targets, confirm)
             return result.made() if type(result) is Renewed else result
 
         return call, run
