@@ -93,13 +93,12 @@ class Config:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes} is not a multiple of 64 from 4096 to 2**30")
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+    def read(cls, environ: Mapping[str, str] = os.environ, **arguments: Any) -> Config:
         """Return the settings: the arguments that are not None, else the variables, else the defaults.
 
         >>> Config.read({"MPIKV_TIMEOUT": "5"}, placement="root").timeout
         5.0
         """
-        environ = os.environ if environ is None else environ
         parsers = {f"MPIKV_{field.name.upper()}": (field.name, _PARSERS[field.type]) for field in fields(cls)}
         values: dict[str, Any] = {}
         for variable in environ:
@@ -125,7 +124,7 @@ class Config:
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})
 
 
-def aborts(environ: Mapping[str, str] | None = None) -> bool:
+def aborts(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the failure of one rank ends the whole job."""
     try:
         return Config.read(environ).abort
@@ -133,76 +132,75 @@ def aborts(environ: Mapping[str, str] | None = None) -> bool:
         return True
 
 
-def keeps_frames(environ: Mapping[str, str] | None = None) -> bool:
+def keeps_frames(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether tracebacks keep the frames of this package: MPIKV_FULL_TRACEBACK, at any time.
 
     >>> keeps_frames({"MPIKV_FULL_TRACEBACK": "1"}), keeps_frames({})
     (True, False)
     """
-    text = (os.environ if environ is None else environ).get("MPIKV_FULL_TRACEBACK", "0")
+    text = environ.get("MPIKV_FULL_TRACEBACK", "0")
     return _SWITCHES.get(text.lower(), True)
 
 
-def updates_on_kvstore(environ: Mapping[str, str] | None = None) -> bool:
+def updates_on_kvstore(environ: Mapping[str, str] = os.environ) -> bool:
     """Return what MXNet's programs set by MXNET_UPDATE_ON_KVSTORE: whether a Trainer's store updates the weights.
 
     >>> updates_on_kvstore({"MXNET_UPDATE_ON_KVSTORE": "0"}), updates_on_kvstore({})
     (False, True)
     """
-    text = (os.environ if environ is None else environ).get("MXNET_UPDATE_ON_KVSTORE", "1")
+    text = environ.get("MXNET_UPDATE_ON_KVSTORE", "1")
     try:
         return _switch(text)
     except ValueError:
         raise ConfigError(f"MXNET_UPDATE_ON_KVSTORE={text!r} is neither 0 nor 1") from None
 
 
-def wants_slices(environ: Mapping[str, str] | None = None) -> bool:
+def wants_slices(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether MXNet's programs ask by DMLC_PS_VAN_TYPE for the store ``p3`` where they name another one.
 
     >>> wants_slices({"DMLC_PS_VAN_TYPE": "p3"}), wants_slices({"DMLC_PS_VAN_TYPE": "zmq"}), wants_slices({})
     (True, False, False)
     """
-    return (os.environ if environ is None else environ).get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
+    return environ.get("DMLC_PS_VAN_TYPE", "").lower() == "p3"
 
 
-def slice_bytes(environ: Mapping[str, str] | None = None) -> int:
+def slice_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """Return the bytes of a message of the store ``p3``: MXNET_KVSTORE_SLICE_THRESHOLD elements of float32.
 
     >>> slice_bytes({"MXNET_KVSTORE_SLICE_THRESHOLD": "2000"}), slice_bytes({})
     (8000, 160000)
     """
-    text = (os.environ if environ is None else environ).get("MXNET_KVSTORE_SLICE_THRESHOLD", "40000")
+    text = environ.get("MXNET_KVSTORE_SLICE_THRESHOLD", "40000")
     if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1 << 28:
         raise ConfigError(f"MXNET_KVSTORE_SLICE_THRESHOLD={text!r} is not a number of elements from 1 to 2**28")
     return max(4096, -(-int(text) * 4 // 64) * 64)
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None) -> str | None:
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return what CUDA_VISIBLE_DEVICES says, or None where it is not set: which GPUs CUDA shows this process."""
-    return (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+    return environ.get("CUDA_VISIBLE_DEVICES")
 
 
 # Where ranks differ in one of these, NCCL waits for ever, or moves other bytes than it should.
 _OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_PROTO")
 
 
-def nccl_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables of NCCL that are set here and have to be the same on all ranks.
 
     >>> nccl_settings({"NCCL_ALGO": "Ring", "NCCL_DEBUG": "WARN"})
     {'NCCL_ALGO': 'Ring'}
     """
-    environ = os.environ if environ is None else environ
     return {name: environ[name] for name in _OF_NCCL if name in environ}
 
 
-def nccl_host(environ: Mapping[str, str] | None = None) -> str:
+def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
     """Return what NCCL takes for the name of this host: NCCL_HOSTID, or the host's own.
 
     >>> nccl_host({"NCCL_HOSTID": "a"})
     'a'
     """
-    return (os.environ if environ is None else environ).get("NCCL_HOSTID") or platform.node()
+    return environ.get("NCCL_HOSTID") or platform.node()
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.
@@ -213,9 +211,9 @@ FILES = "files."
 GIVEN_UP = "given-up"
 
 
-def run_directory(environ: Mapping[str, str] | None = None) -> Path | None:
+def run_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the directory in which ``mpikv run`` on this host wants to hear from its ranks."""
-    directory = Path((os.environ if environ is None else environ).get("MPIKV_RUN", ""))
+    directory = Path(environ.get("MPIKV_RUN", ""))
     return directory if directory.is_absolute() and directory.is_dir() else None
 
 
@@ -253,13 +251,12 @@ _LAUNCHERS = (
 )
 
 
-def launch_of(environ: Mapping[str, str] | None = None) -> Launch | None:
+def launch_of(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return what the launcher said, or None when no MPI launcher started this process.
 
     >>> launch_of({"PMI_SIZE": "4", "PMI_RANK": "1"}).size
     4
     """
-    environ = os.environ if environ is None else environ
     for launcher, size, rank in _LAUNCHERS:
         if rank in environ and (not size or size in environ):
             # A launcher that speaks PMIx tells the rank but not always the size.
@@ -274,59 +271,55 @@ _PLACES = (
 )
 
 
-def place_on_host(environ: Mapping[str, str] | None = None) -> tuple[int, int] | None:
+def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
     """Return this process's number among those of its launch on this host, and how many these are; None where no
     launcher has said so.
 
     >>> place_on_host({"MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "4"})
     (2, 4)
     """
-    environ = os.environ if environ is None else environ
     for rank, size in _PLACES:
         if rank in environ and size in environ:
             return _number(environ, rank), _number(environ, size)
     return None
 
 
-def forced_library(environ: Mapping[str, str] | None = None) -> str:
+def forced_library(environ: Mapping[str, str] = os.environ) -> str:
     """Return the MPI library that mpi4py is told to load, or nothing."""
-    return (os.environ if environ is None else environ).get("MPI4PY_LIBMPI", "")
+    return environ.get("MPI4PY_LIBMPI", "")
 
 
 # Variables by which MPI libraries are known to take ranks of one machine for ranks of several hosts.
 _DIVIDING = ("MPIR_CVAR_NOLOCAL", "MPIR_CVAR_NUM_CLIQUES", "MPIR_CVAR_ODD_EVEN_CLIQUES", "PMIX_SECURITY_MODE")
 
 
-def dividing_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return those that are set and make MPI take ranks of one machine for ranks of several hosts, in some launches.
 
     >>> dividing_variables({"PMIX_SECURITY_MODE": "native", "HOME": "/"})
     ['PMIX_SECURITY_MODE=native']
     """
-    environ = os.environ if environ is None else environ
     return [f"{name}={environ[name]}" for name in _DIVIDING if name in environ]
 
 
-def tasks_set_aside(environ: Mapping[str, str] | None = None) -> int:
+def tasks_set_aside(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of tasks for which Slurm gave this job its place; 1 outside of one."""
-    environ = os.environ if environ is None else environ
     return _number(environ, "SLURM_NTASKS") if "SLURM_NTASKS" in environ else 1
 
 
-def offered_protocols(environ: Mapping[str, str] | None = None) -> set[str]:
+def offered_protocols(environ: Mapping[str, str] = os.environ) -> set[str]:
     """Return by which protocols a launcher tells this process of the other ranks: PMI (its versions 1 and 2) and PMIx.
 
     >>> sorted(offered_protocols({"PMI_FD": "9", "PMIX_NAMESPACE": "slurm.pmix.1.0"}))
     ['PMI', 'PMIx']
     """
-    environ = os.environ if environ is None else environ
     prefixes = {"PMI": "PMI_", "PMIx": "PMIX_NAMESPACE"}
     return {protocol for protocol, prefix in prefixes.items() if any(name.startswith(prefix) for name in environ)}
 
 
-def demands_munge(environ: Mapping[str, str] | None = None) -> bool:
+def demands_munge(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher's PMIx takes no rank that does not show it a credential of munge."""
-    return (os.environ if environ is None else environ).get("PMIX_SECURITY_MODE") == "munge"
+    return environ.get("PMIX_SECURITY_MODE") == "munge"
 
 
 @dataclass(frozen=True)
@@ -364,13 +357,12 @@ def parse_counts(variable: str, text: str) -> tuple[int, ...]:
     return tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or "1")))
 
 
-def find_allocation(environ: Mapping[str, str] | None = None) -> Allocation | None:
+def find_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
     """Return what Slurm has set aside for the job of this process, or None outside of a job.
 
     >>> find_allocation({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2,1"}).size
     3
     """
-    environ = os.environ if environ is None else environ
     if "SLURM_JOB_ID" not in environ:
         return None
     tasks, cpus = (
@@ -390,13 +382,12 @@ _OF_SRUN = (
 )
 
 
-def advise_start(size: int, library: str = "", environ: Mapping[str, str] | None = None) -> str:
+def advise_start(size: int, library: str = "", environ: Mapping[str, str] = os.environ) -> str:
     """Return which commands start so many ranks here: outside of Slurm, or by what its srun offers the MPI library.
 
     >>> advise_start(4, environ={})
     'mpikv run -n 4 SCRIPT , or the mpiexec of the MPI library that Python loads'
     """
-    environ = os.environ if environ is None else environ
     command = f"mpikv run -n {size} SCRIPT"
     if "SLURM_JOB_ID" not in environ:
         return f"{command} , or the mpiexec of the MPI library that Python loads"
