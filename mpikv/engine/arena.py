@@ -118,26 +118,21 @@ class Block:
     used: int = 0
     """From here on no value has been in it."""
 
-    @cached_property
-    def sums(self) -> Array:
-        """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. Pages are taken
-        where it is written.
-        """
-        return self._sums_in(self.memory.zeros)
-
-    def _sums_in(self, zeroed: Callable[[int], Array]) -> Array:
-        dtype = accumulator(self.values.dtype)
-        return zeroed((self.values.size if self.kept is None else self.kept.size) * dtype.itemsize).view(dtype)
+    sums: Array | None = None
+    """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. Pages are taken where
+    it is written."""
 
     def sums_of(self, low: int, high: int) -> Array:
         """Return the sums of elements that this rank keeps, side by side."""
-        found: Array = self.sums[self.state_at(low, high)]
-        return found
+        return self.ensure_sums(self.memory.zeros)[self.state_at(low, high)]
 
-    def ensure_sums(self, zeroed: Callable[[int], Array]) -> None:
-        """Take the memory for sums now, where a GPU may have too little: ``zeroed``."""
-        if "sums" not in self.__dict__:
-            self.__dict__["sums"] = self._sums_in(zeroed)
+    def ensure_sums(self, zeroed: Callable[[int], Array]) -> Array:
+        """Return the memory for sums, which is ``zeroed`` if there is none: taken now, a GPU may have too little."""
+        if self.sums is None:
+            dtype = accumulator(self.values.dtype)
+            size = self.values.size if self.kept is None else self.kept.size
+            self.sums = zeroed(size * dtype.itemsize).view(dtype)
+        return self.sums
 
     def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:
         """Have residuals for so many positions in lists; new ones are ``zeroed`` memory."""
@@ -155,7 +150,7 @@ class Block:
 
     def drop_sums(self) -> None:
         """Give the memory for sums back. No plan may refer to it."""
-        self.__dict__.pop("sums", None)
+        self.sums = None
 
     def ensure_state(self, slots: Slots) -> None:
         """Start the state that is not there yet with zeros."""
