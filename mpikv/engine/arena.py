@@ -117,7 +117,6 @@ class Block:
     """Whether other values have been in its memory."""
     used: int = 0
     """From here on no value has been in it."""
-
     sums: Array | None = None
     """Memory for sums of the elements that are ``kept``, for updaters and codecs of whole values. Pages are taken where
     it is written."""

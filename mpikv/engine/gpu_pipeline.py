@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays.arrays import add_in_pairs_over, local_sum, run_quietly
 from ..memory.device import DeviceMemory
-from ..protocols import Array, Event, Whole, WholeKernels
+from ..protocols import Array, Event, GpuKernels, Whole
 from .compression import Compression, restoring
 from .pipeline import Arrays, Confirm, Pipeline, Steps, are_plain, cut
 from .plan import Bucket, Plan
@@ -39,8 +39,8 @@ class GpuPipeline(Pipeline):
             self._add = partial(add_in_pairs_over, self._transport.rank)
         # Where streams take no turns: a host waits in it, or sums are put together of whole values.
         self._in_one_go = self._compression is not None or self._whole
-        self._whole_kernels: WholeKernels | None = None
-        if self._whole and not self._updater.may_raise and isinstance(self._kernels, WholeKernels):
+        self._whole_kernels: GpuKernels | None = None
+        if self._whole and not self._updater.may_raise and isinstance(self._kernels, GpuKernels):
             self._whole_kernels = self._kernels
 
     # --- Before the ranks agree
@@ -170,7 +170,7 @@ class GpuPipeline(Pipeline):
         pairs = zip(plan.totals, steps.each, strict=True)
         self._bound(self._whole_kernels, plan)([step for total, step in pairs if total is not None])
 
-    def _bound(self, kernels: WholeKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
+    def _bound(self, kernels: GpuKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
         """Return what updates all whole values that this rank owns, by as few launches as can be."""
         update: Callable[[Sequence[Any]], None] | None = plan.memo.get("owned")
         if update is not None:

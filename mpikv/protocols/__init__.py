@@ -7,7 +7,7 @@ held to its contract by a class in :mod:`mpikv.testing`. There is a file for eac
 from .arrays import Array, Key, Slots
 from .codec import Codec, ElementwiseCodec, Gather, Rounds, Sum, TensorCodec
 from .gpu import Event, Gpu, Graph, Stream
-from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole, WholeKernels
+from .kernels import BoundList, GpuKernels, Kernels, ListKernels, StepTable, Whole
 from .memory import Issue, Memory, StreamOrder, Workspace
 from .placement import Placement, Shard
 from .transport import Transport
@@ -40,6 +40,5 @@ __all__ = [
     "Transport",
     "Updater",
     "Whole",
-    "WholeKernels",
     "Workspace",
 ]

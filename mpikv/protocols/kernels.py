@@ -12,7 +12,7 @@ from .codec import Codec
 from .memory import Memory
 from .updater import Updater
 
-__all__ = ["BoundList", "GpuKernels", "Kernels", "ListKernels", "StepTable", "Whole", "WholeKernels"]
+__all__ = ["BoundList", "GpuKernels", "Kernels", "ListKernels", "StepTable", "Whole"]
 
 
 class Whole(NamedTuple):
@@ -81,17 +81,6 @@ class ListKernels(Kernels, Protocol):
         ...
 
 
-@runtime_checkable
-class WholeKernels(Kernels, Protocol):
-    """Kernels that update many whole values at once, for optimizers that are not element-wise."""
-
-    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
-        """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
-        does. It heeds the options that the updater has when it is called.
-        """
-        ...
-
-
 class StepTable(Protocol):
     """Memory of a GPU for the steps of updates, which then are read when an update runs, not when it is queued."""
 
@@ -108,7 +97,7 @@ class StepTable(Protocol):
 
 
 @runtime_checkable
-class GpuKernels(WholeKernels, Protocol):
+class GpuKernels(Kernels, Protocol):
     """What runs on a GPU."""
 
     def has_rule(self, updater: Updater) -> bool:
@@ -120,6 +109,12 @@ class GpuKernels(WholeKernels, Protocol):
     ) -> Callable[[Sequence[Any]], None]:
         """Return a function of a step for each of some ranges, which follow one another and end at ``ends``, that makes
         one update of each: what functions that :meth:`~Kernels.bind` returns for each would do.
+        """
+        ...
+
+    def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
+        """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
+        does. It heeds the options that the updater has when it is called.
         """
         ...
 
