@@ -58,6 +58,7 @@ class Work:
         run: Callable[[], Any],
         rejoin: Callable[[], None] | None = None,
     ) -> None:
+        """``rejoin`` is called in each thread that has waited for the call."""
         self._pending, self._urgency, self._text = pending, urgent, text
         self._run: Callable[[], Any] | None = run
         self._rejoin = rejoin
@@ -156,24 +157,17 @@ class Pending:
         self.waiting = False
         """Whether a call must look here before it may run: others come first, or one has failed and nobody knows."""
 
-    def add(
-        self,
-        urgent: int,
-        text: Callable[[], str],
-        run: Callable[[], Any],
-        rejoin: Callable[[], None] | None = None,
-    ) -> Work:
-        """Queue a call. ``rejoin`` is called in each thread that has waited for it.
+    def add(self, work: Work) -> Work:
+        """Queue a call.
 
         Raises:
             Closed: the store has ended.
         """
-        work = Work(self, urgent, text, run, rejoin)
         with self._changed:
             if self._ending:
-                raise Closed(f"{text()}: the store has ended; create a new store")
+                raise Closed(f"{work._text()}: the store has ended; create a new store")
             self._start()
-            self._some_are_urgent |= urgent != 0
+            self._some_are_urgent |= work._urgency != 0
             self._queue.append(work)
             self.active = self.waiting = True
             self._changed.notify_all()

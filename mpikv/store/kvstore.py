@@ -1207,12 +1207,13 @@ class KVStore(KVStoreBase):
             issue = self._order.issue()
         except Unsupported as error:
             self.raise_on_all_ranks(error, verb)
-        key, work = arguments[0], partial(self._collective, verb, prepare, *arguments)
-        rejoin = None
+        key, run, rejoin = arguments[0], partial(self._collective, verb, prepare, *arguments), None
         if issue is not None:
             let_gpus_queue(self)
-            work, rejoin = partial(issue.run, work), issue.rejoin
-        return self._pending.add(urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", work, rejoin)
+            run, rejoin = partial(issue.run, run), issue.rejoin
+        return self._pending.add(
+            Work(self._pending, urgency(arguments[-1]), lambda: f"{verb}({show_keys(key)})", run, rejoin)
+        )
 
     @contextmanager
     def _on_worker(self) -> Iterator[None]:

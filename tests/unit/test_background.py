@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpikv.cluster.background import Pending, urgency
+from mpikv.cluster.background import Pending, Work, urgency
 from mpikv.cluster.runtime import present
 from mpikv.testing import cluster
 
@@ -13,7 +13,7 @@ def test_who_waits_is_patient_while_calls_complete():
     def program(comm):
         pending = Pending(int)
         for _ in range(5):
-            pending.add(0, lambda: "a call", lambda: present().nap(10.0, present().now() + 10.0))
+            pending.add(Work(pending, 0, lambda: "a call", lambda: present().nap(10.0, present().now() + 10.0)))
         patient = pending.drain(15.0)
         pending.end()
         return patient
