@@ -20,16 +20,14 @@ import numpy as np
 
 from ..arrays.arrays import local_sum
 from ..cluster.agreement import Call, PreparedCall, format_error
-from ..cluster.process_group import ProcessGroup
 from ..cluster.runtime import present
-from ..cluster.status_board import StatusBoard
 from ..cluster.tracebacks import hidden_from_pytest
 from ..cluster.waiting import Waiting
 from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
 from ..errors import ConfigError, Stalled, Unsupported, settled
-from ..protocols import Array, Key, Transport, Updater
+from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
 from ..transports.rpc import Endpoint, Request
@@ -89,26 +87,16 @@ class AsyncKVStore(KVStore):
     _revision = 0
     _in_rounds = False
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        board: StatusBoard,
-        transport: Transport,
-        config: Config,
-        *,
-        name: str = "dist_async",
-        root: int = 0,
-        found: Callable[..., KVStore] | None = None,
-        staleness: int | None = None,
-    ) -> None:
-        """Collective. Use :func:`mpikv.create`."""
-        super().__init__(group, board, transport, config, name=name, root=root, found=found)
+    def __init__(self, *parts: Any, staleness: int | None = None, **options: Any) -> None:
+        """Collective. Use :func:`mpikv.create`. The rest as for :class:`mpikv.KVStore`."""
+        super().__init__(*parts, **options)
+        group, config = self._group, self._config
         self._bound = staleness
         self._exchange.summed = self.size if staleness == 0 else 0
         self._lock, self._holder = present().lock(), 0
         self._ledger = KeyOwner(group.size, staleness == 0, self._answer)
         self._clocks = SspClocks(group.size, lambda rank, ticket, slowest: self._answer(rank, ticket, slowest, None))
-        self._waiting = Waiting(config.timeout, config.warn_after, board.warn)
+        self._waiting = Waiting(config.timeout, config.warn_after, self._board.warn)
         self._clock = 0
         self._pushes: dict[Key, int] = {}
         self._post = Endpoint(group, self._serve) if group.size > 1 else None
