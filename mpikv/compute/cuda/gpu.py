@@ -680,28 +680,22 @@ class Staging:
     def upload(self, source: Array, target: int) -> None:
         """Queue a copy of bytes to an address. They may be changed when this returns."""
         with self._using:
-            self._upload(source, target)
-
-    def _upload(self, source: Array, target: int) -> None:
-        for start, piece in self._cut(source.size):
-            part = source[start : start + piece.size]
-            piece[: part.size] = part
-            self._send(piece, target + start, piece.ctypes.data, part.size)
+            for start, piece in self._cut(source.size):
+                part = source[start : start + piece.size]
+                piece[: part.size] = part
+                self._send(piece, target + start, piece.ctypes.data, part.size)
 
     def download(self, source: int, target: Array) -> None:
         """Fill bytes from an address, and wait until they are there."""
-        with self._using:
-            self._download(source, target)
-
-    def _download(self, source: int, target: Array) -> None:
         coming: deque[tuple[Array, Array, Any]] = deque()
-        for start, piece in self._cut(target.size):
-            part = target[start : start + piece.size]
-            coming.append((part, piece, self._send(piece, piece.ctypes.data, source + start, part.size)))
-            if len(coming) == len(self._pieces):
+        with self._using:
+            for start, piece in self._cut(target.size):
+                part = target[start : start + piece.size]
+                coming.append((part, piece, self._send(piece, piece.ctypes.data, source + start, part.size)))
+                if len(coming) == len(self._pieces):
+                    _arrive(*coming.popleft())
+            while coming:
                 _arrive(*coming.popleft())
-        while coming:
-            _arrive(*coming.popleft())
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, Array]]:
         """Yield where each part begins, and a piece of memory that is free for it."""
