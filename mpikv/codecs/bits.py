@@ -30,6 +30,8 @@ from .options import BLOCK, Scratch
 
 __all__ = ["OneBit", "TwoBit"]
 
+_SUMS, _CODES = Scratch(BLOCK, np.float32), Scratch((2, BLOCK), np.uint8)
+
 
 class _Codes(ABC):
     """What codecs of codes in the bits of bytes have in common."""
@@ -48,7 +50,7 @@ class _Codes(ABC):
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add to each element what its code stands for; bits behind the last element say nothing."""
-        spare = self._sums.array
+        spare = _SUMS.array.reshape(-1, self.per_byte)
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
             begin, count = low // self.per_byte, -(-part.size // self.per_byte)
@@ -64,10 +66,6 @@ class _Codes(ABC):
         codes = np.arange(256)[:, None] >> np.arange(8 - bits, -1, -bits) & 2**bits - 1
         table: Array = np.array(self.values(), np.float32)[codes]
         return table
-
-    @cached_property
-    def _sums(self) -> Scratch:
-        return Scratch((BLOCK // self.per_byte, self.per_byte), np.float32)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class TwoBit(_Codes):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient."""
-        threshold, spare = np.float32(self.threshold), self._codes.array
+        threshold, spare = np.float32(self.threshold), _CODES.array
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
             codes, below = (codes[: part.size] for codes in spare)
@@ -120,10 +118,6 @@ class TwoBit(_Codes):
             spare[0, part.size :] = 0
             words = payload[low // 4 : (low + BLOCK) // 4]
             words[:] = _packed(spare[0])[: words.size]
-
-    @cached_property
-    def _codes(self) -> Scratch:
-        return Scratch((2, BLOCK), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -165,7 +159,7 @@ class OneBit(_Codes):
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the codes of the gradient."""
-        threshold, spare = np.float32(self.threshold), self._bits.array
+        threshold, spare = np.float32(self.threshold), _CODES.array[0].view(np.bool_)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
             bits = spare[: part.size]
@@ -174,10 +168,6 @@ class OneBit(_Codes):
             words = payload[low // 8 : (low + BLOCK) // 8]
             words[: packed.size] = packed
             words[packed.size :] = 0
-
-    @cached_property
-    def _bits(self) -> Scratch:
-        return Scratch(BLOCK, np.bool_)
 
 
 def _packed(codes: Array) -> Array:

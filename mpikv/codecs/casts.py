@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -13,6 +12,8 @@ from ..protocols import Array
 from .options import BLOCK, Scratch
 
 __all__ = ["Bfloat16", "Float16"]
+
+_WORDS = Scratch(BLOCK, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Float16:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the gradient in half precision."""
-        halves, spare = payload.view(np.float16), self._spare.array
+        halves, spare = payload.view(np.float16), _WORDS.array.view(np.float32)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
             narrow(np.clip(part, -self.largest, self.largest, out=spare[: part.size]), halves[low : low + BLOCK])
@@ -52,10 +53,6 @@ class Float16:
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
         add_widened(total, payload.view(np.float16))
-
-    @cached_property
-    def _spare(self) -> Scratch:
-        return Scratch(BLOCK, np.float32)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Bfloat16:
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the upper halves of the gradient, rounded."""
-        halves, spare = payload.view(np.uint16), self._spare.array
+        halves, spare = payload.view(np.uint16), _WORDS.array
         for low in range(0, gradient.size, BLOCK):
             bits = gradient[low : low + BLOCK].view(np.uint32)
             # Just below one half of what is cut off, and one more where the last bit that stays is odd: ties to even.
@@ -98,14 +95,10 @@ class Bfloat16:
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
-        halves, spare = payload.view(np.uint16), self._spare.array
+        halves, spare = payload.view(np.uint16), _WORDS.array
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
             wide = spare[: part.size]
             wide[:] = halves[low : low + BLOCK]
             wide <<= 16
             np.add(part, wide.view(np.float32), out=part)
-
-    @cached_property
-    def _spare(self) -> Scratch:
-        return Scratch(BLOCK, np.uint32)
