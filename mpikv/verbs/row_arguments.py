@@ -112,15 +112,12 @@ def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple
 
 
 class Made(NamedTuple):
-    """Memory of a GPU for what one gets who asked, made beforehand; None where none is needed."""
+    """Memory for what one gets who asked, made beforehand, as a GPU may have too little; None where none is needed."""
 
     some: Array | None
     """For rows of its own, where others asked for more."""
     cast: Array | None
-    """For those in the dtype of an out."""
-
-
-_NOTHING_MADE = Made(None, None)
+    """For those in the dtype of an out on a GPU."""
 
 
 class Wanted(NamedTuple):
@@ -137,8 +134,6 @@ def wanted_of(entry: Entry, asked: Sequence[Asked]) -> Wanted:
     """Return what is to be pulled of a value, with the memory for it. Local."""
     memory, ids = entry.place.block.memory, _union([each.ids for each in asked])
     rows = memory.empty((ids.size, prod(entry.shape[1:])), entry.dtype)
-    if memory.is_host:
-        return Wanted(ids, rows, asked, (_NOTHING_MADE,) * len(asked))
     return Wanted(ids, rows, asked, [_made(entry, ids, each, memory) for each in asked])
 
 
@@ -185,7 +180,7 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
 def check_outs(entry: Entry, outs: Sequence[RowSparse]) -> None:
     """Raise if some outs cannot hold the rows of a value."""
     for out in outs:
-        _check_fit(entry, "out", out, out.dtype, entry.dtype)
+        _check_fit(entry, "out", out)
 
 
 def fill(entry: Entry, out: RowSparse) -> None:
@@ -260,7 +255,7 @@ def _like(out: RowSparse, rows: Array, memory: Memory, made: Array | None = None
 def _fillable(entry: Entry, out: Any) -> Any:
     if not isinstance(out, RowSparse):
         return writable(out, entry.key, entry.shape, entry.dtype, entry.place.block.memory)
-    _check_fit(entry, "out", out, out.dtype, entry.dtype)
+    _check_fit(entry, "out", out)
     return out
 
 
@@ -269,7 +264,7 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
         return _empty(entry)  # of a rank that has left join()
     _check_rows(entry.key, group)
     for each in group:
-        _check_fit(entry, "value", each, each.dtype, entry.dtype)
+        _check_fit(entry, "value", each)
     memory = entry.place.block.memory
     (only, *others) = (_in_memory(each, memory) for each in group)
     if others:
@@ -295,7 +290,7 @@ def _check_rows(key: Key, group: Sequence[Any]) -> None:
             )
 
 
-def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], stored: np.dtype[Any]) -> None:
+def _check_fit(entry: Entry, what: str, rows: RowSparse) -> None:
     if rows.shape != entry.shape:
         raise ValueMismatch(
             f"{what} of key {entry.key!r} has shape {rows.shape} and the stored value {entry.shape}; a RowSparse has "
@@ -309,8 +304,8 @@ def _check_fit(entry: Entry, what: str, rows: RowSparse, given: np.dtype[Any], s
                 "RowSparse on the host"
             )
         memory.source(rows.values)  # which raises if they lie on another device
-    casts = castable(stored, given) if what == "out" else castable(given, stored)
-    if not casts:
+    given, stored = rows.dtype, entry.dtype
+    if not (castable(stored, given) if what == "out" else castable(given, stored)):
         raise ValueMismatch(
             f"{what} of key {entry.key!r} has dtype {given.name} and the stored value {stored.name}; only dtypes of "
             "one kind are cast, use astype"
