@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
@@ -141,19 +142,12 @@ class MultiFactor(Schedule):
 
 
 @dataclass(frozen=True)
-class Polynomial(Schedule):
-    """Fall to ``final_lr`` along a power of the share of updates that remain.
-
-    >>> schedule = Polynomial(100, base_lr=1.0, pwr=2)
-    >>> [schedule(number) for number in (0, 50, 100, 200)]
-    [1.0, 0.25, 0.0, 0.0]
-    """
+class _Falling(Schedule):
+    """Fall to ``final_lr`` along a curve, which subclasses define."""
 
     max_update: int = count()
     """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
     _: KW_ONLY
-    pwr: float = number(2.0, "[0, inf)")
-    """The power, in [0, inf); 1: a straight line."""
     final_lr: float = number(0.0, "[0, inf)")
     """In [0, inf)."""
 
@@ -164,12 +158,33 @@ class Polynomial(Schedule):
     def decayed(self, num_update: int) -> float:
         if num_update >= self.max_update:
             return self.final_lr
-        remaining = (self.max_update - num_update) / (self.max_update - self.warmup_steps)
-        return self.final_lr + (self.base_lr - self.final_lr) * math.pow(remaining, self.pwr)
+        left = self._left(num_update - self.warmup_steps, self.max_update - self.warmup_steps)
+        return self.final_lr + (self.base_lr - self.final_lr) * left
+
+    @abstractmethod
+    def _left(self, done: int, every: int) -> float:
+        """Return which part of the fall is left when so many of all its updates were made."""
 
 
 @dataclass(frozen=True)
-class Cosine(Schedule):
+class Polynomial(_Falling):
+    """Fall to ``final_lr`` along a power of the share of updates that remain.
+
+    >>> schedule = Polynomial(100, base_lr=1.0, pwr=2)
+    >>> [schedule(number) for number in (0, 50, 100, 200)]
+    [1.0, 0.25, 0.0, 0.0]
+    """
+
+    _: KW_ONLY
+    pwr: float = number(2.0, "[0, inf)")
+    """The power, in [0, inf); 1: a straight line."""
+
+    def _left(self, done: int, every: int) -> float:
+        return math.pow((every - done) / every, self.pwr)
+
+
+@dataclass(frozen=True)
+class Cosine(_Falling):
     """Fall to ``final_lr`` along half a period of the cosine.
 
     Reference: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017,
@@ -180,18 +195,5 @@ class Cosine(Schedule):
     [0.5, 1.0, 0.5, 0.0, 0.0]
     """
 
-    max_update: int = count()
-    """Number of updates at which ``final_lr`` is reached, in (warmup_steps, inf)."""
-    _: KW_ONLY
-    final_lr: float = number(0.0, "[0, inf)")
-    """In [0, inf)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require(self.max_update > self.warmup_steps, "max_update", f"not above warmup_steps={self.warmup_steps}")
-
-    def decayed(self, num_update: int) -> float:
-        if num_update >= self.max_update:
-            return self.final_lr
-        passed = (num_update - self.warmup_steps) / (self.max_update - self.warmup_steps)
-        return self.final_lr + (self.base_lr - self.final_lr) * (1.0 + math.cos(math.pi * passed)) / 2.0
+    def _left(self, done: int, every: int) -> float:
+        return (1.0 + math.cos(math.pi * (done / every))) / 2.0
