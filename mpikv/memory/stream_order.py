@@ -203,7 +203,10 @@ class GpuOrder:
                 return function(*arguments)
         finally:
             call.caller, call.made = outer
-            caller.wait(self.finish((arguments, made)))
+            done = call.read or self.stream.record()
+            call.read = None
+            caller.wait(done)
+            self._keep(done, (arguments, made))
 
     def cancel(self) -> None:
         pass
@@ -225,6 +228,20 @@ class GpuOrder:
         finally:
             call.on_worker = False
 
+    def run_issued(self, issued: Issued, run: Callable[[], Any]) -> Any:
+        """Return ``run()``, a call of another thread, which has issued it. In :meth:`on_worker`, and in such a call."""
+        call, made = self.call, list[Any]()
+        outer = call.caller, call.begin, call.made
+        call.caller, call.begin, call.made = issued.caller, issued.begin, made
+        try:
+            return run()
+        finally:
+            call.caller, call.begin, call.made = outer
+            issued.done = call.read or self.stream.record()
+            call.read = None
+            # What was given, too: of a call that is refused, it may have been read before that.
+            self._keep(issued.done, (run, made))
+
     def rejoin(self) -> None:
         if self._some_issued:
             self.follow(self.stream.record())
@@ -233,16 +250,10 @@ class GpuOrder:
         """Let what this thread's present stream is given next come after an event."""
         self._gpu.current().wait(event)
 
-    def finish(self, arguments: Any) -> Event:
-        """End a call of this thread: keep what it has used until the GPU has done with it. Return the point behind what
-        its caller has to wait for.
-        """
-        done = self.call.read or self.stream.record()
-        self.call.read = None
+    def _keep(self, done: Event, arguments: Any) -> None:
         self._in_use.append((done, arguments))
         if not self.drop_done():
             self._wake()
-        return done
 
     def drop_done(self) -> bool:
         """Let go of what the GPU has done with; return whether that was all. In any thread."""
@@ -368,15 +379,7 @@ class Issued:
         """Behind what the call has queued; None if it was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        here, made = self._order.call, list[Any]()
-        outer = here.caller, here.begin, here.made
-        here.caller, here.begin, here.made = self.caller, self.begin, made
-        try:
-            return call()
-        finally:
-            here.caller, here.begin, here.made = outer
-            # What was given, too: of a call that is refused, it may have been read before that.
-            self.done = self._order.finish((call, made))
+        return self._order.run_issued(self, call)
 
     def rejoin(self) -> None:
         if self.done is not None:
