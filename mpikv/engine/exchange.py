@@ -19,7 +19,7 @@ from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transport, Updater
 from . import pull_compression as publication
 from .arena import Block
-from .compression import Compression, check, check_payloads, compress
+from .compression import Compression, check, compress
 from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, Steps, groups_of
 from .placement import place
@@ -180,10 +180,6 @@ class Exchange:
         return self._kernels.table(self.updater, self.transport.memory, len(plan.keys), set(plan.dtypes))
 
     # --- Compression
-
-    def check_codec(self, codec: Codec) -> None:
-        """Raise if what a codec packs cannot be sent. Local."""
-        check_payloads(codec, self.transport)
 
     def pushable(self, plan: Plan, sources: Arrays | None) -> Arrays | None:
         """Return what is to be pushed of arrays, or the buffers (None), that are not raw. Local.

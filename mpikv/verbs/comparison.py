@@ -112,13 +112,11 @@ class Comparison:
         if contribution is not Contribution.ROWS:
             self._exchange.pipeline.prepare(plan)
         token = plan.digest ^ _digest(verb + contribution.value) ^ _digest("\n".join(self._settings()))
-        call = Call(verb, token, plan.label, plan.keys, lambda: self._texts(plan, contribution))
+        texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
+        call = Call(verb, token, plan.label, plan.keys, lambda: [*self._settings(), *texts(), contribution.value])
         confirm = (lambda failure: self._agreement.confirm(call, failure)) if updater.may_raise else None
         steps = None if updater.depends_on_count else self._exchange.steps(plan)
         return UpdateCall(call, steps, confirm, updater.revision)
-
-    def _texts(self, plan: Plan, contribution: Contribution) -> list[str]:
-        return [*self._settings(), *describe(plan.keys, plan.shapes, plan.dtypes), contribution.value]
 
     def _settings(self) -> list[str]:
         """Describe what decides how a value changes by what is pushed."""

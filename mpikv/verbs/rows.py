@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cluster.agreement import PreparedCall
 from ..engine.exchange import Exchange
-from ..engine.keys import Entry, parse
+from ..engine.keys import parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
 from ..errors import Unsupported, noted, settled
@@ -56,9 +56,13 @@ class RowVerbs:
 
         def run() -> Any:
             self._exchange.pipeline.pull(plan, targets)
-            for entry, group in zip(plan.entries, sparse, strict=True):
-                for rows in group:
-                    _fill(entry, rows)
+            try:
+                for entry, group in zip(plan.entries, sparse, strict=True):
+                    for rows in group:
+                        fill(entry, rows)
+            except MemoryError as error:
+                settled(error)  # the ranks have made their call, and each fills its own
+                raise
             return out
 
         return call, run
@@ -158,11 +162,3 @@ def _separate(groups: Sequence[Sequence[Any]]) -> tuple[list[Sequence[RowSparse]
         [[each for each in group if type(each) is RowSparse] for group in groups],
         [[each for each in group if type(each) is not RowSparse] for group in groups],
     )
-
-
-def _fill(entry: Entry, rows: RowSparse) -> None:
-    try:
-        fill(entry, rows)
-    except MemoryError as error:
-        settled(error)  # the ranks have made their call, and each fills its own
-        raise

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..cluster.agreement import PreparedCall
 from ..engine.autotune import Choice, choose
+from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
 from ..engine.pull_compression import Cast
 from ..errors import Unsupported
@@ -73,7 +74,7 @@ class SettingVerbs:
 
     def _working(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
-        self._exchange.check_codec(codec)
+        check_payloads(codec, self._exchange.transport)
         found = self._find_codec(codec)
         if self._memory.is_host or found is not codec:
             return found
