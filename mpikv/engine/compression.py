@@ -21,6 +21,7 @@ from ..protocols import Array, Codec, ElementwiseCodec, Gather, Memory, Rounds, 
 from ..protocols.codec import LARGEST
 from .alltoallv import gather
 from .arena import Block
+from .grid import rounded
 from .keys import Entry
 from .plan import Bucket, Plan
 
@@ -93,7 +94,7 @@ def check_payloads(codec: Codec, transport: Transport) -> None:
     # Each rank may own some of a message.
     room = transport.limit - _HEADER * transport.size
     needed = max(codec.nbytes(count) for count in range(1, _GRAIN + 1))
-    if _padded(needed) > room:
+    if rounded(needed, _HEADER) > room:
         raise Unsupported(
             f"{_GRAIN} elements packed by {codec.settings()} take {needed} bytes, and a message of "
             f"{transport.limit} has room for {room} with {transport.size} ranks; create the store with larger "
@@ -322,7 +323,8 @@ class RangeCompression:
                     break
                 nbytes = self.codec.nbytes(count)
                 ranges[-1].append(_Range(low, low + count, at, nbytes))
-                at, room = at + _padded(nbytes), room - _padded(nbytes)
+                length = rounded(nbytes, _HEADER)
+                at, room = at + length, room - length
                 waiting[:1] = [(low + count, high)] if low + count < high else []
         begin = headers[own]
         return _Message(
@@ -335,7 +337,7 @@ class RangeCompression:
 
     def _fitting(self, count: int, room: int) -> int:
         """Return how many elements fit, of so many: all, or about half, and so on. Some fit an empty message."""
-        while count and _padded(self.codec.nbytes(count)) > room:
+        while count and rounded(self.codec.nbytes(count), _HEADER) > room:
             count = max(count // 2 // _GRAIN * _GRAIN, _GRAIN) if count > _GRAIN else 0
         return count
 
@@ -462,7 +464,3 @@ def _held(plan: Plan, mine: int) -> list[_Held]:
                         shift = piece.begin - piece.low
                         own[piece.item].append((begin + shift, end + shift))
     return [_Held(sorted(ranks), ranges) for ranks, ranges in zip(owners, own, strict=True)]
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _HEADER) * _HEADER

@@ -22,7 +22,7 @@ from .arena import Place
 
 _KINDS = ({str}, {int})
 
-__all__ = ["Entry", "Form", "KeyTable", "flatten", "parse"]
+__all__ = ["Entry", "Form", "KeyTable", "flatten", "leaves", "parse"]
 
 
 @dataclass(eq=False)
@@ -276,6 +276,21 @@ def flatten(tree: Mapping[Any, Any], value: Any = None, what: str = "value") -> 
         double = next(name for name in names if names.count(name) > 1)
         raise ValueMismatch(f"the dict names key {double!r} twice; a nested dict's keys are joined with '/'")
     return names, leaves
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield what is in a tree of dicts, lists and tuples.
+
+    >>> list(leaves({"w": 1, "layer": {"b": [2, (3,)]}}))
+    [1, 2, 3]
+    """
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if not isinstance(tree, (list, tuple)):
+        yield tree
+        return
+    for each in tree:
+        yield from leaves(each)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arrays.arrays import is_array, lies_on_host
 from ..cluster.agreement import Call, PreparedCall
 from ..cluster.background import Work
-from ..engine.keys import parse
+from ..engine.keys import leaves, parse
 from ..engine.pipeline import Arrays, Steps, groups_of
 from ..engine.plan import Plan
 from ..memory.device import DeviceMemory
@@ -307,12 +307,7 @@ def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Ar
 
 
 def _has_rows(given: Fixed) -> bool:
-    return any(isinstance(each, RowSparse) for arrays in given[:3] for each in _leaves(arrays))
-
-
-def _leaves(arrays: Any) -> list[Any]:
-    arrays = list(arrays.values()) if isinstance(arrays, Mapping) else arrays
-    return [leaf for each in arrays for leaf in _leaves(each)] if isinstance(arrays, list) else [arrays]
+    return any(isinstance(each, RowSparse) for arrays in given[:3] for each in leaves(arrays))
 
 
 def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | None, targets: Arrays) -> str:

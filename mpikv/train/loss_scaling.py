@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ..engine.keys import leaves
 from ..errors import ConfigError
 from ..protocols import Array, Gpu
 from .array_location import readable, writable
@@ -168,7 +169,7 @@ class LossScaler:
             (array([0.75, 0.75], dtype=float16), 4.0)
         """
         try:
-            located = list(map(readable, _arrays(gradients)))
+            located = list(map(readable, leaves(gradients)))
             mine = not _are_finite([(array, gpu, array.dtype) for array, gpu in located])
         except Exception as error:
             kv.raise_on_all_ranks(error, "divisor")
@@ -186,17 +187,6 @@ class LossScaler:
             self.loss_scale = max(self.loss_scale / 2, 1 / _MOST_SCALE)
         elif self._without % self._window == 0:
             self.loss_scale = min(self.loss_scale * 2, _MOST_SCALE)
-
-
-def _arrays(gradients: Any) -> Iterator[Any]:
-    """Yield the arrays of a tree of dicts and lists."""
-    if isinstance(gradients, Mapping):
-        gradients = list(gradients.values())
-    if not isinstance(gradients, (list, tuple)):
-        yield gradients
-        return
-    for each in gradients:
-        yield from _arrays(each)
 
 
 def _are_finite(given: Iterable[tuple[Array, Gpu | None, np.dtype[Any]]]) -> bool:
