@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,14 @@ from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
 from ..errors import Unsupported, noted, settled
 from ..memory.row_sparse import RowSparse
-from ..protocols import Array
 from ..sparse.rows import Rows
 from .arguments import outs_of
 from .comparison import Comparison, Contribution
 from .operands import Operands
-from .row_arguments import Asked, Wanted, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
+from .row_arguments import Asked, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
 
 __all__ = ["RowVerbs"]
 
-_NO_SPARE = np.empty(0, np.uint8)
 _log = logging.getLogger("mpikv")
 
 
@@ -101,10 +99,10 @@ class RowVerbs:
         self, plan: Plan, asked: Sequence[Sequence[Asked]], result: Any = None, priority: Any = 0
     ) -> PreparedCall:
         call = self._comparison.plan_call("row_sparse_pull", plan, priority)
-        wanted, spare = self._wanted(plan, asked)
+        pull = self._pulling(plan, asked)
 
         def run() -> Any:
-            self._pull(plan, wanted, spare)
+            pull()
             return result
 
         return call, run
@@ -121,7 +119,7 @@ class RowVerbs:
         """Prepare a push of rows; then a pull of whole values, if they are wanted, and of rows."""
         contribution = Contribution.ROWS if whole is None else Contribution.ROWS_FOR_WHOLE
         call, steps, confirm = self._comparison.update_call("pushpull", plan, priority, contribution)
-        wanted, spare = self._wanted(plan, asked)
+        pull = self._pulling(plan, asked)
 
         def run() -> Any:
             self._rows.push(plan, given, steps, confirm)
@@ -129,7 +127,7 @@ class RowVerbs:
             if whole is not None:
                 self._exchange.pipeline.pull(plan, whole)
             try:
-                self._pull(plan, wanted, spare)
+                pull()
             except MemoryError as error:
                 noted(error, "the rows were pushed, but not pulled")
                 raise
@@ -142,18 +140,19 @@ class RowVerbs:
         self._rows.load(plan.dtypes)
         return brought(plan.entries, [()] * len(plan.keys), self._exchange.in_pairs, self._exchange.values.apart).rows
 
-    def _wanted(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> tuple[Sequence[Wanted], Array]:
-        """Return what :meth:`_pull` is given, for which a GPU may have too little memory. Local."""
+    def _pulling(self, plan: Plan, asked: Sequence[Sequence[Asked]]) -> Callable[[], None]:
+        """Return what pulls rows for those who asked, with the memory for it, of which a GPU may lack. Local."""
         every = [wanted_of(entry, group) for entry, group in zip(plan.entries, asked, strict=True)]
-        if self._memory.is_host:
-            return every, _NO_SPARE
-        return every, self._memory.empty((spare_of(plan.entries, every),), _NO_SPARE.dtype)
+        nbytes = 0 if self._memory.is_host else spare_of(plan.entries, every)
+        spare = self._memory.empty((nbytes,), np.dtype(np.uint8))
 
-    def _pull(self, plan: Plan, every: Sequence[Wanted], spare: Array) -> None:
-        with self._memory.workspace.over(spare):
-            self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
-            for entry, wanted in zip(plan.entries, every, strict=True):
-                deliver(entry, wanted)
+        def pull() -> None:
+            with self._memory.workspace.over(spare):
+                self._rows.pull(plan, [(wanted.ids, wanted.rows) for wanted in every])
+                for entry, wanted in zip(plan.entries, every, strict=True):
+                    deliver(entry, wanted)
+
+        return pull
 
 
 def _separate(groups: Sequence[Sequence[Any]]) -> tuple[list[Sequence[RowSparse]], list[Sequence[Any]]]:
