@@ -26,7 +26,7 @@ def test_no_call_begins_while_another_thread_is_in_one():
         begun = []
         free = present().now() + 10.0
         pending = Pending(int, busy=lambda: present().now() < free)
-        pending.add(0, lambda: "a call", lambda: begun.append(present().now()))
+        pending.add(Work(pending, 0, lambda: "a call", lambda: begun.append(present().now())))
         pending.drain()
         pending.end()
         return begun[0] - free
