@@ -18,6 +18,7 @@ from ..errors import ConfigError, MPIKVError, Unsupported, a_kind, known_names
 from ..options import check_whole
 from ..store.kvstore import KVStore
 from .backward import BackwardSync
+from .closures import MeanLoss
 from .data import fill_from_root, tensors_of
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep, check_shardable
@@ -55,7 +56,7 @@ def attach(
     The exchange of a bucket begins when backward has computed its last gradient. Where all ranks are on one host, and
     backward keeps all of its cores busy, all gradients are exchanged at the end, which is faster there. A gradient that
     only some ranks have counts as zero on the others; one that no rank has stays None. Gradients lie in memory of the
-    store.
+    store. Of the losses that the closure of a step returns, the optimizer and the caller get the mean over ranks.
 
     Args:
         model: a ``torch.nn.Module``, the same on every rank, whose tensors lie on the host.
@@ -169,11 +170,13 @@ class Attached:
         overlaps = not kv.any_rank(not _has_spare_core(kv))
         self._sync = BackwardSync(kv, sums, self._prefix, bucket_bytes if overlaps else None, model_buffers)
         self._is_detached = False
+        self._loss = MeanLoss(kv, self._prefix) if self._optimizers else None
         self._stepped = {id(one): 0 for one in self._optimizers}
         self._handles = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
         sharded = self._optimizers if update == "store" else []
         self._sharded = [
-            ShardedStep(kv, self._prefix, one, self._sync.complete, self._check_before_shards) for one in sharded
+            ShardedStep(kv, self._prefix, one, self._sync.complete, self._check_before_shards, self._mean_loss)
+            for one in sharded
         ]
         self._watch(named)
 
@@ -316,6 +319,8 @@ class Attached:
         for sharded in self._sharded:
             sharded.release()
         self._sync.release()
+        if self._loss is not None:
+            self._loss.release()
         for gradient in self._sync.gradients:
             del _taken[gradient.parameter]
         if self._sums is not self.kv:
@@ -359,13 +364,18 @@ class Attached:
         return None
 
     def _run_closure(self, optimizer: Any, closure: Any) -> Any:
-        """Return the closure's loss, and see that its gradients are the sums."""
+        """Return the mean of the closure's loss, and see that its gradients are the sums."""
         loss = closure()
         self._sync.complete()
         with self._missing_a_call():
             self._check_synchronized()
             self._check_exchanged(optimizer)
-        return loss
+        return self._mean_loss(loss)
+
+    def _mean_loss(self, loss: Any) -> Any:
+        """Return the mean of a closure's loss over ranks. Collective. Its gradients have been checked."""
+        assert self._loss is not None  # as there is an optimizer
+        return self._loss.of(loss)
 
     @contextmanager
     def _missing_a_call(self) -> Iterator[None]:

@@ -97,12 +97,13 @@ class ShardedStep:
         optimizer: Any,
         settle: Callable[[], None],
         check: Callable[[ShardedStep], None],
+        mean_loss: Callable[[Any], Any],
     ) -> None:
         """``settle`` sees that ranks are at the same call, before one that is not in a step; ``check`` that gradients
-        of the optimizer were exchanged, before a step.
+        of the optimizer were exchanged, before a step; ``mean_loss`` makes what a closure returns the mean over ranks.
         """
         self._kv, self._prefix, self.optimizer = kv, prefix, optimizer
-        self._settle, self._check = settle, check
+        self._settle, self._check, self._mean_loss = settle, check, mean_loss
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
@@ -188,6 +189,8 @@ class ShardedStep:
         # These optimizers call it once, first; in the step it would see shards in place of the parameters.
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check(self)
+        if closure is not None:
+            loss = self._mean_loss(loss)
         groups = self.optimizer.param_groups
         changed = [self._parts[one] for group in groups for one in group["params"] if one.grad is not None]
         with self._shards_in_place():

@@ -544,7 +544,8 @@ def test_schedules(kv, update, first, kind):
     assert_close(model, alone)
 
 
-def test_a_closure(kv, update):
+@pytest.mark.parametrize("as_number", [False, True], ids=["tensor", "float"])
+def test_a_closure(kv, update, as_number):
     alone, own, model, shared, _ = pair(kv, update=update)
     for step in range(3):
 
@@ -552,28 +553,42 @@ def test_a_closure(kv, update):
             optimizer.zero_grad()
             loss = loss_of(one, step, store)
             loss.backward()
-            return loss
+            return loss.item() if as_number else loss
 
         expected = own.step(lambda: closure(alone, own, None))
-        found = shared.step(lambda: closure(model, shared, kv))
-        mean = found.item() if kv.comm is None else kv.comm.allreduce(found.item()) / kv.size
-        assert mean == pytest.approx(expected.item(), rel=1e-12)
+        found = shared.step(closure=lambda: closure(model, shared, kv))
+        assert type(found) is type(expected)
+        assert torch.as_tensor(found).tolist() == pytest.approx(torch.as_tensor(expected).tolist(), rel=1e-12)
     assert_close(model, alone)
 
 
-def test_lbfgs(kv):
-    alone, own, model, shared, _ = pair(kv, network, lambda model: optim.LBFGS(model.parameters(), lr=0.1, max_iter=4))
+@pytest.mark.parametrize("averages", [False, True], ids=["its-own", "mean"])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs(kv, search, averages):
+    """It looks at the loss, which is the mean over ranks, also where the closure returns this already."""
+    alone, own, model, shared, _ = pair(
+        kv, network, lambda model: optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn=search)
+    )
+    counts = []
     for one, optimizer, store in ((alone, own, None), (model, shared, kv)):
+        calls = 0
 
         def closure(one: Any = one, optimizer: Any = optimizer, store: Any = store) -> Any:
+            nonlocal calls
+            calls += 1
             optimizer.zero_grad()
             loss = loss_of(one, 0, store)
             loss.backward()
-            return loss.detach() if store is None or store.comm is None else kv.comm.allreduce(loss.detach()) / kv.size
+            if not averages or store is None or store.comm is None:
+                return loss
+            return kv.comm.allreduce(loss.detach()) / kv.size
 
-        for _ in range(2):
+        for _ in range(4):
             optimizer.step(closure)
-    assert_close(model, alone, 1e-10)
+        counts.append(calls)
+    assert counts[0] == counts[1]
+    assert_close(model, alone, 1e-9)
+    assert_equal_over_ranks(kv, *model.parameters())
 
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])

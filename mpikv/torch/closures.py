@@ -1,0 +1,37 @@
+"""The loss that the closure of a step returns. Optimizers such as LBFGS decide by it, and have to decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..store.kvstore import KVStore
+
+__all__ = ["MeanLoss"]
+
+
+class MeanLoss:
+    """The mean of losses over ranks, as one process with the whole batch would have it."""
+
+    def __init__(self, kv: KVStore, prefix: str) -> None:
+        """Collective."""
+        self._kv, self._key, self._row = kv, f"{prefix}*loss", np.zeros(1)
+        kv.init(self._key, self._row)
+
+    def release(self) -> None:
+        """Give the store's memory back. Collective."""
+        self._kv.delete(self._key)
+
+    def of(self, loss: Any) -> Any:
+        """Return the mean of a number, or of a tensor of one, in its own form and without its graph; what is neither,
+        such as None, as it is. Collective where it is a number.
+        """
+        is_tensor = isinstance(loss, torch.Tensor) and loss.numel() == 1
+        if not (is_tensor or isinstance(loss, (int, float))):
+            return loss
+        self._row[0] = loss.detach() if is_tensor else loss
+        self._kv.pushpull(self._key, self._row, self._row)
+        mean = self._row.item() / self._kv.size
+        return torch.full_like(loss, mean, requires_grad=False) if is_tensor else mean
