@@ -10,27 +10,20 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..codecs import create as create_codec
 from ..create import create
-from ..errors import ConfigError, MPIKVError, Unsupported, a_kind, known_names
-from ..options import check_whole
+from ..errors import ConfigError, MPIKVError, Unsupported
 from ..store.kvstore import KVStore
 from .backward import BackwardSync
+from .checks import check_model, check_options, check_parameter, taken
 from .closures import MeanLoss
+from .comparison import outline, settings_of
 from .data import fill_from_root, tensors_of
 from .model_buffers import ModelBuffers
-from .sharded import ShardedStep, check_shardable
-from .tensors import check_dense
+from .sharded import ShardedStep
 
 __all__ = ["Attached", "attach"]
-
-_UPDATES = ("local", "store")
-_BUFFERS = ("root", "each")
-
-_taken: Any = WeakTensorKeyDictionary()
-"""The parameters that have hooks."""
 
 _prefixes: WeakKeyDictionary[KVStore, count[int]] = WeakKeyDictionary()
 """The number of the next model of a store."""
@@ -140,24 +133,16 @@ class Attached:
         given = [] if optimizer is None else optimizer
         self._optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
         try:
-            _check_options(kv, update, buffers, bucket_bytes)
+            check_options(kv, update, buffers, bucket_bytes)
             codec = create_codec(compression)
-            if not isinstance(model, torch.nn.Module):
-                raise TypeError(f"the model is {a_kind(model)}, and not a torch.nn.Module")
-            named = dict(model.named_parameters())
-            for one in self._optimizers:
-                _check_optimizer(one, named, sharded=update == "store")
-            if update == "store":
-                _check_shared(self._optimizers)
-            for name, parameter in named.items():
-                _check_parameter(name, parameter)
-                if codec is not None:
-                    _check_compressible(name, parameter)
+            check_model(model, self._optimizers, update == "store", codec is not None)
         except (MPIKVError, TypeError) as error:
             kv.raise_on_all_ranks(error, "attach")
-        options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}"
+        options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}, compression={codec}"
         kinds = ", ".join(type(one).__name__ for one in self._optimizers)
-        kv.check_equal(f"{options}, compression={codec}, optimizer={kinds}, {_outline(model)}", "attach")
+        kv.check_equal("\n".join([f"{options}, optimizer={kinds}", *outline(model)]), "attach")
+        named = dict(model.named_parameters())
+        kv.check_equal("\n".join(["settings", *settings_of(self._optimizers, named)]), "attach")
         fill_from_root(kv, "*attach/", tensors_of(model))
         sums = kv
         if compression is not None:
@@ -207,7 +192,7 @@ class Attached:
                 raise ConfigError(
                     f"add: {name!r} is frozen or empty, so it has no gradient; call requires_grad_() first"
                 )
-            _check_parameter(name, parameter)
+            check_parameter(name, parameter)
         except MPIKVError as error:
             self.kv.raise_on_all_ranks(error, "add")
         fill_from_root(self.kv, "*attach/", {name: parameter})
@@ -220,7 +205,7 @@ class Attached:
             sharded.divide((name, one) for name, one in trained if one in members)
         self._sync.watch(trained)
         for _, one in trained:
-            _taken[one] = True
+            taken[one] = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -322,7 +307,7 @@ class Attached:
         if self._loss is not None:
             self._loss.release()
         for gradient in self._sync.gradients:
-            del _taken[gradient.parameter]
+            del taken[gradient.parameter]
         if self._sums is not self.kv:
             self._sums.close()
         if self._own:
@@ -428,77 +413,7 @@ class Attached:
                     )
 
 
-def _check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
-    if update not in _UPDATES:
-        raise ConfigError(known_names("update", update, _UPDATES))
-    if buffers not in _BUFFERS:
-        raise ConfigError(known_names("buffers", buffers, _BUFFERS))
-    check_whole("bucket_bytes", bucket_bytes, 1)
-    if not kv._assigns or kv.compression is not None:
-        raise ConfigError(
-            "the store has an updater or compresses, and gradients are only added up in it; pass a store without, and "
-            "compression= to attach"
-        )
-
-
-def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer")
-    own = set(named.values())
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter not in own:
-                raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, so that "
-                    "its gradient would stay on its rank; attach the module that has it"
-                )
-    if any(state.get("step", 1) for state in optimizer.state.values()):
-        raise ConfigError(
-            f"{type(optimizer).__name__} has made a step, or loaded its state; attach the model before the first step, "
-            "and call optimizer.load_state_dict after attach"
-        )
-    if sharded:
-        check_shardable(optimizer)
-
-
-def _check_shared(optimizers: Sequence[Any]) -> None:
-    """Raise ConfigError if two optimizers would divide the same parameter."""
-    seen: set[Any] = set()
-    for optimizer in optimizers:
-        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for parameter in own & seen:
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, and update='store' gives each "
-                "rank one part of it; pass update='local'"
-            )
-        seen |= own
-
-
-def _check_compressible(name: str, parameter: Any) -> None:
-    if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise Unsupported(
-            f"the parameter {name!r} is {parameter.dtype}, and compression is for float32, float16 and bfloat16; "
-            "convert the model, or leave compression out"
-        )
-
-
-def _check_parameter(name: str, parameter: Any) -> None:
-    if parameter in _taken:
-        raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
-    check_dense(name, parameter)
-
-
 def _has_spare_core(kv: KVStore) -> bool:
     """Return whether the store's thread can run beside backward, or has other hosts to wait for."""
     group = kv._group
     return not group.one_host or group.host_cores // len(group.host_ranks) > torch.get_num_threads()
-
-
-def _outline(model: Any) -> str:
-    """Return what must be the same on every rank of a model's parameters and buffers."""
-    return "; ".join(
-        f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
-        + ("" if one.is_contiguous() else f" strides {one.stride()}")
-        + (" trained" if one.requires_grad else " fixed")
-        for name, one in tensors_of(model).items()
-    )

@@ -22,6 +22,7 @@ import torch
 
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted
 from ..store.kvstore import KVStore
+from .comparison import plain
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
 from .tensors import row_of
@@ -282,7 +283,7 @@ class BackwardSync:
     def note_step(self, optimizer: Any) -> None:
         """Remember a step and its settings, which the next pass compares. Local."""
         groups = optimizer.param_groups
-        settings = [[_plain(value) for name, value in group.items() if name != "params"] for group in groups]
+        settings = [[plain(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
 
     # --- A pass that was cut short
@@ -374,12 +375,3 @@ class BackwardSync:
                 "steps; a rank has left out a backward or a step, has other learning rates, or caught an exception; do "
                 f"the same on every rank, or use join() [rank {self._kv.rank}/{self._kv.size}]"
             )
-
-
-def _plain(value: Any) -> Any:
-    """Return what ranks can compare of an optimizer's setting: of an object its kind, as it lies elsewhere on each."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return list(map(_plain, value))
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__

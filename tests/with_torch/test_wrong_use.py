@@ -192,7 +192,7 @@ def frozen() -> Any:
         (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double(), "1.weight"),
         (frozen, "0.weight.* fixed"),
         (lambda: network(0, torch.float32), "float32"),
-        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)).double(), "2.weight"),
+        (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)).double(), "2.bias.*only in"),
         (
             lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 3)).double(),
             "1.running",
@@ -222,6 +222,57 @@ def test_ranks_have_other_optimizers(kv, update):
     assert "AdamW" in message
     assert "SGD" in message
     check_attaches(kv)
+
+
+@SEVERAL
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda model: optim.SGD(model.parameters(), 0.01), r"SGD, group 0: lr 0.1, SGD, group 0: lr 0.01\b"),
+        (lambda model: optim.SGD(model.parameters(), 0.1, weight_decay=0.5), "weight_decay 0, .*weight_decay 0.5"),
+        (lambda model: optim.SGD(reversed([*model.parameters()]), 0.1), "SGD, group 0: 0.weight, SGD, group 0: 2.bias"),
+        (
+            lambda model: optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], 0.1),
+            "SGD, group 0: 2.weight, SGD, group 1: lr 0.1",
+        ),
+    ],
+    ids=["lr", "weight_decay", "order", "groups"],
+)
+def test_ranks_have_other_settings(kv, update, make, text):
+    model = network()
+    message = differ(
+        kv,
+        lambda: attach(model, make(model), kv=kv, update=update),
+        lambda: attach(model, optim.SGD(model.parameters(), 0.1), kv=kv, update=update),
+    )
+    assert re.search(text, message), message
+    check_attaches(kv)
+
+
+@SEVERAL
+def test_ranks_have_other_betas(kv):
+    model = network()
+    betas = (0.9, 0.95 if is_last(kv) else 0.99)
+    with pytest.raises(RankMismatch, match=r"Adam, group 0: betas .*0.99.*0.95"):
+        attach(model, optim.Adam(model.parameters(), betas=betas), kv=kv)
+
+
+@SEVERAL
+def test_ranks_with_other_models_are_told_what_differs(kv):
+    """And not all of a large model."""
+    model = nn.Sequential(*(nn.Linear(3, 4 if place == 7 and is_last(kv) else 3) for place in range(50)))
+    with pytest.raises(
+        RankMismatch, match=r"7.weight float32\[3, 3\] trained, 7.weight float32\[4, 3\] trained"
+    ) as caught:
+        attach(model, kv=kv)
+    assert "8.weight" not in str(caught.value)
+
+
+def test_a_lazy_model(kv):
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    fails(kv, ConfigError, "'0.weight' has no shape yet.*one forward pass before attach", lambda: attach(model, kv=kv))
+    model(torch.ones(2, 4))
+    attach(model, kv=kv).detach()
 
 
 def test_an_optimizer_of_another_model(kv):

@@ -1,0 +1,104 @@
+"""What attach refuses, each rank by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import ConfigError, Unsupported, a_kind, known_names
+from ..options import check_whole
+from ..store.kvstore import KVStore
+from .data import tensors_of
+from .sharded import check_shardable
+from .tensors import check_dense
+
+__all__ = ["check_model", "check_options", "check_parameter", "taken"]
+
+_UPDATES = ("local", "store")
+_BUFFERS = ("root", "each")
+
+taken: Any = WeakTensorKeyDictionary()
+"""The parameters that have hooks."""
+
+
+def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
+    if update not in _UPDATES:
+        raise ConfigError(known_names("update", update, _UPDATES))
+    if buffers not in _BUFFERS:
+        raise ConfigError(known_names("buffers", buffers, _BUFFERS))
+    check_whole("bucket_bytes", bucket_bytes, 1)
+    if not kv._assigns or kv.compression is not None:
+        raise ConfigError(
+            "the store has an updater or compresses, and gradients are only added up in it; pass a store without, and "
+            "compression= to attach"
+        )
+
+
+def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed: bool) -> None:
+    """Raise an error unless a model and its optimizers can be attached."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"the model is {a_kind(model)}, and not a torch.nn.Module")
+    named = dict(model.named_parameters())
+    for one in optimizers:
+        _check_optimizer(one, named, sharded)
+    if sharded:
+        _check_shared(optimizers)
+    for name, tensor in tensors_of(model).items():
+        if torch.nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} has no shape yet, as its module is a lazy one; run one forward pass before attach"
+            )
+    for name, parameter in named.items():
+        check_parameter(name, parameter)
+        if compressed:
+            _check_compressible(name, parameter)
+
+
+def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer")
+    own = set(named.values())
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter not in own:
+                raise ConfigError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, so that "
+                    "its gradient would stay on its rank; attach the module that has it"
+                )
+    if any(state.get("step", 1) for state in optimizer.state.values()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has made a step, or loaded its state; attach the model before the first step, "
+            "or call optimizer.load_state_dict after attach"
+        )
+    if sharded:
+        check_shardable(optimizer)
+
+
+def _check_shared(optimizers: Sequence[Any]) -> None:
+    """Raise ConfigError if two optimizers would divide the same parameter."""
+    seen: set[Any] = set()
+    for optimizer in optimizers:
+        own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in own & seen:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, and update='store' gives each "
+                "rank one part of it; pass update='local'"
+            )
+        seen |= own
+
+
+def _check_compressible(name: str, parameter: Any) -> None:
+    if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(
+            f"the parameter {name!r} is {parameter.dtype}, and compression is for float32, float16 and bfloat16; "
+            "convert the model, or leave compression out"
+        )
+
+
+def check_parameter(name: str, parameter: Any) -> None:
+    if parameter in taken:
+        raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
+    check_dense(name, parameter)

@@ -1,0 +1,43 @@
+"""What ranks compare of their models and optimizers, beside the census of each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .data import tensors_of
+
+__all__ = ["outline", "plain", "settings_of"]
+
+
+def outline(model: Any) -> list[str]:
+    """Return what must be the same on every rank of a model's parameters and buffers, a line for each."""
+    return [
+        f"{name} {str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+        + ("" if one.is_contiguous() else f" strides {one.stride()}")
+        + (" trained" if one.requires_grad else " fixed")
+        for name, one in tensors_of(model).items()
+    ]
+
+
+def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str]:
+    """Return what must be the same on every rank of optimizers, a line for each setting and each parameter."""
+    names = {parameter: name for name, parameter in named.items()}
+    lines = []
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            of = f"{type(optimizer).__name__}, group {number}:"
+            lines += [f"{of} {name} {plain(value)}" for name, value in group.items() if name != "params"]
+            lines += [f"{of} {names.get(parameter, 'a frozen parameter')}" for parameter in group["params"]]
+    return lines
+
+
+def plain(value: Any) -> Any:
+    """Return what ranks can compare of an optimizer's setting: of an object its kind, as it lies elsewhere on each."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return list(map(plain, value))
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
