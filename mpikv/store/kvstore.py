@@ -119,6 +119,8 @@ class KVStore(KVStoreBase):
         self._captured = 0
         self.sums: Any = None
         """What makes sums on GPUs for a store that keeps no values, if something does: it is closed with the store."""
+        self.before_close: list[Callable[[], None]] = []
+        """What is to be called before the store is closed, once, on every rank alike."""
         self._stores = open_stores()
         self._stores.append(self)
 
@@ -1069,6 +1071,8 @@ class KVStore(KVStoreBase):
         """
         if self._door.state is _ENDED:
             return
+        while self.before_close:
+            self.before_close.pop()()
         self._pending.drain()
         unseen = self._pending.failure()
         try:

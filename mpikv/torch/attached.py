@@ -22,6 +22,7 @@ from .comparison import outline, settings_of
 from .data import fill_from_root, tensors_of
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
+from .weights import Weights
 
 __all__ = ["Attached", "attach"]
 
@@ -78,7 +79,11 @@ def attach(
         PeerFailed: another rank raised one of these.
 
     Later calls raise these on every rank, too: a backward where ranks are in different passes, a sparse gradient, a
-    parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged.
+    parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged. Settings of
+    optimizers are compared here; passes, steps and settings of the steps in each backward; weights, and the states that
+    optimizers have loaded, in the first backward after a rank has changed or loaded some; and all of these once more by
+    ``detach``, or when the store is closed. So a rank that does one of these by itself raises on all ranks, there at
+    the latest.
 
     Example:
         >>> import mpikv.torch, torch
@@ -153,17 +158,30 @@ class Attached:
         self._prefix = f"torch{number}/" if number or len(kv) else ""
         model_buffers = ModelBuffers(kv, self._prefix, model) if buffers == "root" else None
         overlaps = not kv.any_rank(not _has_spare_core(kv))
-        self._sync = BackwardSync(kv, sums, self._prefix, bucket_bytes if overlaps else None, model_buffers)
+        weights = Weights(kv, self._prefix, self._optimizers)
+        self._sync = BackwardSync(
+            kv, sums, self._prefix, bucket_bytes if overlaps else None, model_buffers, weights, self._optimizers
+        )
         self._is_detached = False
         self._loss = MeanLoss(kv, self._prefix) if self._optimizers else None
         self._stepped = {id(one): 0 for one in self._optimizers}
         self._handles = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
+        self._handles += [one.register_step_post_hook(lambda *_: weights.accept()) for one in self._optimizers]
         sharded = self._optimizers if update == "store" else []
         self._sharded = [
-            ShardedStep(kv, self._prefix, one, self._sync.complete, self._check_before_shards, self._mean_loss)
+            ShardedStep(
+                kv,
+                self._prefix,
+                one,
+                self._sync.complete,
+                self._check_before_shards,
+                self._mean_loss,
+                weights.accept,
+            )
             for one in sharded
         ]
         self._watch(named)
+        kv.before_close.append(self._before_close)
 
     def __repr__(self) -> str:
         update = "store" if self._sharded else "local"
@@ -204,6 +222,7 @@ class Attached:
             members = {parameter for group in sharded.optimizer.param_groups for parameter in group["params"]}
             sharded.divide((name, one) for name, one in trained if one in members)
         self._sync.watch(trained)
+        self._sync.weights.watch(named.items())
         for _, one in trained:
             taken[one] = True
 
@@ -270,7 +289,7 @@ class Attached:
         if kv.comm is None:
             return
         kv.barrier()  # so that no rank waits in MPI for one that does not come
-        numbers = kv.comm.allgather((sync.number, sync.steps))
+        numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
         leader = numbers.index(max(numbers))
         if sync.brings_buffers:  # they were each rank's own in the block, also those that no state_dict has
             buffers = list(self._model.buffers())
@@ -283,24 +302,34 @@ class Attached:
         if kv.rank == leader:
             state = self._model.state_dict(), [one.state_dict() for one in self._optimizers]
         state = kv.comm.bcast(state, leader)
-        if (sync.number, sync.steps) != numbers[leader]:
+        if numbers[kv.rank] != numbers[leader]:
             model_state, optimizer_states = state
             self._model.load_state_dict(model_state)
             for one, one_state in zip(self._optimizers, optimizer_states, strict=True):
                 one.load_state_dict(one_state)
-        sync.number, sync.steps = numbers[leader]
+        sync.number, sync.steps, sync.made = numbers[leader]
+        sync.weights.forget()
 
     def detach(self) -> None:
         """End the averaging: remove the hooks, and give gradients and optimizer memory of their own.
 
-        Collective, idempotent. A store that :func:`attach` made is closed.
+        Collective, idempotent. A store that :func:`attach` made is closed. As at the end of the program, or where the
+        store is closed without it, the ranks compare how many passes and steps they have made, and their weights,
+        unless a rank has changed its own since the last step.
+
+        Raises:
+            RankMismatch: they differ. A second call ends it all the same.
         """
         if self._is_detached:
             return
         self._sync.complete()
+        if self._before_close in self.kv.before_close:
+            self.kv.before_close.remove(self._before_close)
+            self._sync.check_end("detach")
         self._is_detached = True
         for handle in self._handles:
             handle.remove()
+        self._sync.weights.release()
         for sharded in self._sharded:
             sharded.release()
         self._sync.release()
@@ -312,6 +341,11 @@ class Attached:
             self._sums.close()
         if self._own:
             self.kv.close()
+
+    def _before_close(self) -> None:
+        """Compare, where the store is closed without :meth:`detach`. Collective."""
+        self._sync.complete()
+        self._sync.check_end("close")
 
     def statistics(self) -> dict[str, Any]:
         """Return what is known of the exchange. Local.
@@ -331,6 +365,7 @@ class Attached:
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()
+        sync.weights.look()
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")  # the first is the optimizer
         if closure is not None:  # in which backward is still to come
             self._stepped[id(optimizer)] = sync.passes
@@ -350,6 +385,7 @@ class Attached:
 
     def _run_closure(self, optimizer: Any, closure: Any) -> Any:
         """Return the mean of the closure's loss, and see that its gradients are the sums."""
+        self._sync.weights.accept()  # as LBFGS makes steps between its calls
         loss = closure()
         self._sync.complete()
         with self._missing_a_call():
@@ -386,6 +422,7 @@ class Attached:
         """See the same of a step that is made in shards, and divide what its optimizer was given since. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
+        self._sync.weights.look()
         with self._missing_a_call():
             if fault := sharded.find_fault():
                 self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")

@@ -22,18 +22,20 @@ import torch
 
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted
 from ..store.kvstore import KVStore
-from .comparison import plain
+from .comparison import plain, settings_of
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
 from .tensors import row_of
+from .weights import Weights
 
 __all__ = ["BackwardSync"]
 
 # Bytes of the first bucket, whose exchange begins early; DDP uses the same.
 _FIRST_BUCKET = 1 << 20
 
-# What the census adds up before gradients: ranks, their passes, the stamps of their steps, and the squares of both.
-_HEAD = 5
+# What the census adds up before gradients: ranks, their passes, the stamps of their steps, the squares of both, and the
+# ranks whose weights were changed outside of a step.
+_HEAD = 6
 
 # In place of its number, of a pass that an error has cut short; and in place of the engine's number, of one that never
 # began. It is also what the engine says where no backward runs.
@@ -49,6 +51,12 @@ _FAILED = (
     "before the step"
 )
 
+# Why ranks are not at the same place.
+_ADVICE = (
+    "a rank has left out a backward or a step, has other learning rates, or caught an exception; do the same on every "
+    "rank, or use join()"
+)
+
 
 class BackwardSync:
     """Hooks that add up the gradients of parameters over the ranks of a store. All methods but those of hooks are
@@ -62,12 +70,15 @@ class BackwardSync:
         prefix: str,
         bucket_bytes: int | None,
         model_buffers: ModelBuffers | None,
+        weights: Weights,
+        optimizers: Sequence[Any],
     ) -> None:
         """``sums`` adds up gradients, and ``kv`` all else; they are two where gradients are compressed. Without
         ``bucket_bytes`` all are sent together, at the end of a pass.
         """
         self._kv, self._sums, self._prefix = kv, sums, prefix
         self._bucket_bytes, self._model_buffers = bucket_bytes, model_buffers
+        self._optimizers, self.weights = optimizers, weights
         self._overlaps = bucket_bytes is not None
         self.gradients: list[Gradient] = []
         self.watched: dict[Any, Gradient] = {}
@@ -77,6 +88,8 @@ class BackwardSync:
         """How many passes have begun since ranks were in step, the same on every rank."""
         self.steps = 0
         """A stamp of the steps that optimizers have made since then, and of their settings: 24 bits."""
+        self.made = 0
+        """How many steps these are."""
         self.passes = 0
         """How many passes have begun in all."""
         self.paused = False
@@ -219,7 +232,7 @@ class BackwardSync:
 
     def _restart(self) -> None:
         """Count anew, as every rank does after an error."""
-        self.number = self.steps = 0
+        self.number = self.steps = self.made = 0
 
     def _finish(self, task: int) -> None:
         """The engine's callback: complete the pass, so that every gradient is the mean when backward returns."""
@@ -238,6 +251,8 @@ class BackwardSync:
                 work.wait()
             self._end()
             self._take_census(brought)
+            if not self.blocking:
+                self.weights.close_pass(bool(self._totals[_HEAD - 1]), self.number)
             self.seconds_waited += perf_counter() - began
             self.why_local = ""
         except MPIKVError as error:
@@ -285,6 +300,7 @@ class BackwardSync:
         groups = optimizer.param_groups
         settings = [[plain(value) for name, value in group.items() if name != "params"] for group in groups]
         self.steps = crc32(repr(settings).encode(), self.steps) & 0xFFFFFF
+        self.made += 1
 
     # --- A pass that was cut short
 
@@ -358,7 +374,7 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
-        self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2
+        self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.look()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]
         if self._model_buffers is not None and not self.blocking:
@@ -366,12 +382,33 @@ class BackwardSync:
         self._kv.pushpull(names, values, outs)
         if len(names) > 1 and self._model_buffers is not None:
             self._model_buffers.take()
-        ranks, *found = self._totals[:_HEAD].tolist()
-        if found != [ranks * own for own in self._census[1:_HEAD].tolist()]:
-            here = "has had an exception in a backward" if number == _CUT else f"is in pass {number}"
+        ranks, *found, _ = self._totals[:_HEAD].tolist()
+        if found != [ranks * own for own in self._census[1 : _HEAD - 1].tolist()]:
+            named = {gradient.name: gradient.parameter for gradient in self.gradients}
+            here = "\n".join([self._describe(number), *settings_of(self._optimizers, named)])
             self._restart()  # on every rank, so that all can go on
+            if not self.blocking:
+                self._check_same(here, "backward")
             raise RankMismatch(
-                f"backward: rank {self._kv.rank} {here}, and other ranks differ, so the gradients are of different "
-                "steps; a rank has left out a backward or a step, has other learning rates, or caught an exception; do "
-                f"the same on every rank, or use join() [rank {self._kv.rank}/{self._kv.size}]"
+                f"backward: {_ADVICE}; rank {self._kv.rank} of {self._kv.size} is in {here.splitlines()[0]}"
             )
+
+    def _describe(self, number: int) -> str:
+        """Return what must be the same on every rank, in two lines."""
+        place = "a pass that an exception has ended" if number == _CUT else f"pass {number}"
+        return f"{place}, {self.made} steps\nstamp of their settings {self.steps:06x}"
+
+    def _check_same(self, text: str, verb: str) -> None:
+        try:
+            self._kv.check_equal(text, verb)
+        except RankMismatch as error:
+            error.args = (f"{verb}: {_ADVICE}: {error}",)
+            raise
+
+    def check_end(self, verb: str) -> None:
+        """See that all ranks have made as many passes and steps, and have the same weights, unless a rank has changed
+        its own since the last step, as for an export. Collective.
+        """
+        self._check_same(self._describe(self.number), verb)
+        if not self._kv.any_rank(self.weights.is_touched()):
+            self.weights.compare(verb)

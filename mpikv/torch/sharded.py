@@ -98,12 +98,14 @@ class ShardedStep:
         settle: Callable[[], None],
         check: Callable[[ShardedStep], None],
         mean_loss: Callable[[Any], Any],
+        done: Callable[[], None],
     ) -> None:
         """``settle`` sees that ranks are at the same call, before one that is not in a step; ``check`` that gradients
-        of the optimizer were exchanged, before a step; ``mean_loss`` makes what a closure returns the mean over ranks.
+        of the optimizer were exchanged, before a step; ``mean_loss`` makes what a closure returns the mean over ranks;
+        ``done`` is called after a step.
         """
         self._kv, self._prefix, self.optimizer = kv, prefix, optimizer
-        self._settle, self._check, self._mean_loss = settle, check, mean_loss
+        self._settle, self._check, self._mean_loss, self._done = settle, check, mean_loss, done
         self._is_whole = type(optimizer) in _kinds(_WHOLE)
         self._parts: dict[Any, _Part] = {}
         self._wrapped = optimizer.step
@@ -197,6 +199,7 @@ class ShardedStep:
             self._wrapped()
         if changed:
             self._exchange(changed)
+        self._done()
         return loss
 
     @contextmanager

@@ -1,0 +1,169 @@
+"""Whether all ranks have the same weights: a rank may have loaded others, or changed them by itself.
+
+Nothing is compared, and nothing is sent, in most passes. Each rank sees by the version counters and places of its
+tensors that they were changed outside of a step, and the census of the next pass tells the others. Changes that leave
+no such mark are found in passes 1, 2, 4, 8 and so on, and at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from ..errors import RankMismatch
+from ..store.kvstore import KVStore
+from .data import fill_from_root
+
+__all__ = ["Weights"]
+
+_version_of = attrgetter("_version")
+
+# In how many passes at least one comparison is made of weights that a program changes in every one of them.
+_PAUSE = 64
+
+# How much of the sum of a loaded state may be rounding, as where ranks have processors of other kinds.
+_ROUNDING = 1e-4
+
+_ADVICE = (
+    "load and change them on every rank alike, or before attach, or make them equal by mpikv.torch.broadcast(model)"
+)
+
+
+class Weights:
+    """The parameters of a model, trained or frozen, and the states that its optimizers have loaded."""
+
+    def __init__(self, kv: KVStore, prefix: str, optimizers: Iterable[Any]) -> None:
+        self._kv, self._key = kv, f"{prefix}*weights"
+        self._tensors: dict[str, Any] = {}
+        self._optimizers = list(optimizers)
+        self._handles = [one.register_load_state_dict_post_hook(self._take_state) for one in self._optimizers]
+        self._states: dict[int, float] = {}
+        """By the number of an optimizer, a sum over the state that it has loaded."""
+        self._marks, self._is_loaded, self._changed = 0, False, False
+        self._pending, self._wait = False, 0
+        """Whether a comparison is still to be made, and in how many passes; the same on every rank."""
+
+    def watch(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Compare these tensors from now on. Local."""
+        self.look()
+        self._tensors.update(named)
+        self.accept()
+
+    def release(self) -> None:
+        """Remove the hooks. Local."""
+        for handle in self._handles:
+            handle.remove()
+
+    def is_touched(self) -> bool:
+        """Return whether weights were changed, or a state loaded, since the last step. Local."""
+        return self._is_loaded or self._marks != self._find_marks()
+
+    def look(self) -> bool:
+        """Return whether that was so before any step since weights were compared. Local."""
+        self._changed = self._changed or self.is_touched()
+        return self._changed
+
+    def accept(self) -> None:
+        """Take weights as they are for those that training has made. Local, at the end of each step."""
+        self._marks, self._is_loaded = self._find_marks(), False
+
+    def forget(self) -> None:
+        """Take weights and states for those of all ranks, which have copied them from one. Local."""
+        self._changed = False
+        self._states.clear()
+        self.accept()
+
+    def close_pass(self, changed: bool, number: int) -> None:
+        """Compare weights if it is time to, at the end of a pass before which a rank has changed its own, or none.
+
+        Collective.
+
+        Raises:
+            RankMismatch: ranks have other weights.
+        """
+        self._pending, self._wait = self._pending or changed, max(self._wait - 1, 0)
+        due = self._pending and not self._wait
+        if due or not number & (number - 1):  # a power of two
+            self._pending, self._wait = False, _PAUSE if due else self._wait
+            self.compare("backward")
+        if self._changed:
+            self.forget()
+
+    def compare(self, verb: str) -> None:
+        """Raise RankMismatch on every rank unless all have the same weights, but for rounding, and have loaded the same
+        states. Collective.
+        """
+        kv, tensors = self._kv, self._tensors.values()
+        if kv.size == 1:
+            return
+        states = [self._states.get(number, 0.0) for number, _ in enumerate(self._optimizers)]
+        self._states.clear()
+        own = np.array([*states, *map(_checksum, tensors)])
+        roots = own.copy()
+        kv.broadcast(self._key, roots)
+        kv.delete(self._key)
+        differ = [
+            f"the state that {type(optimizer).__name__} has loaded"
+            for optimizer, here, there in zip(self._optimizers, own, roots, strict=False)
+            if abs(here - there) > _ROUNDING * there
+        ]
+        if kv.any_rank(bool((own != roots).any())):
+            differ += self._find_other_weights()
+        try:
+            kv.check_equal(f"other than the root's: {_some(differ)}" if differ else "the root's", verb)
+        except RankMismatch as error:
+            error.args = (f"{verb}: weights or states are not the same on all ranks; {_ADVICE}: {error}",)
+            raise
+
+    def _find_other_weights(self) -> list[str]:
+        """Compare all numbers with the root's. Collective."""
+        differ = []
+        for name, tensor in self._tensors.items():
+            own = tensor.detach()
+            roots = own.clone()
+            fill_from_root(self._kv, f"{self._key}/", {name: roots})
+            if not _are_close(own, roots):
+                differ.append(name)
+        return differ
+
+    def _take_state(self, optimizer: Any) -> None:
+        """A hook: the optimizer has loaded a state. Of parts it is whole still, as this hook is the first."""
+        number = next(number for number, one in enumerate(self._optimizers) if one is optimizer)
+        values = (value for state in optimizer.state.values() for value in state.values())
+        tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
+        # One more, so that a state of zeros is another than none.
+        self._is_loaded = True
+        self._states[number] = 1.0 + sum(float(one.abs().sum(dtype=torch.float64)) for one in tensors)
+
+    def _find_marks(self) -> int:
+        tensors = self._tensors.values()
+        return sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
+
+
+def _checksum(tensor: Any) -> int:
+    checksum: int = crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return checksum
+
+
+def _are_close(tensor: Any, other: Any) -> bool:
+    """Return whether two tensors differ by no more than steps of training on other processors may make them differ.
+
+    >>> _are_close(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
+    True
+    >>> _are_close(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-2]))
+    False
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return bool(torch.equal(tensor, other))
+    room = torch.finfo(tensor.dtype).eps ** 0.5
+    return bool(torch.allclose(tensor, other, room, room * float(other.abs().max()), equal_nan=True))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

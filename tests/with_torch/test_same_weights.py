@@ -1,0 +1,252 @@
+"""A rank that loads, changes or leaves out something by itself is found, and no rank goes on with other weights."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import mpikv
+from mpikv import RankMismatch
+
+from .training import assert_close, assert_equal_over_ranks, attach, loss_of, network, nn, optim, torch, train
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+@pytest.fixture
+def kv(comm):
+    kv = mpikv.create(comm=comm, timeout=10)
+    yield kv
+    kv.before_close.clear()  # what they would find was found
+    kv.close()
+
+
+@pytest.fixture(params=["local", "store"])
+def update(request):
+    return request.param
+
+
+def adam(model: Any) -> Any:
+    return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def attached_pair(kv: Any, update: str, make: Callable[[Any], Any] = adam) -> tuple[Any, Any, Any]:
+    model = network()
+    optimizer = make(model)
+    return model, optimizer, attach(model, optimizer, kv=kv, update=update)
+
+
+def is_last(kv: Any) -> bool:
+    return kv.rank == kv.size - 1
+
+
+def differ(call: Callable[[], Any], pattern: str) -> None:
+    with pytest.raises(RankMismatch) as caught:
+        call()
+    assert re.search(pattern, str(caught.value)), str(caught.value)
+
+
+def load_others(model: Any) -> None:
+    model.load_state_dict(network(5).state_dict())
+
+
+def swap_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def add_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model[2].bias.add_(1)
+
+
+# --- Weights that one rank has loaded or changed
+
+
+@pytest.mark.parametrize("change", [load_others, swap_data, add_in_place])
+@pytest.mark.parametrize("passes", [0, 5])
+def test_one_rank_changes_its_weights(kv, update, change, passes):
+    model, optimizer, _ = attached_pair(kv, update)
+    train(model, optimizer, range(passes), kv)
+    if is_last(kv):
+        change(model)
+    differ(lambda: train(model, optimizer, range(1), kv), r"broadcast\(model\): .*other than the root's: ")
+    mpikv.torch.broadcast(model, kv=kv)
+    optimizer.zero_grad()
+    train(model, optimizer, range(3), kv)
+    assert_equal_over_ranks(kv, *model.parameters())
+
+
+@pytest.mark.parametrize("change", [load_others, swap_data, add_in_place])
+def test_the_root_changes_weights_between_backward_and_step(kv, update, change):
+    model, optimizer, _ = attached_pair(kv, update)
+    train(model, optimizer, range(2), kv)
+    optimizer.zero_grad()
+    loss_of(model, 2, kv).backward()
+    if kv.is_root:
+        change(model)
+    if update == "local":
+        optimizer.step()
+        differ(lambda: train(model, optimizer, range(1), kv), "other than the root's")
+
+
+def test_a_frozen_layer_that_one_rank_loads(kv, update):
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = optim.SGD(model[2].parameters(), lr=0.1)
+    attach(model, optimizer, kv=kv, update=update)
+    train(model, optimizer, range(3), kv)
+    if kv.is_root:
+        model[0].load_state_dict(network(5)[0].state_dict())
+    differ(lambda: train(model, optimizer, range(1), kv), "other than the root's: 0.weight, 0.bias")
+
+
+def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
+    model, optimizer, _ = attached_pair(kv, "local")
+    train(model, optimizer, range(4), kv)
+    if kv.is_root:
+        model[0].weight.data.add_(1)
+    differ(lambda: train(model, optimizer, range(4, 8), kv), "other than the root's: 0.weight")
+    assert int(next(iter(optimizer.state.values()))["step"]) == 7
+
+
+def test_the_state_that_one_rank_loads(kv, update):
+    model, optimizer, _ = attached_pair(kv, update)
+    train(model, optimizer, range(3), kv)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, range(3, 5), kv)
+    if kv.is_root:
+        optimizer.load_state_dict(state)
+    differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
+
+
+def test_ranks_load_other_states(kv, update):
+    model, optimizer, _ = attached_pair(kv, update)
+    states = []
+    for step in range(3):
+        train(model, optimizer, [step], kv)
+        states.append(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(states[min(kv.rank, 1)])
+    differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
+
+
+@pytest.mark.parametrize("frequent", [False, True])
+def test_all_ranks_change_their_weights(kv, update, frequent):
+    """In each pass, too, where most passes compare nothing."""
+    model, optimizer, attached = attached_pair(kv, update)
+    alone = network()
+    own = adam(alone)
+    compared = []
+    attached._sync.weights.compare = compared.append
+    for step in range(10):
+        train(model, optimizer, [step], kv)
+        train(alone, own, [step])
+        if frequent or step == 4:
+            for one in (model, alone):
+                with torch.no_grad():
+                    one[0].weight.clamp_(-0.2, 0.2)
+    assert compared == ["backward"] * (4 if frequent else 5)  # in passes 1, 2, 4, 8, and in that after the change
+    assert_close(model, alone)
+
+
+def test_all_ranks_load_a_state(kv, update):
+    model, optimizer, attached = attached_pair(kv, update)
+    train(model, optimizer, range(2), kv)
+    states = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, range(2, 4), kv)
+    expected = copy.deepcopy(model.state_dict())
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    train(model, optimizer, range(2, 4), kv)
+    assert_close(model.state_dict(), expected)
+    attached.detach()
+
+
+def test_weights_that_rounding_has_made_others(kv):
+    """As where ranks have processors of other kinds, or other numbers of threads."""
+    model, optimizer, attached = attached_pair(kv, "local")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 + kv.rank * 1e-13
+    train(model, optimizer, range(5), kv)
+    attached.detach()
+
+
+def test_a_root_that_hands_out_what_it_has_loaded(kv, update):
+    model, optimizer, attached = attached_pair(kv, update)
+    train(model, optimizer, range(3), kv)
+    if kv.is_root:
+        load_others(model)
+    mpikv.torch.broadcast(model, kv=kv)
+    train(model, optimizer, range(3), kv)
+    assert_equal_over_ranks(kv, *model.parameters())
+    attached.detach()
+
+
+def test_a_model_that_is_copied_while_it_is_attached(kv, update):
+    model, optimizer, _ = attached_pair(kv, update)
+    train(model, optimizer, range(1), kv)
+    twin = copy.deepcopy(model)
+    train(model, optimizer, range(1, 3), kv)
+    assert not torch.equal(twin[0].weight, model[0].weight)
+
+
+# --- Steps of one rank
+
+
+@pytest.fixture(params=["detach", "close"])
+def end(request, kv):
+    """Return what ends a training."""
+    return lambda attached: attached.detach() if request.param == "detach" else kv.close()
+
+
+def test_the_last_step_is_left_out_on_one_rank(kv, end):
+    model, optimizer, attached = attached_pair(kv, "local")
+    train(model, optimizer, range(2), kv)
+    optimizer.zero_grad()
+    loss_of(model, 2, kv).backward()
+    if not is_last(kv):
+        optimizer.step()
+    differ(lambda: end(attached), r"left out a backward or a step.*pass 3, 3 steps.*pass 3, 2 steps")
+    end(attached)  # all the same
+
+
+@pytest.mark.parametrize("change", ["clip", "zero", "None"])
+def test_a_gradient_that_one_rank_changes_after_backward(kv, end, change):
+    model, optimizer, attached = attached_pair(kv, "local", lambda model: optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, range(4), kv)
+    optimizer.zero_grad()
+    loss_of(model, 4, kv).backward()
+    if kv.is_root and change == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif kv.is_root and change == "zero":
+        model[0].weight.grad.zero_()
+    elif kv.is_root:
+        model[0].weight.grad = None
+    optimizer.step()
+    differ(lambda: end(attached), "other than the root's: 0.weight")
+
+
+def test_a_step_of_an_optimizer_that_is_not_attached(kv):
+    model, optimizer, _ = attached_pair(kv, "local")
+    train(model, optimizer, range(2), kv)
+    other = optim.SGD(model.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    loss_of(model, 2, kv).backward()
+    if kv.is_root:
+        other.step()
+    optimizer.step()
+    differ(lambda: train(model, optimizer, range(1), kv), "other than the root's")
+
+
+@pytest.mark.parametrize("change", [load_others, swap_data, add_in_place, lambda model: model.half()])
+def test_weights_that_one_rank_changes_for_an_export(kv, update, end, change):
+    model, optimizer, attached = attached_pair(kv, update)
+    train(model, optimizer, range(3), kv)
+    if kv.is_root:
+        change(model)
+    end(attached)
