@@ -437,17 +437,22 @@ class Attached:
         is_new = self._stepped[id(optimizer)] != sync.passes  # then its user may have changed what was exchanged
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                if parameter.grad is None or not parameter.numel():
                     continue
                 gradient = sync.watched.get(parameter)
                 if gradient is None or not (is_new or parameter.grad is gradient.buffer):
                     sync.next_store.raise_on_all_ranks(
                         ConfigError(
-                            f"a gradient of shape {tuple(parameter.shape)} was not exchanged; compute it by backward, "
-                            "and call attached.add(name, parameter) for a parameter that is new, or was frozen"
+                            f"the gradient of {self._name(parameter)} was not exchanged; compute it by backward, or "
+                            "call attached.add(name, parameter) for a parameter that is new, or was frozen"
                         ),
                         "optimizer.step",
                     )
+
+    def _name(self, parameter: Any) -> str:
+        """Return a parameter's name, for a message; of one that is not the model's, what is known of it."""
+        own = (repr(name) for name, one in self._model.named_parameters() if one is parameter)
+        return next(own, f"a parameter of shape {tuple(parameter.shape)}, which the model does not have,")
 
 
 def _has_spare_core(kv: KVStore) -> bool:

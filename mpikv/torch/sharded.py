@@ -168,8 +168,8 @@ class ShardedStep:
 
     def undivided(self) -> list[Any]:
         """Return the parameters of the optimizer that have gradients and are not divided yet. Local."""
-        given = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return [one for one in given if one.grad is not None and one not in self._parts]
+        groups = self.optimizer.param_groups
+        return [one for group in groups for one in _with_gradient(group) if one not in self._parts]
 
     def find_fault(self) -> Unsupported | None:
         """Return why a step in shards would be wrong, if it would. Local."""
@@ -194,7 +194,7 @@ class ShardedStep:
         if closure is not None:
             loss = self._mean_loss(loss)
         groups = self.optimizer.param_groups
-        changed = [self._parts[one] for group in groups for one in group["params"] if one.grad is not None]
+        changed = [self._parts[one] for group in groups for one in _with_gradient(group)]
         with self._shards_in_place():
             self._wrapped()
         if changed:
@@ -208,7 +208,7 @@ class ShardedStep:
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group in groups:
-            parts = [self._parts[parameter] for parameter in group["params"] if parameter.grad is not None]
+            parts = [self._parts[parameter] for parameter in _with_gradient(group)]
             owned = [part for part in parts if part.shard is not None]
             for part in owned:
                 part.shard.data, part.shard.grad = part.of(part.parameter.data), part.of(part.parameter.grad)
@@ -265,6 +265,11 @@ class ShardedStep:
             if found:
                 whole[part.parameter] = _joined(part.parameter, found)
         return whole
+
+
+def _with_gradient(group: Mapping[str, Any]) -> list[Any]:
+    """Return the parameters of an optimizer's group that a step changes."""
+    return [one for one in group["params"] if one.grad is not None and one.numel()]
 
 
 def _cut(part: _Part, name: str, value: Any) -> Any:

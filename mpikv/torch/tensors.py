@@ -28,6 +28,8 @@ def check_dense(name: str, tensor: Any) -> None:
         )
     if tensor.layout != torch.strided:
         raise Unsupported(f"{name!r} is a {tensor.layout} tensor; make it dense: tensor.to_dense()")
+    if not tensor.numel():
+        return
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride != expected:

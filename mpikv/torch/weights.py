@@ -142,12 +142,12 @@ class Weights:
 
     def _find_marks(self) -> int:
         tensors = self._tensors.values()
-        return sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
+        marks: int = sum(map(_version_of, tensors)) + sum(map(torch.Tensor.data_ptr, tensors))
+        return marks
 
 
 def _checksum(tensor: Any) -> int:
-    checksum: int = crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
-    return checksum
+    return crc32(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
 
 def _are_close(tensor: Any, other: Any) -> bool:

@@ -138,13 +138,27 @@ def not_in_a_row() -> Any:
     return model.double().to(memory_format=torch.channels_last)
 
 
+class WithEmpty(nn.Module):
+    """Parameters of no elements beside others, as of a list of layers of which one has no outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)).double()
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.rows = nn.Parameter(torch.zeros(3, 0, dtype=torch.float64))
+
+    def forward(self, inputs: Any) -> Any:
+        return self.layers(inputs) + self.empty.sum() + self.rows.sum()
+
+
 def normalized() -> Any:
     torch.manual_seed(6)
     return nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 @pytest.mark.usefixtures("overlapping")
-@pytest.mark.parametrize("make", [network, Tied, frozen, not_in_a_row, normalized])
+@pytest.mark.parametrize("make", [network, Tied, frozen, not_in_a_row, normalized, WithEmpty])
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_models(kv, update, make, optimizer):
     alone, own, model, shared, attached = pair(kv, make, optimizer, update=update, bucket_bytes=100)
