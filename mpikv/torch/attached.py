@@ -79,11 +79,10 @@ def attach(
         PeerFailed: another rank raised one of these.
 
     Later calls raise these on every rank, too: a backward where ranks are in different passes, a sparse gradient, a
-    parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged. Settings of
-    optimizers are compared here; passes, steps and settings of the steps in each backward; weights, and the states that
-    optimizers have loaded, in the first backward after a rank has changed or loaded some; and all of these once more by
-    ``detach``, or when the store is closed. So a rank that does one of these by itself raises on all ranks, there at
-    the latest.
+    parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged. The ranks
+    compare settings of optimizers here; passes, steps and their settings in each backward; weights, and states that
+    optimizers have loaded, in the first backward after a rank has changed or loaded some; and all of these once more in
+    ``detach``, or when the store is closed.
 
     Example:
         >>> import mpikv.torch, torch
@@ -165,8 +164,9 @@ class Attached:
         self._is_detached = False
         self._loss = MeanLoss(kv, self._prefix) if self._optimizers else None
         self._stepped = {id(one): 0 for one in self._optimizers}
-        self._handles = [one.register_step_pre_hook(self._before_step) for one in self._optimizers]
-        self._handles += [one.register_step_post_hook(lambda *_: weights.accept()) for one in self._optimizers]
+        before, after = map(torch.compiler.disable, (self._before_step, lambda *_: weights.accept()))
+        self._handles = [one.register_step_pre_hook(before) for one in self._optimizers]
+        self._handles += [one.register_step_post_hook(after) for one in self._optimizers]
         sharded = self._optimizers if update == "store" else []
         self._sharded = [
             ShardedStep(

@@ -100,6 +100,8 @@ class BackwardSync:
         """Whether calls are waited for where they are made, as they must be in ``join``."""
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
+        # As they are, also where torch compiles a function that calls backward: its compiler would read the store, too.
+        self._hook, self._callback = torch.compiler.disable(self._take), torch.compiler.disable(self._finish)
         self._task: int | None = None
         self._arrived: dict[Gradient, tuple[Any, int]] = {}
         """The tensor that is exchanged for each gradient that backward has made, and its version."""
@@ -122,7 +124,7 @@ class BackwardSync:
             gradient = Gradient(self._prefix + name, parameter)
             self.gradients.append(gradient)
             self.watched[parameter] = gradient
-            hook = partial(self._take, gradient)
+            hook = partial(self._hook, gradient)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def release(self) -> None:
@@ -182,7 +184,7 @@ class BackwardSync:
                     "zero_grad(), which sets them to None; with torch.utils.checkpoint pass use_reentrant=False"
                 )
             )
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._finish, task))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._callback, task))
 
     def _end(self) -> None:
         self._task, self._sent = None, 0

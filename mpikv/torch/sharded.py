@@ -112,6 +112,7 @@ class ShardedStep:
         self._full_state: Any = None
         self._released = False
 
+        @torch.compiler.disable
         @wraps(self._wrapped)
         def step(_: Any, closure: Any = None) -> Any:
             return self._step(closure)

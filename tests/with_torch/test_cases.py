@@ -472,6 +472,45 @@ def test_a_model_is_attached_again(kv, update):
     assert_close(model, alone)
 
 
+# --- Compiled functions
+
+
+@pytest.fixture
+def compiled():
+    """Return torch's compiler, with a backend that needs no compiler of C++."""
+    torch.compiler.reset()
+    yield partial(torch.compile, backend="aot_eager")
+    torch.compiler.reset()
+
+
+@pytest.mark.deadline(100)
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about torch
+@pytest.mark.parametrize("what", ["model", "backward", "step", "all"])
+def test_compiled_functions(kv, update, compiled, what):
+    alone, own, model, shared, attached = pair(kv, update=update, bucket_bytes=64)
+    forward, step = model, shared.step
+    if what == "model":
+        forward = compiled(model)
+    if what == "step":
+        step = compiled(lambda: shared.step())
+
+    def backward(inputs: Any, targets: Any) -> Any:
+        loss = (forward(inputs) - targets).square().mean()
+        loss.backward()
+        if what == "all":
+            shared.step()
+
+    run = compiled(backward) if what in ("backward", "all") else backward
+    for number in range(4):
+        train(alone, own, [number])
+        shared.zero_grad()
+        run(*share(batch(number), kv))
+        if what != "all":
+            step()
+    assert attached.statistics()["passes"] == 4
+    assert_close(model, alone)
+
+
 # --- Errors of the script
 
 
