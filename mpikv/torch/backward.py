@@ -10,6 +10,7 @@ that are left are made before the next collective call, so that ranks are at the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted
+from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
 from .comparison import plain, settings_of
 from .gradients import Bucket, Gradient, fill_buckets
@@ -103,6 +104,8 @@ class BackwardSync:
         # As they are, also where torch compiles a function that calls backward: its compiler would read the store, too.
         self._hook, self._callback = torch.compiler.disable(self._take), torch.compiler.disable(self._finish)
         self._task: int | None = None
+        self._told = False
+        """Whether all ranks know that the pass has failed."""
         self._arrived: dict[Gradient, tuple[Any, int]] = {}
         """The tensor that is exchanged for each gradient that backward has made, and its version."""
         self._works: list[Any] = []
@@ -187,7 +190,7 @@ class BackwardSync:
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._callback, task))
 
     def _end(self) -> None:
-        self._task, self._sent = None, 0
+        self._task, self._sent, self._told = None, 0, False
         self._arrived.clear()
         self._works.clear()
         for bucket in self.buckets:
@@ -212,7 +215,7 @@ class BackwardSync:
     def refuse(self, error: Exception) -> NoReturn:
         """Raise an error in place of the next call of the pass."""
         self._restart()
-        self.why_local = _FAILED
+        self.why_local, self._told = _FAILED, True
         store = self.next_store
         if self._sent < len(self.buckets):
             self._sent += 1
@@ -246,6 +249,7 @@ class BackwardSync:
                 )
             )
         self._refuse_changed()
+        in_step = False
         try:
             began = perf_counter()
             brought = self._send_rest()
@@ -253,14 +257,15 @@ class BackwardSync:
                 work.wait()
             self._end()
             self._take_census(brought)
+            in_step = True
             if not self.blocking:
                 self.weights.close_pass(bool(self._totals[_HEAD - 1]), self.number)
             self.seconds_waited += perf_counter() - began
             self.why_local = ""
         except MPIKVError as error:
             self._restart()
-            self.why_local = _FAILED
-            if isinstance(error, RankMismatch):
+            self.why_local, self._told = _FAILED, self._task is not None
+            if isinstance(error, RankMismatch) and not in_step:
                 noted(error, "in a backward of mpikv.torch; ranks with unequal numbers of batches need attached.join()")
             raise
 
@@ -326,8 +331,8 @@ class BackwardSync:
         if self._task == torch._C._current_graph_task_id() != _CUT:
             self.refuse(Unsupported("a call was made in a hook of a backward; make it when backward has returned"))
         self._restart()
-        if self._task != _CUT:
-            self.why_local = _FAILED
+        if self._task != _CUT and not self._told and self._tell():
+            return
         rest, works = self.buckets[self._sent :], self._works.copy()
         self._end()
         for bucket in rest:
@@ -340,6 +345,12 @@ class BackwardSync:
             self._kv.check_equal("a backward that was cut short, before the first that was not", "backward")
         else:
             self._compare(_CUT, np.zeros(len(self.gradients), np.int64))
+
+    def _tell(self) -> bool:
+        """Have the others' backward raise, as this rank's has; return whether that was the last call of the pass."""
+        with suppress(MPIKVError):
+            self.refuse(MPIKVError(f"a backward of this rank has ended with an exception{_handled()}"))
+        return self._task is None
 
     # --- What ranks agree about
 
@@ -414,3 +425,9 @@ class BackwardSync:
         self._check_same(self._describe(self.number), verb)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)
+
+
+def _handled() -> str:
+    """Return what is said of the exception that is being handled, if one is."""
+    error = sys.exc_info()[1]
+    return "" if error is None else f"; it handles {type(error).__name__}: {text_of(error)}"

@@ -112,13 +112,12 @@ class ShardedStep:
         self._full_state: Any = None
         self._released = False
 
-        @torch.compiler.disable
         @wraps(self._wrapped)
         def step(_: Any, closure: Any = None) -> Any:
             return self._step(closure)
 
         # A method, as torch's schedules take it apart and put a counter around it.
-        self._method = optimizer.step = MethodType(step, optimizer)
+        self._method = optimizer.step = MethodType(torch.compiler.disable(step), optimizer)
         self._handles = [
             optimizer.register_state_dict_pre_hook(self._gather_state),
             optimizer.register_state_dict_post_hook(self._drop_state),

@@ -115,7 +115,7 @@ class Weights:
         if kv.any_rank(bool((own != roots).any())):
             differ += self._find_other_weights()
         try:
-            kv.check_equal(f"other than the root's: {_some(differ)}" if differ else "the root's", verb)
+            kv.check_equal(f"other than on the root: {_some(differ)}" if differ else "as on the root", verb)
         except RankMismatch as error:
             error.args = (f"{verb}: weights or states are not the same on all ranks; {_ADVICE}: {error}",)
             raise

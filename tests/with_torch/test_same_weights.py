@@ -74,7 +74,7 @@ def test_one_rank_changes_its_weights(kv, update, change, passes):
     train(model, optimizer, range(passes), kv)
     if is_last(kv):
         change(model)
-    differ(lambda: train(model, optimizer, range(1), kv), r"broadcast\(model\): .*other than the root's: ")
+    differ(lambda: train(model, optimizer, range(1), kv), r"broadcast\(model\): .*other than on the root: ")
     mpikv.torch.broadcast(model, kv=kv)
     optimizer.zero_grad()
     train(model, optimizer, range(3), kv)
@@ -91,7 +91,7 @@ def test_the_root_changes_weights_between_backward_and_step(kv, update, change):
         change(model)
     if update == "local":
         optimizer.step()
-        differ(lambda: train(model, optimizer, range(1), kv), "other than the root's")
+        differ(lambda: train(model, optimizer, range(1), kv), "other than on the root")
 
 
 def test_a_frozen_layer_that_one_rank_loads(kv, update):
@@ -102,7 +102,7 @@ def test_a_frozen_layer_that_one_rank_loads(kv, update):
     train(model, optimizer, range(3), kv)
     if kv.is_root:
         model[0].load_state_dict(network(5)[0].state_dict())
-    differ(lambda: train(model, optimizer, range(1), kv), "other than the root's: 0.weight, 0.bias")
+    differ(lambda: train(model, optimizer, range(1), kv), "other than on the root: 0.weight, 0.bias")
 
 
 def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
@@ -110,7 +110,7 @@ def test_a_change_that_leaves_no_mark_is_found_in_a_later_pass(kv):
     train(model, optimizer, range(4), kv)
     if kv.is_root:
         model[0].weight.data.add_(1)
-    differ(lambda: train(model, optimizer, range(4, 8), kv), "other than the root's: 0.weight")
+    differ(lambda: train(model, optimizer, range(4, 8), kv), "other than on the root: 0.weight")
     assert int(next(iter(optimizer.state.values()))["step"]) == 7
 
 
@@ -228,7 +228,7 @@ def test_a_gradient_that_one_rank_changes_after_backward(kv, end, change):
     elif kv.is_root:
         model[0].weight.grad = None
     optimizer.step()
-    differ(lambda: end(attached), "other than the root's: 0.weight")
+    differ(lambda: end(attached), "other than on the root: 0.weight")
 
 
 def test_a_step_of_an_optimizer_that_is_not_attached(kv):
@@ -240,7 +240,7 @@ def test_a_step_of_an_optimizer_that_is_not_attached(kv):
     if kv.is_root:
         other.step()
     optimizer.step()
-    differ(lambda: train(model, optimizer, range(1), kv), "other than the root's")
+    differ(lambda: train(model, optimizer, range(1), kv), "other than on the root")
 
 
 @pytest.mark.parametrize("change", [load_others, swap_data, add_in_place, lambda model: model.half()])
