@@ -365,7 +365,6 @@ class Attached:
         sync = self._sync
         self._refuse_in_backward()
         sync.complete()
-        sync.weights.look()
         closure = arguments[1] if len(arguments) > 1 else options.get("closure")  # the first is the optimizer
         if closure is not None:  # in which backward is still to come
             self._stepped[id(optimizer)] = sync.passes
@@ -422,7 +421,6 @@ class Attached:
         """See the same of a step that is made in shards, and divide what its optimizer was given since. Collective."""
         self._refuse_in_backward()
         self._sync.complete()
-        self._sync.weights.look()
         with self._missing_a_call():
             if fault := sharded.find_fault():
                 self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")

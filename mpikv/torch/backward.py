@@ -387,7 +387,7 @@ class BackwardSync:
             gradient.parameter.grad = gradient.buffer if count else None
 
     def _compare(self, number: int, brought: Sequence[bool] | np.ndarray[Any, Any]) -> None:
-        self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.look()
+        self._census[:_HEAD] = 1, number, number**2, self.steps, self.steps**2, self.weights.is_suspect()
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]
         if self._model_buffers is not None and not self.blocking:

@@ -23,7 +23,7 @@ __all__ = ["Weights"]
 
 _version_of = attrgetter("_version")
 
-# In how many passes at least one comparison is made of weights that a program changes in every one of them.
+# How many passes lie at least between comparisons that changes of weights ask for: a program may change them in each.
 _PAUSE = 64
 
 # How much of the sum of a loaded state may be rounding, as where ranks have processors of other kinds.
@@ -44,15 +44,16 @@ class Weights:
         self._handles = [one.register_load_state_dict_post_hook(self._take_state) for one in self._optimizers]
         self._states: dict[int, float] = {}
         """By the number of an optimizer, a sum over the state that it has loaded."""
-        self._marks, self._is_loaded, self._changed = 0, False, False
+        self._marks, self._is_loaded = 0, False
         self._pending, self._wait = False, 0
         """Whether a comparison is still to be made, and in how many passes; the same on every rank."""
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Compare these tensors from now on. Local."""
-        self.look()
+        touched = self.is_touched()
         self._tensors.update(named)
-        self.accept()
+        if not touched:
+            self.accept()
 
     def release(self) -> None:
         """Remove the hooks. Local."""
@@ -63,10 +64,9 @@ class Weights:
         """Return whether weights were changed, or a state loaded, since the last step. Local."""
         return self._is_loaded or self._marks != self._find_marks()
 
-    def look(self) -> bool:
-        """Return whether that was so before any step since weights were compared. Local."""
-        self._changed = self._changed or self.is_touched()
-        return self._changed
+    def is_suspect(self) -> bool:
+        """Return the same, or whether a state was loaded earlier and not compared yet. Local."""
+        return bool(self._states) or self.is_touched()
 
     def accept(self) -> None:
         """Take weights as they are for those that training has made. Local, at the end of each step."""
@@ -74,7 +74,6 @@ class Weights:
 
     def forget(self) -> None:
         """Take weights and states for those of all ranks, which have copied them from one. Local."""
-        self._changed = False
         self._states.clear()
         self.accept()
 
@@ -91,7 +90,7 @@ class Weights:
         if due or not number & (number - 1):  # a power of two
             self._pending, self._wait = False, _PAUSE if due else self._wait
             self.compare("backward")
-        if self._changed:
+        if changed:
             self.forget()
 
     def compare(self, verb: str) -> None:
@@ -99,7 +98,7 @@ class Weights:
         states. Collective.
         """
         kv, tensors = self._kv, self._tensors.values()
-        if kv.size == 1:
+        if kv.size == 1 or not (self._tensors or self._optimizers):
             return
         states = [self._states.get(number, 0.0) for number, _ in enumerate(self._optimizers)]
         self._states.clear()
