@@ -68,7 +68,7 @@ class AsyncKVStore(KVStore):
 
     All other methods are collective, as in :class:`mpikv.KVStore`, and begin with a rest: what any rank has pushed
     before is in the values when they run. It has no ``buffer``, ``view``, ``join`` and compression, and ``wait=False``
-    only for :meth:`save`. Each compares the settings of the optimizer, which count from then on;
+    only for :meth:`KVStore.save`. Each compares the settings of the optimizer, which count from then on;
     :meth:`set_learning_rate` is one, too.
 
     Example (one rank; on n ranks w becomes -n, once all have pushed):
