@@ -899,7 +899,8 @@ class KVStore(KVStoreBase):
             {'w': array([-0.25, -0.25])}
         """
         waits = self._is_to_wait("save", wait)
-        work: SaveWork | None = self._after_save("save", self._checkpoints.save, path, residuals, waits)
+        self._checkpoints.finish()
+        work: SaveWork | None = self._collective("save", self._checkpoints.save, path, residuals, waits)
         return work
 
     def load(self, path: Any) -> None:
@@ -925,7 +926,8 @@ class KVStore(KVStoreBase):
 
         Example: see :meth:`save`.
         """
-        self._after_save("load", self._checkpoints.load, path)
+        self._checkpoints.finish()
+        self._collective("load", self._checkpoints.load, path)
 
     def save_optimizer_states(self, fname: Any, dump_optimizer: bool = False) -> None:
         """Write the optimizer's state and update counts to a file, without the values.
@@ -954,7 +956,8 @@ class KVStore(KVStoreBase):
             >>> kv.pushpull({"w": np.zeros(2)})
             {'w': array([-1.5, -1.5])}
         """
-        self._after_save("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
+        self._checkpoints.finish()
+        self._collective("save_optimizer_states", self._checkpoints.save_states, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: Any) -> None:
         """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
@@ -972,12 +975,8 @@ class KVStore(KVStoreBase):
 
         Example: see :meth:`save_optimizer_states`.
         """
-        self._after_save("load_optimizer_states", self._checkpoints.load_states, fname)
-
-    def _after_save(self, verb: str, prepare: Callable[..., PreparedCall], *arguments: Any) -> Any:
-        """Make a call for a checkpoint when the save that is pending is over. What that raises comes in its place."""
         self._checkpoints.finish()
-        return self._collective(verb, prepare, *arguments)
+        self._collective("load_optimizer_states", self._checkpoints.load_states, fname)
 
     def scope(self, name: str) -> Scope:
         """Return a view of the store with names of its own: its key ``w`` is the store's ``name/w``. Local.
