@@ -13,6 +13,7 @@ import pytest
 import mpikv
 from mpikv.__main__ import COMMANDS
 from mpikv.config import VARIABLES_ONLY, Config
+from mpikv.testing import Communicator
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 MODULES = ["optimizers", "schedules", "codecs", "testing"]
@@ -95,3 +96,19 @@ def test_every_call_is_there(kind: type) -> None:
     section = text.partition(f"\n## {'Store' if kind is mpikv.KVStore else 'Trainer'}\n")[2].partition("\n## ")[0]
     named = {name for code in re.findall(r"`([^`]+)`", section) for name in re.findall(r"\w+", code)}
     assert {name for name in dir(kind) if not name.startswith("_")} - INNER <= named
+
+
+def called(name: str) -> str:
+    """Return a call of a simulated communicator as the page on it shows it."""
+    parameters = list(inspect.signature(getattr(Communicator, name)).parameters.values())[1:]
+    shown = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
+    return f"{name}({', '.join(str(each) for each in shown)})"
+
+
+def test_every_call_of_a_simulated_communicator_is_listed() -> None:
+    page = REFERENCE.parent / "how-to" / "test-spmd-code.md"
+    section = page.read_text(encoding="utf-8").split("## Calls of the communicator")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(\w+\(.*?\))` \|", section, re.MULTILINE)
+    names = [name for name, member in vars(Communicator).items() if name[0] != "_" and inspect.isfunction(member)]
+    # It combines ranks' objects for other parts of the simulation.
+    assert sorted(listed) == sorted(called(name) for name in names if name != "together")
