@@ -4,13 +4,13 @@
     python -m mpikv.testing.explore check.py:program --ranks 2:16 --hosts 1:4 --seeds 0:1000 --faults
 
 PROGRAM is a script, of which every rank runs a copy, or a function in one: ``program(comm)``, or ``program(comm,
-seed)``. Of a range of ranks or hosts each seed draws a number. Several processes search, one on each core.
+seed)`` with a parameter of that name. Of a range of ranks or hosts each seed draws a number. Several processes search,
+one on each core.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import multiprocessing
 import os
 import random
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .simulation import Cluster, cluster, draw_faults
+from .simulation.cluster import check_program
 
 __all__ = ["explore", "load", "main"]
 
@@ -39,26 +40,22 @@ def explore(
     """Run a program under each seed; return the first cluster on which it failed and the error, or None.
 
     Args:
-        program: is called with each rank's communicator and, where it takes two arguments, the seed.
+        program: is called with each rank's communicator and, where it has a parameter named ``seed``, the seed.
         seeds: one run for each.
         ranks: the smallest and the largest number of ranks.
         hosts: the same of hosts.
         faults: whether each seed also draws something that goes wrong. The program then has to bear it.
     """
-    takes_seed = len(inspect.signature(program).parameters) > 1
+    check_program(program)
     for seed in seeds:
         made = _cluster_of(seed, ranks, hosts, faults)
         try:
-            made.run(partial(_call, program, seed) if takes_seed else program)
+            made.run(program)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also a rank's sys.exit(1), and what pytest's fail() raises
             return made, error
     return None
-
-
-def _call(program: Program, seed: int, comm: Any) -> Any:
-    return program(comm, seed)
 
 
 def _cluster_of(seed: int, ranks: Range, hosts: Range, faults: bool) -> Cluster:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from . import simulation
+from .simulation.cluster import check_program
 
 _MARKER = (
     "cluster(size, *, hosts=1, seeds=(0,), faults=()): the test runs on size simulated ranks, once for each seed; "
@@ -49,6 +50,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if marker is None:
         return None
     make, _ = _asked(*marker.args, **marker.kwargs)
+    check_program(pyfuncitem.obj)
     function, names = pyfuncitem.obj, set(inspect.signature(pyfuncitem.obj).parameters)
     given = {name: value for name, value in pyfuncitem.funcargs.items() if name in names and name != "comm"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -288,3 +289,40 @@ def test_a_fault_that_strikes_nobody_is_refused() -> None:
     for fault in (Kill(2, 1), Cut((1,)), Delay(0, 1, 0.5)):
         with pytest.raises(ValueError, match="is of none of 2 ranks on 1 hosts"):
             cluster(2, faults=[fault])
+
+
+def test_a_parameter_named_seed_is_given_the_seed() -> None:
+    def draws(comm: Any, seed: int, rate: float = 0.5) -> tuple[int, float]:
+        assert seed < 5
+        return seed, rate
+
+    assert cluster(2, seed=3).run(draws) == [(3, 0.5)] * 2
+    assert cluster(1, seed=3).run(partial(draws, seed=4, rate=1.0)) == [(4, 1.0)]
+    found = explore(draws, range(4, 8), ranks=(2, 2))
+    assert found is not None
+    assert found[0].seed == 5
+    with pytest.raises(AssertionError):
+        found[0].run(draws)
+
+
+def test_another_second_parameter_keeps_its_default() -> None:
+    def trains(comm: Any, rate: float = 0.5) -> None:
+        assert rate == 0.5
+
+    assert explore(trains, range(3), ranks=(1, 1)) is None
+
+
+async def waits(comm: Any) -> None:
+    raise AssertionError
+
+
+def yields(comm: Any) -> Iterator[None]:
+    yield comm.Barrier()
+
+
+@pytest.mark.parametrize(("program", "text"), [(waits, "is async"), (yields, "is async"), (5, "cannot be called")])
+def test_a_program_of_which_no_code_would_run_is_refused(program: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        cluster(2).run(program)
+    with pytest.raises(TypeError, match=text):
+        explore(program, range(2))

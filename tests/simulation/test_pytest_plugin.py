@@ -72,3 +72,11 @@ def test_the_marker_is_explained(pytester: pytest.Pytester) -> None:
     run(pytester, "--markers").stdout.fnmatch_lines(
         ["@pytest.mark.cluster(size, *, hosts=1, seeds=(0,), faults=()): *"]
     )
+
+
+def test_an_async_test_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("import pytest\n@pytest.mark.cluster(2)\nasync def test_waits(comm): assert 0")
+    pytester.makeconftest('pytest_plugins = ["mpikv.testing.pytest_plugin"]')
+    ran = pytester.runpytest_subprocess()
+    ran.assert_outcomes(failed=1)
+    ran.stdout.fnmatch_lines(["*TypeError: *test_waits* is async*"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -11,14 +13,14 @@ from ...errors import noted
 from .calls import other_calls
 from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
 from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed, strikes
-from .messages import Communicator, make_world
+from .messages import make_world
 from .scheduler import Scheduler
 from .system import one_core, simulated_system
 from .task import Process, Task
 
-__all__ = ["Cluster", "cluster"]
+__all__ = ["Cluster", "check_program", "cluster"]
 
-Program = Callable[[Communicator], Any]
+Program = Callable[..., Any]
 
 
 class Cluster:
@@ -38,17 +40,38 @@ class Cluster:
 
     def run(self, program: Program) -> list[Any]:
         """Call ``program(comm)`` on every rank; return what they return, in rank order, None for one that was killed,
-        or that has left by ``sys.exit()``.
+        or that has left by ``sys.exit()``. A program with a parameter named ``seed`` is called with the cluster's seed.
 
         Raises:
+            TypeError: the program is none: not to be called, ``async def``, or a generator.
             Deadlock, Hung: ranks wait for each other for ever, or one never comes to a scheduling point.
             SimulatedError: a simulated rank calls this.
             Exception: what the first rank to fail has raised, with what the others did last as its notes.
         """
         if (world := runtime.present().world) is not None:
             raise SimulatedError(f"{self!r}.run: {world!r} is simulated, and runs no cluster; run it in a real thread")
+        check_program(program)
+        if _takes_seed(program):
+            program = partial(program, seed=self.seed)
         with simulated_system(), one_core():
             return _Run(self, program).results()
+
+
+def check_program(program: Program) -> None:
+    """Raise TypeError where a call of a program would run none of its code."""
+    if not callable(program):
+        raise TypeError(f"the program is {program!r}, which cannot be called; pass a function, program(comm)")
+    kinds = inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction
+    if any(is_kind(program) for is_kind in kinds):
+        raise TypeError(f"{program!r} is async or a generator: a call runs none of its code; use a plain function")
+
+
+def _takes_seed(program: Program) -> bool:
+    if isinstance(program, partial) and "seed" in program.keywords:
+        return False
+    with suppress(ValueError):  # some built-in functions have no signature
+        return "seed" in inspect.signature(program).parameters
+    return False
 
 
 class _Run:
