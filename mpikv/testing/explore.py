@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import os
 import random
+import shlex
 import sys
 import time
 import traceback
@@ -47,6 +48,8 @@ def explore(
         faults: whether each seed also draws something that goes wrong. The program then has to bear it.
     """
     check_program(program)
+    if not seeds:
+        raise ValueError("explore: there are no seeds; pass at least one, as range(100)")
     for seed in seeds:
         made = _cluster_of(seed, ranks, hosts, faults)
         try:
@@ -71,24 +74,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m mpikv.testing.explore", description="run a program on simulated ranks under many seeds"
     )
     parser.add_argument("program", metavar="PROGRAM", help="a script, or SCRIPT:FUNCTION")
-    parser.add_argument("--seeds", type=_range, default=(0, 100), metavar="A:B", help="from A to before B (0:100)")
+    parser.add_argument(
+        "--seeds", type=_seeds, default=range(100), metavar="A[:B]", help="from A to before B, or A alone (0:100)"
+    )
     parser.add_argument("--ranks", type=_range, default=(4, 4), metavar="N[:M]", help="ranks, or a range of them (4)")
     parser.add_argument("--hosts", type=_range, default=(1, 1), metavar="N[:M]", help="hosts, or a range of them (1)")
     parser.add_argument("--faults", action="store_true", help="plan a fault for each seed")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help=f"processes ({cores})")
     given = parser.parse_args(arguments)
-    started, (first, end) = time.monotonic(), given.seeds
-    seeds = range(first, end if end > first else first + 1)
+    if given.hosts[0] > given.ranks[0]:
+        parser.error(f"--hosts from {given.hosts[0]}, --ranks from {given.ranks[0]}: every host has at least one rank")
+    try:
+        load(given.program)
+    except NoProgram as error:
+        parser.error(str(error))
+    started, seeds = time.monotonic(), given.seeds
     search = partial(_search, given.program, given.ranks, given.hosts, given.faults)
     failed = next(filter(None, _results(search, seeds, given.jobs)), None)
     if failed is None:
-        print(f"{len(seeds)} seeds passed in {time.monotonic() - started:.1f} s")
+        print(f"{len(seeds)} seed{'s' * (len(seeds) > 1)} passed in {time.monotonic() - started:.1f} s")
         return 0
     print(failed.trace, end="", file=sys.stderr)
-    again = f"{failed.seed}:{failed.seed + 1}"
-    print(f"seed {failed.seed} fails on {failed.size} ranks; again:  --seeds {again}", file=sys.stderr)
+    print(f"seed {failed.seed} fails on {failed.size} ranks; again:  {_command(given, failed.seed)}", file=sys.stderr)
     return 1
+
+
+def _command(given: argparse.Namespace, seed: int) -> str:
+    """Return the command that runs one seed again."""
+    ranks, hosts = (f"{low}:{high}" for low, high in (given.ranks, given.hosts))
+    words = ["python", "-m", "mpikv.testing.explore", given.program, "--ranks", ranks, "--hosts", hosts]
+    return shlex.join([*words, "--seeds", str(seed), *["--faults"] * given.faults])
 
 
 class _Failed(NamedTuple):
@@ -123,21 +139,48 @@ def _results(search: _Search, seeds: range, jobs: int) -> Iterator[_Failed | Non
         pool.shutdown(cancel_futures=True)
 
 
+class NoProgram(ValueError):
+    """A name that is of no program."""
+
+
 def load(name: str) -> Program:
-    """Return the program that ``SCRIPT`` or ``SCRIPT:FUNCTION`` names."""
+    """Return the program that ``SCRIPT`` or ``SCRIPT:FUNCTION`` names. It may import modules of the script's folder.
+
+    Raises:
+        NoProgram: there is no such file, or no such function in it.
+    """
     path, _, function = name.partition(":")
-    code = compile(Path(path).read_text(), path, "exec")
+    try:
+        code = compile(Path(path).read_text(), path, "exec")
+    except OSError as error:
+        raise NoProgram(f"{path} cannot be read: {error.strerror}") from error
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     if not function:
         return lambda comm: exec(code, {"__name__": "__main__", "__file__": path})
     module: dict[str, Any] = {"__name__": Path(path).stem, "__file__": path}
     exec(code, module)
-    program: Program = module[function]
+    program: Program | None = module.get(function)
+    if not callable(program):
+        raise NoProgram(f"{path} has no function {function}")
     return program
 
 
 def _range(text: str) -> Range:
     low, _, high = text.partition(":")
-    return int(low), int(high or low)
+    least, most = int(low), int(high or low)
+    if not 1 <= least <= most:
+        raise argparse.ArgumentTypeError(f"{text}: give N of at least 1, or N:M from the smallest to the largest")
+    return least, most
+
+
+def _seeds(text: str) -> range:
+    first, _, end = text.partition(":")
+    seeds = range(int(first), int(end) if end else int(first) + 1)
+    if not seeds:
+        raise argparse.ArgumentTypeError(f"{text}: there is no seed from {first} to before {end}")
+    return seeds
 
 
 if __name__ == "__main__":

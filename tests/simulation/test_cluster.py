@@ -326,3 +326,46 @@ def test_a_program_of_which_no_code_would_run_is_refused(program: Any, text: str
         cluster(2).run(program)
     with pytest.raises(TypeError, match=text):
         explore(program, range(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--seeds", "5:3"], "there is no seed from 5 to before 3"),
+        (["--seeds", "5:5"], "there is no seed from 5 to before 5"),
+        (["--ranks", "4:2"], "from the smallest to the largest"),
+        (["--ranks", "4", "--hosts", "8"], "every host has at least one rank"),
+    ],
+)
+def test_explore_refuses_what_runs_nothing(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([__file__, *options])
+    assert text in capsys.readouterr().err
+    with pytest.raises(ValueError, match="there are no seeds"):
+        explore(id, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("gone.py", "gone.py cannot be read: No such file"), ("{}:gone", "has no function gone")]
+)
+def test_explore_names_a_program_that_is_missing(
+    name: str, text: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        main([name.format(tmp_path / "script.py")])
+    assert text in capsys.readouterr().err
+
+
+def test_a_script_imports_modules_of_its_folder(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_script.py").write_text("")
+    (tmp_path / "script.py").write_text("import beside_the_script\ndef fails(comm): raise OSError")
+    assert main([str(tmp_path / "script.py"), "--seeds", "3"]) == 0
+    assert "1 seed passed" in capsys.readouterr().out
+    program = f"{tmp_path / 'script.py'}:fails"
+    assert main([program, "--seeds", "3:4", "--ranks", "2:5"]) == 1
+    command = f"again:  python -m mpikv.testing.explore {program} --ranks 2:5 --hosts 1:1 --seeds 3\n"
+    assert command in capsys.readouterr().err
