@@ -121,6 +121,20 @@ def test_a_planted_error_is_raised_where_the_program_waits() -> None:
     assert cluster(3, faults=[Raise(1, 5)]).run(program) == ["done", planted, "done"]
 
 
+@pytest.mark.parametrize("ends", ["return", "raise"])
+def test_nothing_is_known_of_a_killed_rank_that_catches_its_end(ends: str) -> None:
+    def program(comm: Any) -> str:
+        try:
+            for _ in range(9):
+                time.sleep(1)
+        except BaseException:
+            if ends == "raise":
+                raise ValueError("of a rank that is gone") from None
+        return "done"
+
+    assert cluster(3, faults=[Kill(1, 5)]).run(program) == ["done", None, "done"]
+
+
 @pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
 def test_a_rank_that_calls_something_else_is_told_on_all(name: str) -> None:
     def program(comm: Any) -> tuple[str, float]:

@@ -218,7 +218,7 @@ def test_too_little_memory_for_residuals_on_one_rank(comm, folder, monkeypatch):
 
         with monkeypatch.context() as patch:
             if kv.rank == kv.size - 1:
-                patch.setattr("mpikv.checkpoint.residuals._copy_residual", short)
+                patch.setattr("mpikv.checkpoint.residuals._find_residual", short)
             with pytest.raises(MemoryError if kv.rank == kv.size - 1 else mpikv.PeerFailed, match="no more"):
                 kv.save(folder / "checkpoint")
         assert not list(folder.iterdir())

@@ -107,15 +107,22 @@ class _Run:
         return self._results
 
     def _run(self, rank: int) -> None:
+        task: Any = runtime.present()
+        result: Any = None
+        failure: BaseException | None = None
         try:
-            self._results[rank] = self._program(self._comms[rank])
+            result = self._program(self._comms[rank])
         except (Ended, Planted):
             pass
         except SystemExit as error:
-            if error.code:
-                self._failures.append((rank, error))
+            failure = error if error.code else None
         except BaseException as error:  # also what pytest's fail() raises
-            self._failures.append((rank, error))
+            failure = error
+        if task.ending:
+            return  # it was killed, whatever its program has made of that
+        self._results[rank] = result
+        if failure is not None:
+            self._failures.append((rank, failure))
 
     def _at_point(self, task: Task) -> None:
         rank = task.rank
