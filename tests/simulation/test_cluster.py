@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -369,3 +370,36 @@ def test_a_script_imports_modules_of_its_folder(
     assert main([program, "--seeds", "3:4", "--ranks", "2:5"]) == 1
     command = f"again:  python -m mpikv.testing.explore {program} --ranks 2:5 --hosts 1:1 --seeds 3\n"
     assert command in capsys.readouterr().err
+
+
+def test_a_communicator_is_used_by_its_own_rank_alone() -> None:
+    kept: list[Any] = []
+
+    def calls(comm: Any) -> list[Callable[[], Any]]:
+        buffer = bytearray(1)
+        messages = [lambda: comm.Isend(b"x", 0), lambda: comm.Irecv(buffer, 0, 0), lambda: comm.Recv(buffer, 0, 0)]
+        return [comm.Barrier, comm.Ibarrier, comm.Dup, comm.Iprobe, lambda: comm.allgather(1), *messages]
+
+    def refused(comm: Any) -> int:
+        texts = []
+        for call in calls(comm):
+            with pytest.raises(SimulatedError) as failure:
+                call()
+            texts.append(str(failure.value))
+        return sum("on <simulated communicator, rank 0/2>: this thread is " in text for text in texts)
+
+    def program(comm: Any) -> int:
+        kept.extend([comm, comm.Irecv(bytearray(1), 0, 0)] if comm.rank == 0 else [])
+        comm.Barrier()
+        if comm.rank == 1:
+            return refused(kept[0])
+        told: list[int] = []
+        thread = threading.Thread(target=lambda: told.append(refused(comm)))
+        thread.start()
+        thread.join()
+        return told[0]
+
+    assert cluster(2).run(program) == [8, 8]
+    assert refused(kept[0]) == 8
+    with pytest.raises(SimulatedError, match="Wait: this thread is no simulated rank, or its run has ended"):
+        kept[1].Wait()

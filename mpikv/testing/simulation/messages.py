@@ -208,12 +208,23 @@ class Communicator:
     def Get_size(self) -> int:
         return self.size
 
+    def _check(self, call: str) -> None:
+        """Refuse a call that is not made by this rank: nothing would let it go on."""
+        # A condition is asked in the thread of another rank.
+        if self._scheduler.choosing or (here := runtime.present().world) is self.library.COMM_WORLD:
+            return
+        whose = f"of {here!r}" if here is not None else "no simulated rank, or its run has ended"
+        raise SimulatedError(
+            f"{call} on {self!r}: this thread is {whose}; call it in the program that was given the communicator"
+        )
+
     # --- Collective operations
 
     def _join(self, name: tuple[Any, ...], given: Any, combine: Callable[[list[Any]], list[Any]]) -> _Joined:
         """Take part in the next operation; ``combine`` makes the ranks' results of what they have given. The name says
         all that must be the same on them.
         """
+        self._check(name[0])
         number, shared = self._called, self._shared
         self._called += 1
         operation = shared.operations.get(number)
@@ -384,6 +395,7 @@ class Communicator:
     # --- Messages
 
     def Isend(self, buffer: Any, rank: int, tag: int = 0) -> Request:
+        self._check("Isend")
         body, shared, scheduler = bytes(_bytes(buffer)), self._shared, self._scheduler
         message = _Message(self.rank, tag, body)
         source, target = self.library.hosts[self._world_rank], self.library.hosts[shared.members[rank]]
@@ -404,6 +416,7 @@ class Communicator:
         return Request(lambda: message.arrived if len(body) > 4096 else True)
 
     def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
+        self._check("Irecv")
         memory = _bytes(buffer)
 
         def test() -> bool:
@@ -421,12 +434,14 @@ class Communicator:
         wait(self.Irecv(buffer, rank, tag).Test)
 
     def Iprobe(self, source: int = Library.ANY_SOURCE, tag: int = Library.ANY_TAG, status: Any = None) -> bool:
+        self._check("Iprobe")
         message = self._find(source, tag)
         if message is not None and status is not None:
             status.source, status._nbytes = message.source, len(message.body)
         return message is not None
 
     def Improbe(self, source: int, tag: int, status: Any) -> _Found | None:
+        self._check("Improbe")
         message = self._take(source, tag)
         if message is None:
             return None
@@ -468,6 +483,8 @@ class _Found:
 def wait(ready: Callable[[], bool]) -> None:
     """Return when something is ready: as MPI's blocking calls, without a deadline."""
     here = runtime.present()
+    if here.world is None:
+        raise SimulatedError("Wait: this thread is no simulated rank, or its run has ended: nobody would complete it")
     if ready():
         here.give_way()  # the last to come need not be the first to go on
     while not ready() and not here.nap(0, ready=OfMessages(ready)):
