@@ -232,3 +232,14 @@ def test_stores_that_are_left_open_end_with_the_run() -> None:
     cluster(3, hosts=2).run(program)
     gc.collect()
     assert cluster(2).run(lambda comm: comm.allgather(comm.rank)) == [[0, 1]] * 2
+
+
+def test_a_sleep_that_is_no_number_is_refused() -> None:
+    def program(comm: Any) -> str:
+        with pytest.raises(ValueError) as failure:
+            time.sleep(float("nan"))
+        return str(failure.value)
+
+    with pytest.raises(ValueError) as real:
+        time.sleep(float("nan"))
+    assert cluster(1).run(program) == [str(real.value)]

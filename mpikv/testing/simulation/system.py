@@ -45,6 +45,8 @@ class _Dispatched:
 
 
 def _sleep(here: Any, seconds: float) -> None:
+    if seconds != seconds:
+        raise ValueError("Invalid value NaN (not a number)")
     if seconds < 0:
         raise ValueError("sleep length must be non-negative")
     here.sleep(seconds)
