@@ -236,10 +236,10 @@ def test_stores_that_are_left_open_end_with_the_run() -> None:
 
 def test_a_sleep_that_is_no_number_is_refused() -> None:
     def program(comm: Any) -> str:
-        with pytest.raises(ValueError, match="NaN|nan|number") as failure:
+        with pytest.raises(ValueError, match="not a number") as failure:
             time.sleep(float("nan"))
         return str(failure.value)
 
-    with pytest.raises(ValueError, match="NaN|nan|number") as real:
+    with pytest.raises(ValueError, match="not a number") as real:
         time.sleep(float("nan"))
     assert cluster(1).run(program) == [str(real.value)]
