@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,52 @@ def test_a_killed_rank_runs_no_more(seed: int) -> None:
     assert texts[1] is None
     assert 0 < len(reached) < 1000
     assert any("[1]" in texts[rank] for rank in (0, 2))
+
+
+@pytest.mark.parametrize("at", range(26, 36))
+def test_a_killed_rank_that_saves_returns_nothing(at: int, tmp_path: Path) -> None:
+    handled = []
+
+    def program(comm: Any) -> str:
+        kv = mpikv.create(comm=comm, timeout=10.0)
+        kv.init("w", np.zeros(1))
+        try:
+            kv.save(str(tmp_path / "w"))
+            kv.barrier()
+        except mpikv.Stalled:
+            handled.append(comm.rank)
+        return "done"
+
+    assert cluster(3, faults=[Kill(0, at)]).run(program) == [None, "done", "done"]
+    assert 0 not in handled
+
+
+def test_a_killed_rank_that_catches_everything_does_nothing_more() -> None:
+    done = []
+
+    def program(comm: Any) -> str:
+        buffer = bytearray(1)
+        while time.monotonic() < 100.0:
+            try:
+                time.sleep(1.0)
+                comm.Isend(b"x", comm.rank)
+                comm.Recv(buffer, comm.rank, 0)
+                done.append(comm.rank)
+            except BaseException:  # what ends the rank, too
+                comm.Isend(b"x", comm.rank)
+                done.append("sent")
+        return "done"
+
+    def never_ends(comm: Any) -> str:
+        while comm.rank == 1 or time.monotonic() < 100.0:
+            with suppress(BaseException):
+                time.sleep(1.0)
+        return "done"
+
+    assert cluster(2, faults=[Kill(1, 50)]).run(program) == ["done", None]
+    assert 0 < done.count(1) < done.count(0)
+    assert "sent" not in done
+    assert cluster(2, faults=[Kill(1, 50)]).run(never_ends) == ["done", None]
 
 
 @pytest.mark.parametrize(

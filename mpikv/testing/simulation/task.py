@@ -114,6 +114,12 @@ class Task:
             self.alive = False
             self.scheduler.leave(self)
 
+    def abandon(self) -> None:
+        """End the task, from its thread, and never return."""
+        self.alive = False
+        self.scheduler.leave(self)
+        threading.Event().wait()
+
     # --- As mpikv.cluster.runtime.Runtime
 
     @property
@@ -175,6 +181,7 @@ class Task:
             self._turn.acquire()
             scheduler.enter(self)
         if self.ending:
+            runtime.enter(_Gone(self))
             raise Ended
         return self._found
 
@@ -219,6 +226,22 @@ class Task:
         """Return what it is in now, the innermost frame last."""
         frame = sys._current_frames().get(self.ident or 0)
         return traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+
+
+class _Gone:
+    """The runtime of a task that has to end: all that its code asks of its system ends it again."""
+
+    # In vain so often, it catches that for ever.
+    _most = 1000
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._asked = task, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self._asked += 1
+        if self._asked == self._most:
+            self._task.abandon()
+        raise Ended
 
 
 class _Peer:
