@@ -181,9 +181,12 @@ class Task:
             self._turn.acquire()
             scheduler.enter(self)
         if self.ending:
-            runtime.enter(_Gone(self))
-            raise Ended
+            raise self._ended()
         return self._found
+
+    def _ended(self) -> Ended:
+        runtime.enter(_Gone(self))
+        return Ended()
 
     def take_turn(self) -> None:
         """Let it run, from another task."""
