@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...cluster import runtime
-from ...errors import noted
+from ...errors import noted, text_of
 from .calls import other_calls
 from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
 from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed, strikes
@@ -53,8 +53,11 @@ class Cluster:
         check_program(program)
         if _takes_seed(program):
             program = partial(program, seed=self.seed)
+        run = _Run(self, program)
+        # Where the failure is raised inside of it, a context manager sets its traceback, which an error may forbid.
         with simulated_system(), one_core():
-            return _Run(self, program).results()
+            run.carry_out()
+        return run.results()
 
 
 def check_program(program: Program) -> None:
@@ -89,21 +92,25 @@ class _Run:
         self._interrupts: dict[int, BaseException] = {}
         self._results: list[Any] = [None] * cluster.size
         self._failures: list[tuple[int, BaseException]] = []
+        self._ended: Exception | None = None
         hosts = [rank * cluster.hosts // cluster.size for rank in range(cluster.size)]
         self._comms = make_world(self._scheduler, hosts, cluster.faults)
 
-    def results(self) -> list[Any]:
+    def carry_out(self) -> None:
+        """Have every rank run the program."""
         for rank, comm in enumerate(self._comms):
             Task(self._scheduler, Process(rank, comm), partial(self._run, rank), f"rank {rank}", leads=True).start()
-        ended: Exception | None = None
         try:
             with other_calls(self._scheduler, self._cluster.faults):
                 self._scheduler.run()
         except (Deadlock, Hung) as error:
-            ended = error
-        first = self._failures[0][1] if self._failures else ended
+            self._ended = error
+
+    def results(self) -> list[Any]:
+        """Return what the ranks have returned, or raise the first failure."""
+        first = self._failures[0][1] if self._failures else self._ended
         if first is not None:
-            raise self._explained(first, ended)
+            raise self._explained(first)
         return self._results
 
     def _run(self, rank: int) -> None:
@@ -144,16 +151,16 @@ class _Run:
         else:
             self._interrupts[fault.rank] = SystemExit()
 
-    def _explained(self, error: BaseException, ended: Exception | None) -> BaseException:
+    def _explained(self, error: BaseException) -> BaseException:
         """Add how to have a failure again, the other failures, and what the ranks did last."""
         noted(error, f"in {self._cluster!r}")
         for rank, other in self._failures:
             if other is not error:
-                noted(error, f"rank {rank} raised {type(other).__name__}: {other}")
+                noted(error, f"rank {rank} raised {type(other).__name__}: {text_of(other)}")
             else:
                 noted(error, f"rank {rank} raised this")
-        if ended is not None and ended is not error:
-            noted(error, f"then {ended}")
+        if self._ended is not None and self._ended is not error:
+            noted(error, f"then {self._ended}")
         for task in self._scheduler.ended.values():
             noted(error, task.story())
         return error
