@@ -403,3 +403,45 @@ def test_a_communicator_is_used_by_its_own_rank_alone() -> None:
     assert refused(kept[0]) == 8
     with pytest.raises(SimulatedError, match="Wait: this thread is no simulated rank, or its run has ended"):
         kept[1].Wait()
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda comm: comm.Isend(b"x", 5), "Isend to: rank 5 is none of this communicator's 2 ranks"),
+        (lambda comm: comm.Isend(b"x", -1), "Isend to: rank -1 is none"),
+        (lambda comm: comm.Recv(bytearray(1), 5, 0), "Irecv from: rank 5 is none"),
+        (lambda comm: comm.Iprobe(2), "Iprobe from: rank 2 is none"),
+        (lambda comm: comm.bcast(1, root=5), "bcast from: rank 5 is none"),
+        (lambda comm: comm.Ibcast(np.zeros(1), 5), "Ibcast from: rank 5 is none"),
+        (lambda comm: comm.bcast(1, root=comm.rank), "ranks call different operations: .*rank 0 bcast from 0"),
+    ],
+)
+def test_a_rank_that_does_not_exist_or_is_not_agreed_on_is_named(call: Callable[[Any], Any], text: str) -> None:
+    with pytest.raises(SimulatedError, match=text):
+        cluster(2).run(call)
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Frozen(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"frozen {name}")
+
+
+@pytest.mark.parametrize("kind", [Silent, Frozen])
+def test_an_odd_error_of_a_program_is_raised_with_its_seed(kind: type[Exception]) -> None:
+    def program(comm: Any) -> None:
+        raise kind
+
+    raised = None
+    try:
+        cluster(2, seed=3).run(program)
+    except kind as error:  # pytest.raises would set an attribute
+        raised = error
+    notes = vars(raised)["__notes__"]
+    assert "in cluster(2, hosts=1, seed=3)" in notes
+    assert any(f"raised {kind.__name__}: " in note for note in notes)

@@ -218,6 +218,10 @@ class Communicator:
             f"{call} on {self!r}: this thread is {whose}; call it in the program that was given the communicator"
         )
 
+    def _check_rank(self, call: str, rank: int, least: int = 0) -> None:
+        if not least <= rank < self.size:
+            raise SimulatedError(f"{call}: rank {rank} is none of this communicator's {self.size} ranks")
+
     # --- Collective operations
 
     def _join(self, name: tuple[Any, ...], given: Any, combine: Callable[[list[Any]], list[Any]]) -> _Joined:
@@ -278,7 +282,10 @@ class Communicator:
         return [_unpacked(packed) for packed in self.together("allgather", _packed(value), _all_to_all_ranks)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        return _unpacked(self.together("bcast", _packed(value), lambda given: [given[root]] * len(given)))
+        self._check_rank("bcast from", root)
+        request = self._join(("bcast from", root), _packed(value), lambda given: [given[root]] * len(given))
+        wait(request.Test)
+        return _unpacked(request.result())
 
     def Dup(self) -> Any:
         return self.Split(0, self.rank)
@@ -326,6 +333,7 @@ class Communicator:
         return self._filling(name, given, receive, _combining(operation))
 
     def Ireduce(self, send: Array, receive: Array | None, operation: Any, root: int) -> Request:
+        self._check_rank("Ireduce to", root)
         name = "Ireduce", operation, "of", send.size, send.dtype, "to", root
         return self._filling(name, send.copy(), receive, _combining(operation))
 
@@ -355,6 +363,7 @@ class Communicator:
         return self._join(name, (given, receive), combine)
 
     def Ibcast(self, buffer: Array, root: int) -> Request:
+        self._check_rank("Ibcast from", root)
         sent, filled = (buffer.copy(), None) if self.rank == root else (None, buffer)
         return self._filling(("Ibcast", buffer.size, "from", root), sent, filled, lambda every: every[root])
 
@@ -396,6 +405,7 @@ class Communicator:
 
     def Isend(self, buffer: Any, rank: int, tag: int = 0) -> Request:
         self._check("Isend")
+        self._check_rank("Isend to", rank)
         body, shared, scheduler = bytes(_bytes(buffer)), self._shared, self._scheduler
         message = _Message(self.rank, tag, body)
         source, target = self.library.hosts[self._world_rank], self.library.hosts[shared.members[rank]]
@@ -417,6 +427,7 @@ class Communicator:
 
     def Irecv(self, buffer: Any, rank: int, tag: int) -> Request:
         self._check("Irecv")
+        self._check_rank("Irecv from", rank, Library.ANY_SOURCE)
         memory = _bytes(buffer)
 
         def test() -> bool:
@@ -435,6 +446,7 @@ class Communicator:
 
     def Iprobe(self, source: int = Library.ANY_SOURCE, tag: int = Library.ANY_TAG, status: Any = None) -> bool:
         self._check("Iprobe")
+        self._check_rank("Iprobe from", source, Library.ANY_SOURCE)
         message = self._find(source, tag)
         if message is not None and status is not None:
             status.source, status._nbytes = message.source, len(message.body)
@@ -442,6 +454,7 @@ class Communicator:
 
     def Improbe(self, source: int, tag: int, status: Any) -> _Found | None:
         self._check("Improbe")
+        self._check_rank("Improbe from", source, Library.ANY_SOURCE)
         message = self._take(source, tag)
         if message is None:
             return None
