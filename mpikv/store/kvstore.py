@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..cluster.tracebacks import hidden_from_pytest, hide_frames, hiding_frames
 from ..compute.kernels import find_codec, find_kernels
 from ..config import VARIABLES_ONLY, Config
 from ..engine.exchange import Exchange
+from ..engine.lazy import lazy
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
@@ -189,7 +190,7 @@ class KVStore(KVStoreBase):
         """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
         return self._verbs.settings.codec
 
-    @cached_property
+    @lazy
     def _checkpoints(self) -> Checkpoints:
         from ..checkpoint import Checkpoints  # as many programs save nothing
 

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+import mpikv
+
+
+@pytest.fixture
+def kv(comm):
+    with mpikv.create(comm=comm, timeout=5) as kv:
+        yield kv
+
 
 @pytest.fixture
 def overlapping(monkeypatch):

@@ -14,12 +14,6 @@ pytestmark = pytest.mark.ranks(1, 2, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 
 
-@pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm, timeout=5) as kv:
-        yield kv
-
-
 @pytest.mark.parametrize("given", [True, False], ids=["store", "launch"])
 def test_shares_are_all_of_the_data(kv, given):
     shares = sampler(range(12), kv=kv if given else None, seed=3)

@@ -31,12 +31,6 @@ pytestmark = pytest.mark.ranks(1, 2, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
 
 
-@pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm, timeout=5) as kv:
-        yield kv
-
-
 @pytest.fixture(params=["local", "store"])
 def update(request):
     return request.param

@@ -266,9 +266,11 @@ class Communicator:
         elif math.isfinite(moment):
             scheduler.at(moment, finish)
 
-    def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        """Take part in an operation, wait until all have, and return this rank's result."""
-        request = self._join((name,), given, combine)
+    def together(self, name: str, given: Any, combine: Callable[[list[Any]], list[Any]], *same: Any) -> Any:
+        """Take part in an operation, wait until all have, and return this rank's result. What follows the name must be
+        the ``same`` on all ranks, too.
+        """
+        request = self._join((name, *same), given, combine)
         wait(request.Test)
         return request.result()
 
@@ -283,9 +285,7 @@ class Communicator:
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         self._check_rank("bcast from", root)
-        request = self._join(("bcast from", root), _packed(value), lambda given: [given[root]] * len(given))
-        wait(request.Test)
-        return _unpacked(request.result())
+        return _unpacked(self.together("bcast from", _packed(value), lambda given: [given[root]] * len(given), root))
 
     def Dup(self) -> Any:
         return self.Split(0, self.rank)
