@@ -18,13 +18,14 @@ import shlex
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .simulation import Cluster, cluster, draw_faults
+from .simulation import Cluster, Missed, cluster, draw_faults
 from .simulation.cluster import check_program
 
 __all__ = ["explore", "load", "main"]
@@ -53,7 +54,10 @@ def explore(
     for seed in seeds:
         made = _cluster_of(seed, ranks, hosts, faults)
         try:
-            made.run(program)
+            with warnings.catch_warnings():
+                # Drawn faults may come after the end of a program.
+                warnings.simplefilter("ignore", Missed)
+                made.run(program)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also a rank's sys.exit(1), and what pytest's fail() raises

@@ -38,9 +38,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("cluster")
     if marker is not None:
         given = metafunc.config.getoption("cluster_seed")
-        _, seeds = _asked(*marker.args, **marker.kwargs)
+        try:
+            _, seeds = _asked(*marker.args, **marker.kwargs)
+        except (TypeError, ValueError) as error:
+            pytest.fail(f"{metafunc.definition.nodeid}: {error}. The marker is {_MARKER}", pytrace=False)
         metafunc.fixturenames.append(_SEED)
         metafunc.parametrize(_SEED, seeds if given is None else [given], ids=lambda seed: f"seed={seed}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marked test that would run on no rank."""
+    if item.get_closest_marker("cluster") is not None and not hasattr(item, "callspec"):
+        pytest.fail("a test of unittest.TestCase cannot run on simulated ranks: mark a plain function", pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -66,12 +76,22 @@ def _asked(
     size: int, *, hosts: int = 1, seeds: Iterable[int] = (0,), faults: Sequence[simulation.Fault] = ()
 ) -> tuple[Callable[[int], simulation.Cluster], list[int]]:
     """Return what a marker asks for: what makes the cluster of a seed, and the seeds."""
-    return lambda seed: simulation.cluster(size, hosts=hosts, seed=seed, faults=faults), list(seeds)
+    chosen = list(seeds)
+    if not chosen:
+        raise ValueError("there are no seeds, so that the test would not run")
+
+    def make(seed: int) -> simulation.Cluster:
+        return simulation.cluster(size, hosts=hosts, seed=seed, faults=faults)
+
+    make(chosen[0])  # refuses what no cluster can be
+    return make, chosen
 
 
 @pytest.fixture
-def comm() -> None:
+def comm(request: pytest.FixtureRequest) -> None:
     """Stand for each rank's communicator, which a marked test is called with."""
+    if request.node.get_closest_marker("cluster") is None:
+        pytest.fail("comm is the communicator of a simulated rank: mark the test with cluster(size)", pytrace=False)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 import mpikv
 from mpikv.cluster import runtime
-from mpikv.testing import Cut, Deadlock, Delay, Hung, Kill, SimulatedError, cluster
+from mpikv.testing import Deadlock, Hung, Kill, SimulatedError, cluster
 from mpikv.testing.explore import explore, load, main
 from mpikv.testing.simulation.scheduler import Scheduler
 
@@ -277,6 +278,71 @@ def test_what_cannot_be_combined_is_told_to_every_rank() -> None:
     cluster(2).run(program)
 
 
+def looks_for_a_request(comm: Any) -> None:
+    started = comm.Irecv(bytearray(1), 0, 5)
+    while not started.Test():
+        pass
+
+
+def looks_for_some_requests(comm: Any) -> None:
+    started = comm.Irecv(bytearray(1), 0, 5)
+    while not comm.library.Request.Testsome([started]):
+        pass
+
+
+def looks_for_all_requests(comm: Any) -> None:
+    started = comm.Irecv(bytearray(1), 0, 5)
+    while not comm.library.Request.Testall([started, started]):
+        pass
+
+
+def looks_for_a_message(comm: Any) -> None:
+    while not comm.Iprobe(0, 5):
+        pass
+
+
+def takes_a_message(comm: Any) -> None:
+    while comm.Improbe(0, 5, comm.library.Status()) is None:
+        pass
+
+
+LOOKING = [looks_for_a_request, looks_for_some_requests, looks_for_all_requests, looks_for_a_message, takes_a_message]
+
+
+@pytest.mark.parametrize("looks", LOOKING)
+def test_a_rank_that_polls_without_a_sleep_gives_up_its_turn(looks: Callable[[Any], None]) -> None:
+    def program(comm: Any) -> float:
+        if comm.rank == 0:
+            time.sleep(30)
+            comm.Isend(b"x", 1, 5)
+        else:
+            looks(comm)
+        return time.monotonic()
+
+    assert cluster(2).run(program) == pytest.approx([30, 30], abs=0.001)
+    with pytest.raises(Deadlock, match="look and sleep in turn, for ever: rank 0"):
+        cluster(1).run(looks)
+
+
+def test_a_rank_that_polls_a_call_without_a_sleep_gives_up_its_turn() -> None:
+    def program(comm: Any) -> Any:
+        with mpikv.create(comm=comm) as kv:
+            kv.init("w", np.zeros(1))
+            work = kv.pushpull("w", np.ones(1), wait=False)
+            while not work.done:
+                pass
+            return work.wait()[0]
+
+    assert cluster(3, hosts=2).run(program) == [3.0, 3.0, 3.0]
+
+
+def test_memory_of_operations_is_freed_while_ranks_run() -> None:
+    def program(comm: Any) -> bool:
+        return weakref.ref(comm.Ibarrier())() is None
+
+    assert cluster(1).run(program) == [True]
+
+
 def test_ranks_that_poll_for_ever_are_named() -> None:
     def program(comm: Any) -> None:
         while True:
@@ -286,10 +352,20 @@ def test_ranks_that_poll_for_ever_are_named() -> None:
         cluster(2).run(program)
 
 
-def test_a_fault_that_strikes_nobody_is_refused() -> None:
-    for fault in (Kill(2, 1), Cut((1,)), Delay(0, 1, 0.5)):
-        with pytest.raises(ValueError, match="is of none of 2 ranks on 1 hosts"):
-            cluster(2, faults=[fault])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"size": "3"}, "size is '3'; pass an integer"),
+        ({"size": 2.5}, "size is 2.5"),
+        ({"size": 2, "hosts": None}, "hosts is None"),
+        ({"size": 2, "seed": "a"}, "seed is 'a'"),
+        ({"size": 2, "faults": Kill(0, 1)}, r"pass a list, \[Kill\(rank=0, at=1\)\]"),
+        ({"size": 2, "faults": ["kill"]}, "'kill' is no fault"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        cluster(**arguments)
 
 
 def test_a_parameter_named_seed_is_given_the_seed() -> None:

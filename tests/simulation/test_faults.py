@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -21,12 +23,14 @@ from mpikv.testing import (
     FullDisk,
     Kill,
     Leave,
+    Missed,
     Pause,
     Planted,
     Raise,
     cluster,
     draw_faults,
 )
+from mpikv.testing.explore import explore
 
 
 def trains(comm: Any) -> str:
@@ -234,7 +238,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{type(fault).__name__}{fault.rank}")
-@pytest.mark.parametrize("at", range(40, 121, 16))
+@pytest.mark.parametrize("at", range(40, 99, 11))
 def test_a_save_that_is_not_waited_for_is_whole_or_absent(fault: Any, at: int, tmp_path: Path) -> None:
     """Whatever happens between its call and its end; no rank waits for ever, and none misses an error."""
     path = str(tmp_path / "w.safetensors")
@@ -302,3 +306,51 @@ def test_faults_are_drawn_by_a_seed() -> None:
     assert draw_faults(3, 4, 2) == draw_faults(3, 4, 2)
     drawn = {type(fault) for seed in range(100) for fault in draw_faults(seed, 4, 2)}
     assert drawn == {Kill, Pause, Raise, Leave, Differ, FullDisk, Delay, Cut}
+
+
+IMPOSSIBLE = [
+    Kill(2, 1),
+    Kill(0, 0),
+    Kill(0, 1.5),  # type: ignore[arg-type]
+    Pause(0, 1, -1.0),
+    Pause(0, 1, math.nan),
+    Differ(0, 0),
+    Delay(0, 2, 1.0),
+    Delay(0, 1, math.nan),
+    Cut((2,)),
+    Cut(()),
+    Cut(0),  # type: ignore[arg-type]
+    Cut((0,), 2.0, 1.0),
+    Cut((0,), math.nan),
+]
+
+
+@pytest.mark.parametrize("fault", IMPOSSIBLE)
+def test_a_fault_that_cannot_strike_is_refused(fault: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(fault))} cannot strike 2 ranks on 2 hosts"):
+        cluster(2, hosts=2, faults=[fault])
+
+
+LATE = [Kill(1, 10**6), Raise(1, 10**6), Leave(0, 10**6), Pause(0, 10**6, 1.0), FullDisk(0, 10**6), Differ(1, 100)]
+
+
+@pytest.mark.parametrize("fault", LATE)
+def test_a_fault_that_does_not_strike_is_told(fault: Any) -> None:
+    with pytest.warns(Missed, match=f"{re.escape(repr(fault))}. did not strike in cluster"):
+        cluster(2, faults=[fault]).run(lambda comm: comm.Barrier())
+
+    def fails(comm: Any) -> None:
+        comm.Barrier()
+        raise KeyError(comm.rank)
+
+    with pytest.raises(KeyError) as failure:
+        cluster(2, faults=[fault]).run(fails)
+    assert any("did not strike" in note for note in failure.value.__notes__)  # type: ignore[attr-defined]
+
+
+def test_a_fault_that_strikes_is_not_told() -> None:
+    assert cluster(2, faults=[Pause(1, 1, 5.0)]).run(lambda comm: comm.Barrier()) == [None, None]
+
+
+def test_explore_does_not_tell_of_drawn_faults_that_come_late() -> None:
+    assert explore(lambda comm: None, range(20), faults=True) is None

@@ -80,3 +80,43 @@ def test_an_async_test_is_refused(pytester: pytest.Pytester) -> None:
     ran = pytester.runpytest_subprocess()
     ran.assert_outcomes(failed=1)
     ran.stdout.fnmatch_lines(["*TypeError: *test_waits* is async*"])
+
+
+WRONG = {
+    "cluster": "missing 1 required positional argument: 'size'",
+    "cluster(2, host=2)": "unexpected keyword argument 'host'",
+    "cluster(2, seeds=5)": "'int' object is not iterable",
+    "cluster(2, seeds=[])": "there are no seeds",
+    "cluster(2, hosts=3)": "2 ranks on 3 hosts",
+    "cluster('2')": "size is '2'; pass an integer",
+}
+
+
+def test_a_wrong_marker_is_explained(pytester: pytest.Pytester) -> None:
+    for number, marker in enumerate(WRONG):
+        test = f"import pytest\n@pytest.mark.{marker}\ndef test_it(comm): pass"
+        pytester.makepyfile(**{f"test_{number}": test})
+    pytester.makeconftest('pytest_plugins = ["mpikv.testing.pytest_plugin"]')
+    ran = pytester.runpytest_subprocess()
+    ran.assert_outcomes(errors=len(WRONG))
+    for text in WRONG.values():
+        ran.stdout.fnmatch_lines_random([f"*test_it: *{text.replace('[', '[[]')}*The marker is cluster(size, *"])
+
+
+ONE_RANK = """
+import unittest, pytest
+
+def test_unmarked(comm): pass
+
+class TestCase(unittest.TestCase):
+    @pytest.mark.cluster(2)
+    def test_marked(self): pass
+"""
+
+
+def test_a_test_that_would_run_on_no_ranks_is_refused(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(ONE_RANK)
+    pytester.makeconftest('pytest_plugins = ["mpikv.testing.pytest_plugin"]')
+    ran = pytester.runpytest_subprocess()
+    ran.assert_outcomes(errors=2)
+    ran.stdout.fnmatch_lines(["*mark the test with cluster(size)", "*unittest.TestCase cannot run on simulated ranks*"])

@@ -6,7 +6,7 @@ asks for the time, threads and locks, and the ``library`` of a communicator.
 
 from .cluster import Cluster, cluster
 from .errors import Deadlock, Hung, Planted, SimulatedError
-from .faults import Cut, Delay, Differ, Fault, FullDisk, Kill, Leave, Pause, Raise, draw_faults
+from .faults import Cut, Delay, Differ, Fault, FullDisk, Kill, Leave, Missed, Pause, Raise, draw_faults
 from .messages import Communicator
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Hung",
     "Kill",
     "Leave",
+    "Missed",
     "Pause",
     "Planted",
     "Raise",

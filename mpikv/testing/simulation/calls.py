@@ -15,13 +15,13 @@ __all__ = ["other_calls"]
 
 
 @contextmanager
-def other_calls(scheduler: Any, faults: Sequence[Fault]) -> Iterator[None]:
-    """Carry out what is planned for calls of stores, in a block."""
-    planned = {(fault.rank, fault.call) for fault in faults if isinstance(fault, Differ)}
+def other_calls(scheduler: Any, faults: Sequence[Fault], struck: list[Fault]) -> Iterator[None]:
+    """Carry out what is planned for calls of stores, in a block, and add it to those that have ``struck``."""
+    planned = {(fault.rank, fault.call): fault for fault in faults if isinstance(fault, Differ)}
     if not planned:
         yield
         return
-    counts = _Counts(scheduler, planned)
+    counts = _Counts(scheduler, planned, struck)
     # An asynchronous store's door leads through that of all stores.
     kinds: list[Any] = [KVStore, AsyncKVStore]
     doors = [kind._collective for kind in kinds]
@@ -35,8 +35,8 @@ def other_calls(scheduler: Any, faults: Sequence[Fault]) -> Iterator[None]:
 
 
 class _Counts:
-    def __init__(self, scheduler: Any, planned: set[tuple[int, int]]) -> None:
-        self._scheduler, self._planned = scheduler, planned
+    def __init__(self, scheduler: Any, planned: dict[tuple[int, int], Differ], struck: list[Fault]) -> None:
+        self._scheduler, self._planned, self._struck = scheduler, planned, struck
         self._made: dict[int, int] = {}
         self._inside: set[int] = set()
 
@@ -50,8 +50,12 @@ class _Counts:
             rank = here.rank
             made = self._made[rank] = self._made.get(rank, 0) + 1
             self._inside.add(rank)
+            fault = self._planned.get((rank, made))
             try:
-                return store.barrier() if (rank, made) in self._planned else door(store, *call)
+                if fault is None:
+                    return door(store, *call)
+                self._struck.append(fault)
+                return store.barrier()
             finally:
                 self._inside.discard(rank)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from ...cluster import runtime
 from ...errors import noted, text_of
 from .calls import other_calls
 from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
-from .faults import Fault, FullDisk, Kill, Leave, Pause, Raise, Timed, strikes
+from .faults import Differ, Fault, Kill, Leave, Missed, Pause, Raise, Timed, check_fault
 from .messages import make_world
 from .scheduler import Scheduler
 from .system import one_core, simulated_system
@@ -27,12 +28,16 @@ class Cluster:
     """Simulated ranks. See :func:`cluster`."""
 
     def __init__(self, size: int, hosts: int, seed: int, faults: Sequence[Fault]) -> None:
+        for name, given in (("size", size), ("hosts", hosts), ("seed", seed)):
+            if not isinstance(given, SupportsIndex):
+                raise TypeError(f"cluster: {name} is {given!r}; pass an integer")
         if size < 1 or not 1 <= hosts <= size:
             raise ValueError(f"{size} ranks on {hosts} hosts: every host has at least one rank")
+        if isinstance(faults, Fault):
+            raise TypeError(f"cluster: faults is {faults!r}; pass a list, [{faults!r}]")
         self.size, self.hosts, self.seed, self.faults = size, hosts, seed, tuple(faults)
-        for fault in faults:
-            if not strikes(fault, size, hosts):
-                raise ValueError(f"{fault!r} is of none of {size} ranks on {hosts} hosts")
+        for fault in self.faults:
+            check_fault(fault, size, hosts)
 
     def __repr__(self) -> str:
         faults = f", faults={list(self.faults)}" if self.faults else ""
@@ -41,6 +46,9 @@ class Cluster:
     def run(self, program: Program) -> list[Any]:
         """Call ``program(comm)`` on every rank; return what they return, in rank order, None for one that was killed,
         or that has left by ``sys.exit()``. A program with a parameter named ``seed`` is called with the cluster's seed.
+
+        Warns:
+            Missed: the ranks have ended before a fault of the plan could strike, so that the run says nothing of it.
 
         Raises:
             TypeError: the program is none: not to be called, ``async def``, or a generator.
@@ -85,11 +93,12 @@ class _Run:
         self._points = [0] * cluster.size
         self._planned: dict[tuple[int, int], list[Timed]] = {}
         for fault in cluster.faults:
-            if isinstance(fault, (Kill, Pause, Raise, Leave, FullDisk)):
+            if isinstance(fault, Timed):
                 self._planned.setdefault((fault.rank, fault.at), []).append(fault)
+        self._struck: list[Fault] = []
         at_point = self._at_point if self._planned else None
         self._scheduler = Scheduler(cluster.seed, cluster.size, cluster.hosts, at_point)
-        self._interrupts: dict[int, BaseException] = {}
+        self._interrupts: dict[int, tuple[Fault, BaseException]] = {}
         self._results: list[Any] = [None] * cluster.size
         self._failures: list[tuple[int, BaseException]] = []
         self._ended: Exception | None = None
@@ -101,7 +110,7 @@ class _Run:
         for rank, comm in enumerate(self._comms):
             Task(self._scheduler, Process(rank, comm), partial(self._run, rank), f"rank {rank}", leads=True).start()
         try:
-            with other_calls(self._scheduler, self._cluster.faults):
+            with other_calls(self._scheduler, self._cluster.faults, self._struck):
                 self._scheduler.run()
         except (Deadlock, Hung) as error:
             self._ended = error
@@ -109,8 +118,14 @@ class _Run:
     def results(self) -> list[Any]:
         """Return what the ranks have returned, or raise the first failure."""
         first = self._failures[0][1] if self._failures else self._ended
+        missed = [
+            each for each in self._cluster.faults if isinstance(each, Timed | Differ) and each not in self._struck
+        ]
+        text = f"{missed} did not strike in {self._cluster!r}: ranks came to {self._points} scheduling points"
         if first is not None:
-            raise self._explained(first)
+            raise self._explained(first, [text] if missed else [])
+        if missed:
+            warnings.warn(text, Missed, stacklevel=3)
         return self._results
 
     def _run(self, rank: int) -> None:
@@ -137,21 +152,27 @@ class _Run:
         for fault in self._planned.get((rank, number), ()):
             self._strike(fault, task)
         if self._interrupts and task.leads and rank in self._interrupts:
-            raise self._interrupts.pop(rank)
+            late, error = self._interrupts.pop(rank)
+            self._struck.append(late)
+            raise error
 
     def _strike(self, fault: Timed, task: Task) -> None:
+        if isinstance(fault, Raise):
+            planted = Planted(f"planted at scheduling point {fault.at} of rank {fault.rank}")
+            self._interrupts[fault.rank] = fault, planted
+            return
+        if isinstance(fault, Leave):
+            self._interrupts[fault.rank] = fault, SystemExit()
+            return
+        self._struck.append(fault)
         if isinstance(fault, Kill):
             self._scheduler.park(fault.rank)
         elif isinstance(fault, Pause):
             self._scheduler.delay(fault.rank, fault.seconds)
-        elif isinstance(fault, FullDisk):
-            self._scheduler.full.add(task.host)
-        elif isinstance(fault, Raise):
-            self._interrupts[fault.rank] = Planted(f"planted at scheduling point {fault.at} of rank {fault.rank}")
         else:
-            self._interrupts[fault.rank] = SystemExit()
+            self._scheduler.full.add(task.host)
 
-    def _explained(self, error: BaseException) -> BaseException:
+    def _explained(self, error: BaseException, missed: Sequence[str]) -> BaseException:
         """Add how to have a failure again, the other failures, and what the ranks did last."""
         noted(error, f"in {self._cluster!r}")
         for rank, other in self._failures:
@@ -161,6 +182,8 @@ class _Run:
                 noted(error, f"rank {rank} raised this")
         if self._ended is not None and self._ended is not error:
             noted(error, f"then {self._ended}")
+        for text in missed:
+            noted(error, text)
         for task in self._scheduler.ended.values():
             noted(error, task.story())
         return error

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-__all__ = ["Cut", "Delay", "Differ", "Fault", "FullDisk", "Kill", "Leave", "Pause", "Raise", "Timed", "draw_faults"]
+__all__ = [
+    "Cut",
+    "Delay",
+    "Differ",
+    "Fault",
+    "FullDisk",
+    "Kill",
+    "Leave",
+    "Missed",
+    "Pause",
+    "Raise",
+    "arrival",
+    "check_fault",
+    "draw_faults",
+]
 
 
 @dataclass(frozen=True)
@@ -91,9 +106,13 @@ class Cut:
         return (source in self.hosts) != (target in self.hosts)
 
 
-Timed: TypeAlias = "Kill | Pause | Raise | Leave | FullDisk"
+Timed: TypeAlias = Kill | Pause | Raise | Leave | FullDisk
 """What happens at a scheduling point of a rank."""
-Fault: TypeAlias = "Timed | Differ | Delay | Cut"
+Fault: TypeAlias = Timed | Differ | Delay | Cut
+
+
+class Missed(UserWarning):
+    """A run has ended before a fault of its plan came to strike."""
 
 
 def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[Fault, ...]:
@@ -107,17 +126,35 @@ def draw_faults(seed: int, size: int, hosts: int = 1, most: int = 200) -> tuple[
     faults: list[Fault] = [Kill(rank, at), Pause(rank, at, round(draw.uniform(0.1, 2), 2))]
     faults += [Raise(rank, at), Leave(rank, at), FullDisk(rank, at), Differ(rank, 1 + at % 20)]
     if hosts > 1:
-        faults += [Delay(draw.randrange(hosts), draw.randrange(hosts), 0.01), Cut((draw.randrange(hosts),), 0.0, 0.5)]
+        source, target = draw.sample(range(hosts), 2)
+        faults += [Delay(source, target, 0.01), Cut((draw.randrange(hosts),), 0.0, 0.5)]
     return (draw.choice(faults),)
 
 
-def strikes(fault: Fault, size: int, hosts: int) -> bool:
-    """Return whether a cluster has the ranks and hosts that a fault names."""
-    if isinstance(fault, Delay):
-        return max(fault.source, fault.target) < hosts
-    if isinstance(fault, Cut):
-        return max(fault.hosts) < hosts
-    return fault.rank < size
+def check_fault(fault: Fault, size: int, hosts: int) -> None:
+    """Refuse a fault that can strike no cluster of so many ranks and hosts.
+
+    Raises:
+        TypeError: it is no fault.
+        ValueError: it names other ranks or hosts, or moments that never come.
+    """
+    if not isinstance(fault, Fault):
+        raise TypeError(f"faults: {fault!r} is no fault; pass a list of Kill(...), Pause(...) and others")
+    given, end = vars(fault), sys.maxsize
+    limits = {"rank": (0, size), "source": (0, hosts), "target": (0, hosts), "at": (1, end), "call": (1, end)}
+    numbers = [(given[name], range(*limits[name])) for name in given if name in limits]
+    possible = all(isinstance(number, int) and number in limit for number, limit in numbers)
+    if isinstance(fault, (Pause, Delay)):
+        possible &= fault.seconds >= 0
+    elif isinstance(fault, Cut):
+        named: Any = fault.hosts
+        apart = isinstance(named, Collection) and set() < {*named} <= {*range(hosts)}
+        possible = apart and 0 <= fault.start <= fault.end
+    if not possible:
+        raise ValueError(
+            f"{fault!r} cannot strike {size} ranks on {hosts} hosts: these are numbered from 0, scheduling points and "
+            "calls from 1, and times are 0 or more seconds"
+        )
 
 
 def arrival(faults: Sequence[Fault], source: int, target: int, moment: float) -> float:

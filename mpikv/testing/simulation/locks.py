@@ -85,6 +85,9 @@ class Event:
 
     def is_set(self) -> bool:
         """Return whether it is set."""
+        if not self._set:
+            task: Any = runtime.present()
+            task.poll()
         return self._set
 
     def set(self) -> None:
@@ -97,7 +100,7 @@ class Event:
         task: Any = runtime.present()
         deadline = math.inf if timeout is None else task.now() + timeout
         while not self._set and task.now() < deadline:
-            task.wait_in(self._waiting, deadline, self.is_set)
+            task.wait_in(self._waiting, deadline, lambda: self._set)
         return self._set
 
 

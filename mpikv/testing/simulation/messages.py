@@ -11,7 +11,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from .scheduler import Scheduler
 __all__ = ["Communicator", "Library", "make_world"]
 
 Array = Any
+T = TypeVar("T")
 # Seconds that a message travels: inside a host, and between hosts.
 _NEAR, _FAR = (1e-6, 5e-6), (2e-5, 1e-4)
 
@@ -51,12 +52,16 @@ class Request:
     def __init__(self, test: Callable[[], bool]) -> None:
         self._test, self._done = test, False
 
-    def Test(self) -> bool:
+    def is_complete(self) -> bool:
+        """Return whether it is, as a condition that a rank waits for."""
         self._done = self._done or self._test()
         return self._done
 
+    def Test(self) -> bool:
+        return _looked(self.is_complete())
+
     def Wait(self) -> None:
-        wait(self.Test)
+        wait(self.is_complete)
 
     def __bool__(self) -> bool:
         return not self._done
@@ -64,12 +69,12 @@ class Request:
     @staticmethod
     def Testall(requests: Sequence[Request]) -> bool:
         # Each is tested, so that all go on.
-        return sum(request.Test() for request in requests) == len(requests)
+        return _looked(sum(request.is_complete() for request in requests) == len(requests))
 
     @staticmethod
     def Testsome(requests: Sequence[Request]) -> list[int]:
         active = [place for place, request in enumerate(requests) if request]
-        return [place for place in active if requests[place].Test()]
+        return _looked([place for place in active if requests[place].is_complete()])
 
 
 class Window:
@@ -145,18 +150,19 @@ class _Operation:
         self.results: list[Any] | None = None
         self.failure = ""
 
+    def is_complete(self) -> bool:
+        if self.failure:
+            raise SimulatedError(self.failure)
+        return self.results is not None
+
 
 class _Joined(Request):
     """A rank's part in a collective operation."""
 
     def __init__(self, operation: _Operation, rank: int) -> None:
-        super().__init__(self._is_complete)
+        # Not a method of this object: memory of a cycle is not freed while ranks run.
+        super().__init__(operation.is_complete)
         self._operation, self._rank = operation, rank
-
-    def _is_complete(self) -> bool:
-        if self._operation.failure:
-            raise SimulatedError(self._operation.failure)
-        return self._operation.results is not None
 
     def result(self) -> Any:
         """Return the rank's result of the operation, which is complete."""
@@ -271,7 +277,7 @@ class Communicator:
         the ``same`` on all ranks, too.
         """
         request = self._join((name, *same), given, combine)
-        wait(request.Test)
+        request.Wait()
         return request.result()
 
     def Barrier(self) -> None:
@@ -296,7 +302,7 @@ class Communicator:
         made = Communicator(self._shared, self.rank, self.library)
 
         def test() -> bool:
-            if request.Test():
+            if request.is_complete():
                 made._shared = request.result()
             return bool(not request)
 
@@ -325,7 +331,7 @@ class Communicator:
         pass
 
     def Allreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> None:
-        wait(self.Iallreduce(send, receive, operation).Test)
+        self.Iallreduce(send, receive, operation).Wait()
 
     def Iallreduce(self, send: Any, receive: Array, operation: Any = Library.SUM) -> Request:
         given = (receive if send is self.library.IN_PLACE else send).copy()
@@ -369,11 +375,11 @@ class Communicator:
 
     def Allgather(self, send: Array, receive: Array) -> None:
         name = "Allgather of", send.size, send.dtype
-        wait(self._filling(name, send.copy(), receive, np.concatenate).Test)
+        self._filling(name, send.copy(), receive, np.concatenate).Wait()
 
     def Allgatherv(self, send: Any, receive: Any) -> None:
         memory, (lengths, starts), _ = receive
-        wait(self._gatherv("Allgatherv", send.copy(), memory, lengths, starts).Test)
+        self._gatherv("Allgatherv", send.copy(), memory, lengths, starts).Wait()
 
     def Iallgatherv(self, send: Any, receive: Any) -> Request:
         memory, (lengths, starts), _ = receive
@@ -442,7 +448,7 @@ class Communicator:
         return Request(test)
 
     def Recv(self, buffer: Any, rank: int, tag: int) -> None:
-        wait(self.Irecv(buffer, rank, tag).Test)
+        self.Irecv(buffer, rank, tag).Wait()
 
     def Iprobe(self, source: int = Library.ANY_SOURCE, tag: int = Library.ANY_TAG, status: Any = None) -> bool:
         self._check("Iprobe")
@@ -450,14 +456,14 @@ class Communicator:
         message = self._find(source, tag)
         if message is not None and status is not None:
             status.source, status._nbytes = message.source, len(message.body)
-        return message is not None
+        return _looked(message is not None)
 
     def Improbe(self, source: int, tag: int, status: Any) -> _Found | None:
         self._check("Improbe")
         self._check_rank("Improbe from", source, Library.ANY_SOURCE)
         message = self._take(source, tag)
         if message is None:
-            return None
+            return _looked(None)
         status.source, status._nbytes = message.source, len(message.body)
         return _Found(message)
 
@@ -491,6 +497,14 @@ class _Found:
 
     def Recv(self, buffer: Any) -> None:
         self.Irecv(buffer)
+
+
+def _looked(found: T) -> T:
+    """Tell the scheduler of a rank that has looked for something in vain; return what it has found."""
+    here: Any = runtime.present()
+    if not found and here.world is not None:
+        here.poll()
+    return found
 
 
 def wait(ready: Callable[[], bool]) -> None:

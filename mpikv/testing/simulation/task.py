@@ -28,6 +28,8 @@ __all__ = ["Process", "Task"]
 _FOLDER = str(Path(__file__).parent)
 # The last scheduling points of a task that a failure shows.
 _SHOWN = 8
+# So often a task may look for something in vain before it passes its turn on.
+_LOOKS = 16
 # Modules whose frames say nothing of what a task was about.
 _INNER = (
     "mpikv.testing.simulation.",
@@ -76,6 +78,8 @@ class Task:
         self._found = False
         self.queue: list[Task] = []
         self.due = 0.0
+        # How often it has looked for something in vain, since when, and done nothing else.
+        self._looks, self._looks_since = 0, 0.0
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -164,6 +168,20 @@ class Task:
     def event(self) -> Event:
         return Event()
 
+    def poll(self) -> None:
+        """Take note that it has looked in vain for what others may bring. A task that does nothing else waits until a
+        message comes, or for a while: longer, the longer it has looked.
+        """
+        now, looks = self.now(), self._looks + 1
+        if self.scheduler.choosing:
+            return
+        if looks == 1:
+            self._looks_since = now
+        elif looks > _LOOKS:
+            self.changed()
+            self._pass(self._expecting, None, now + max(1e-6, 0.01 * (now - self._looks_since)))
+        self._looks = looks
+
     # --- Turns
 
     def _pass(self, queue: list[Task], ready: Callable[[], bool] | None, until: float) -> bool:
@@ -173,7 +191,7 @@ class Task:
             raise RuntimeError("a condition that is looked at for another task would wait")
         if self.ending:
             raise Ended
-        self._ready, self._found, self.due = ready, False, until
+        self._ready, self._found, self.due, self._looks = ready, False, until, 0
         self._note_point()
         chosen = scheduler.choose_after(self, queue)
         if chosen is not self:
