@@ -26,6 +26,8 @@ __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 if not TYPE_CHECKING:  # which would take any name for one of these
 
     def __getattr__(name: str) -> NoReturn:
+        if name.startswith("__"):  # an import of this module looks for some
+            raise AttributeError(name)
         near = [own for own in __all__ if name.endswith("Scheduler") and own.startswith(name[: -len("Scheduler")])]
         hint = f"did you mean {near[0]!r}?" if near else ""
         raise AttributeError(known_names("schedule", name, __all__, hint))

@@ -53,20 +53,23 @@ shares nothing with these needs the methods of :class:`~mpikv.protocols.Updater`
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, known_names
 from ..options import count, flag, number
-from .adadelta import AdaDelta
-from .adagrad import AdaGrad
-from .adam import Adam, Adamax, AdamW, Nadam
-from .ftrl import FTRL
-from .layerwise import LAMB, LARS
 from .optimizer import BLOCK, Block, Optimizer, Step
 from .options import rate
-from .rmsprop import RMSProp
-from .sgd import SGD, Test
-from .signum import Signum
+
+if TYPE_CHECKING:
+    from .adadelta import AdaDelta
+    from .adagrad import AdaGrad
+    from .adam import Adam, Adamax, AdamW, Nadam
+    from .ftrl import FTRL
+    from .layerwise import LAMB, LARS
+    from .rmsprop import RMSProp
+    from .sgd import SGD, Test
+    from .signum import Signum
 
 __all__ = [
     "BLOCK",
@@ -97,10 +100,20 @@ __all__ = [
 
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 
-_KINDS: dict[str, type[Optimizer]] = {
-    kind.__name__.lower(): kind
-    for kind in (SGD, Signum, AdaGrad, RMSProp, AdaDelta, Adam, AdamW, Nadam, Adamax, FTRL, LARS, LAMB, Test)
+# Loaded when first asked for, as a program needs one or two.
+_MODULES = {
+    "adadelta": ("AdaDelta",),
+    "adagrad": ("AdaGrad",),
+    "adam": ("Adam", "AdamW", "Adamax", "Nadam"),
+    "ftrl": ("FTRL",),
+    "layerwise": ("LAMB", "LARS"),
+    "rmsprop": ("RMSProp",),
+    "sgd": ("SGD", "Test"),
+    "signum": ("Signum",),
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+_OWN = {name.lower(): name for name in _PLACES}
+_REGISTERED: dict[str, type[Optimizer]] = {}
 
 # Of MXNet's optimizers, those that are not here under their names.
 _ELSEWHERE = {
@@ -113,12 +126,19 @@ _ELSEWHERE = {
 )
 
 
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
+    return found
+
+
 def register(kind: _Kind) -> _Kind:
     """Make an optimizer known to :func:`create` by its class name in lower case. A decorator."""
     name = kind.__name__.lower()
-    if _KINDS.get(name, kind) is not kind:
+    if (kind_of(name) or kind) is not kind:
         raise ConfigError(f"an optimizer {name!r} exists already; give the class another name")
-    _KINDS[name] = kind
+    _REGISTERED[name] = kind
     return kind
 
 
@@ -128,7 +148,8 @@ def kind_of(name: str) -> type[Optimizer] | None:
     >>> kind_of("lamb")
     <class 'mpikv.optimizers.layerwise.LAMB'>
     """
-    return _KINDS.get(name.lower())
+    own = _OWN.get(name.lower())
+    return _REGISTERED.get(name.lower()) if own is None else __getattr__(own)
 
 
 def create(name: str, **options: Any) -> Optimizer:
@@ -139,5 +160,5 @@ def create(name: str, **options: Any) -> Optimizer:
     """
     kind = kind_of(name)
     if kind is None:
-        raise ConfigError(known_names("optimizer", name, _KINDS, _ELSEWHERE.get(name.lower(), "")))
+        raise ConfigError(known_names("optimizer", name, {*_OWN, *_REGISTERED}, _ELSEWHERE.get(name.lower(), "")))
     return kind(**options)

@@ -544,4 +544,4 @@ def test_a_rule_of_your_own():
 
     with pytest.raises(ConfigError, match="'adam' exists already"):
         optimizers.register(Adam)
-    del optimizers._KINDS["lion"]
+    del optimizers._REGISTERED["lion"]
