@@ -74,3 +74,15 @@ def lacking(folder: Path) -> list[str]:
     """Return the packages that are neither here nor unpacked."""
     unpacked = {path.name.removesuffix(".py") for path in folder.iterdir()}
     return [name for name in NEEDED if name not in unpacked and not find_spec(name)]
+
+
+def advice(missing: Sequence[str]) -> str:
+    """Return what to do where packages are missing."""
+    return f"""\
+{sys.executable} lacks {", ".join(missing)}, and no wheel has them; nothing was run, and nothing written.
+In a checkout of mpikv:
+  pip install ".[mpich,cuda13,test]"
+with cuda12 where the driver is older than 580, and without mpich on a cluster that has its own MPI.
+For a machine without a network, in a checkout on another Linux machine that has one:
+  python{sys.version_info.major}.{sys.version_info.minor} -m pip download -d .whl ".[mpich,cuda13,test]"
+Then bring the folder .whl along."""

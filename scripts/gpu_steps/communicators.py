@@ -82,8 +82,8 @@ def kinds(ranks: Ranks, comm: Any, array: Any, stream: int) -> dict[str, Callabl
 
 
 def communicator() -> Numbers:
-    """Say how long a communicator takes to be made, the first and second use of each operation, and a call; and what
-    memory it takes.
+    """Time the making of NCCL's communicator, the first and the second use of each operation, and a call on the host;
+    and see how much memory it takes.
     """
     import cupy
 
@@ -145,7 +145,7 @@ def lateness(ranks: Ranks, array: Any, stream: Any) -> Numbers:
 
 
 def several_on_one() -> Numbers:
-    """NCCL from 2.30 on joins ranks of one GPU without names of hosts, by itself: a store refuses it."""
+    """Join ranks of one GPU by NCCL alone, as it can from 2.30 on without names of hosts."""
     import cupy
 
     ranks = Ranks()
@@ -169,7 +169,7 @@ def several_on_one() -> Numbers:
 
 
 def dtypes() -> Numbers:
-    """Say which dtypes NCCL adds rightly, beside those of which CuPy has a constant; and which operations."""
+    """Try sums of many dtypes, some unknown to CuPy, and other operations, by NCCL alone."""
     import cupy
 
     ranks = Ranks()

@@ -19,7 +19,7 @@ STRIKE = 0.5
 
 
 def stopped() -> Numbers:
-    """A rank that is stopped in the midst of sums is missed at the deadline."""
+    """Stop a rank in the midst of sums: the other one is to raise at its deadline."""
     from mpikv.errors import TransportError
 
     with store(timeout=5.0, warn_after=2.0) as kv:
@@ -122,8 +122,8 @@ DEATHS: dict[str, Callable[[int | None], bool]] = {
 
 
 def deaths() -> Numbers:
-    """Say how, and how soon, jobs end of which a rank is killed in a sum, seen by the launcher or missed by the
-    other rank alone, has an error that nobody catches, or leaves without closing its store.
+    """Time the end of jobs in which a rank is killed in a sum, seen by the launcher or not; raises an error that nobody
+    catches; or leaves without closing its store.
     """
     found: Numbers = {}
     for how, is_right in DEATHS.items():
@@ -170,7 +170,7 @@ def told(status: int | None, said: str, ended: float) -> Numbers:
 
 
 def ends() -> Numbers:
-    """A forked child cannot use a store, and a program may end without closing it."""
+    """Use a store in a forked child, which is to be refused, and end the program without closing it."""
     import cupy
 
     from mpikv.errors import Closed

@@ -21,7 +21,7 @@ def fitting(bytes_each: int) -> int:
 
 
 def kernels() -> Numbers:
-    """Say at what bandwidth copies, casts and updates run, beside a copy on the device."""
+    """Measure the bandwidth of packing, casts and updates of 1 GB, beside a copy on the GPU."""
     import cupy
 
     from mpikv.compute.cuda.copies import copy
@@ -76,7 +76,7 @@ def update_of(updater: Any, total: Any, weight: Any) -> Callable[[], None]:
 
 
 def rows() -> Numbers:
-    """Say at what bandwidth rows are taken, put and added, a quarter of a table's, beside a copy of as many bytes."""
+    """Measure the bandwidth at which a quarter of a table's rows is taken, put and added, beside a copy."""
     import cupy
     import numpy as np
 
@@ -98,7 +98,7 @@ def rows() -> Numbers:
 
 
 def codes() -> Numbers:
-    """Say at what bandwidth gradients are looked at, packed and unpacked, and how long compressed pushes take."""
+    """Measure the bandwidth at which compression checks, packs and unpacks gradients, and time compressed pushes."""
     import cupy
 
     from mpikv import codecs
@@ -135,7 +135,7 @@ def find_torch() -> Any:
 
 
 def torch_updates() -> Numbers:
-    """Say at what bandwidth torch's fused optimizers run, on 1 GB."""
+    """Measure the bandwidth of torch's fused optimizers on 1 GB."""
     torch = find_torch()
     found: Numbers = {"torch": torch.__version__, "elements": fitting(16)}
     for name, kind, options, moved in (

@@ -35,7 +35,7 @@ def loaded(name: str) -> str:
 
 
 def versions() -> Numbers:
-    """Say what the machine has."""
+    """List the GPUs, the driver, and the versions of libraries."""
     import cupy
 
     from mpikv.cli.launchers import environment, find_launcher, find_library
@@ -70,7 +70,7 @@ def versions() -> Numbers:
 
 
 def staging() -> Numbers:
-    """Say how fast arrays of the host come and go."""
+    """Measure the bandwidth of copies from the host to the GPU and back."""
     import numpy as np
 
     from mpikv.compute.cuda.gpu import find_gpu

@@ -16,7 +16,7 @@ SLOW = 20.0
 
 
 def pool_hazard() -> Numbers:
-    """Say what becomes of an array that is let go of while another stream still reads it, with CuPy alone."""
+    """Let go of an array while another stream still reads it, with CuPy alone, and see what is read."""
     found: Numbers = {}
     for name, keep in (("dropped", False), ("kept", True)):
         same, changed = read_late(keep)
@@ -53,8 +53,8 @@ def read_late(keep: bool) -> tuple[bool, int]:
 
 
 def waits() -> Numbers:
-    """Say what comes out wrong where one of a store's two waits is left out. If nothing does, nothing here, nor in the
-    tests of order, would show that one is missing.
+    """Leave out each of a store's two waits, and count wrong elements: without any, no test of order on this GPU would
+    find a missing wait.
     """
     found = {f"wrong_elements_without_the_{which}_wait": wrong_without(which) for which in ("store's", "caller's")}
     found["wrong_elements_with_both"] = wrong_without("")
@@ -99,8 +99,8 @@ class Described:
 
 
 def imports() -> Numbers:
-    """Say how long the host takes to use an array that a slow kernel still fills: by CUDA's older interface, for which
-    it waits, and by DLPack on one stream. torch_imports has the order by DLPack.
+    """Time the host as it takes an array that a slow kernel still fills: by CUDA's older interface, for which it waits,
+    and by DLPack on one stream. torch_imports tries the order by DLPack.
     """
     import cupy
 
@@ -126,7 +126,7 @@ def elapsed_ms(run: Callable[[], object]) -> float:
 
 
 def torch_imports() -> Numbers:
-    """Say how long the host takes to use a tensor that a slow kernel still fills, and whether the order is kept."""
+    """Time the host as it takes a tensor of torch that a slow kernel still fills, and see if the order is kept."""
     torch = find_torch()
     found: Numbers = {"torch": torch.__version__, "slow_kernel_ms": SLOW}
     streams = {"default": torch.cuda.default_stream(), "side": torch.cuda.Stream()}

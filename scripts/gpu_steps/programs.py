@@ -15,7 +15,7 @@ from .step import ROOT, Numbers, count_gpus, said_by
 
 def tests(ranks: int) -> Callable[[], Numbers]:
     def run() -> Numbers:
-        """Run ``pytest -m gpu`` on a number of ranks, of which some must pass and none be skipped for want of a GPU."""
+        """Run the tests of tests/gpu/real; some must pass, and none may be skipped for want of a GPU."""
         from mpikv.compute.cuda.gpu import survey
 
         if problems := survey().problems:
@@ -53,7 +53,7 @@ def environment(ranks: int) -> dict[str, str]:
 
 def bench(ranks: int, *arguments: str) -> Callable[[], Numbers]:
     def run() -> Numbers:
-        """Run ``mpikv bench`` on GPUs, shortly, whose results it checks."""
+        """Run a short mpikv bench --device gpu, which checks its results."""
         with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
             path = Path(folder) / "bench.json"
             line = ["bench", "--device", "gpu", "-n", str(ranks), *arguments, "--json", str(path)]

@@ -177,7 +177,7 @@ def not_blocking(peer: Peer) -> str:
 
 
 def duplicate(peer: Peer) -> str:
-    """What NCCL says to two ranks of one GPU that are told nothing."""
+    """Ask NCCL for a communicator of two ranks on one GPU, without the settings for that."""
     from mpikv.compute.cuda.gpu import find_nccl
     from mpikv.transports.nccl import last_error as said
 
@@ -190,7 +190,7 @@ def duplicate(peer: Peer) -> str:
 
 
 def shrink(peer: Peer) -> str:
-    """Whether three of four ranks can go on when the fourth was killed, and a sum waits for it."""
+    """Ask NCCL alone whether three of four ranks can go on when the fourth was killed in a sum."""
     import cupy
 
     _, comm = peer.communicator()
@@ -216,7 +216,7 @@ def shrink(peer: Peer) -> str:
 
 def loss(number: signal.Signals) -> Callable[[Peer], Any]:
     def lose(peer: Peer) -> Any:
-        """When NCCL says that a rank was killed, or stopped, in a sum; and whether an abort returns then."""
+        """Ask NCCL alone when it tells that a rank was killed, or stopped, in a sum, and whether an abort returns."""
         import cupy
 
         nccl, comm = peer.communicator()
@@ -265,7 +265,7 @@ def aborted(comm: Any, stream: Any) -> Numbers:
 
 
 def graph(peer: Peer) -> str:
-    """Whether a sum that was captured can be launched a hundred times, and the communicator ends after it."""
+    """Record a sum of NCCL alone in a CUDA graph, launch it a hundred times, and end the communicator."""
     import cupy
 
     _, comm = peer.communicator()
@@ -310,13 +310,13 @@ QUESTIONS = {**ALONE, **TOGETHER}
 
 
 def alone() -> Numbers:
-    """Ask what takes one rank, all at the same time."""
+    """Ask NCCL alone, on one rank, for functions and settings that CuPy lacks."""
     return answers_of_all(ALONE)
 
 
 def together(name: str) -> Callable[[], Numbers]:
     def run() -> Numbers:
-        """Ask what takes several ranks."""
         return {f"rank {rank}": answer for rank, answer in enumerate(answers(name, TOGETHER[name]))}
 
+    run.__doc__ = TOGETHER[name].run.__doc__
     return run

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
 import re
 import time
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 from . import aims
@@ -45,30 +47,78 @@ class Book:
     """The records of all steps on a machine, in ``<out>/<machine>.json`` and, for people, ``.md``."""
 
     def __init__(self, folder: Path, machine: str, code: str) -> None:
-        """Begin with what earlier commands have written there."""
+        """Begin with what earlier commands have written there.
+
+        Raises:
+            OSError: the folder cannot be made, read or written to.
+            ValueError: a file of that name is no record.
+        """
         self.machine, self._code = machine, code
         name = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"the folder {folder} cannot be written to")
         self._json, self.page = folder / f"{name}.json", folder / f"{name}.md"
-        self.records: dict[str, Record] = json.loads(self._json.read_text()) if self._json.exists() else {}
+        self.records = self._read()
+
+    def _read(self) -> dict[str, Record]:
+        """Return the records of steps that there still are."""
+        if not self._json.exists():
+            return {}
+        try:
+            found = json.loads(self._json.read_text())
+        except ValueError as error:
+            raise ValueError(f"{self._json} is no record of gpu_check ({error}); move it away") from error
+        if not isinstance(found, dict) or not all(map(_is_record, found.values())):
+            raise ValueError(f"{self._json} is no record of gpu_check; move it away")
+        return {name: found[name] for name in STEPS if name in found}
 
     def lacks(self, name: str) -> bool:
         """Return whether a step has still to be run: it never was, with this code, or there was no time for it."""
         record = self.records.get(name, {})
         return record.get("sources") != self._code or bool(record.get("unreached"))
 
+    def left(self) -> list[str]:
+        """Return the steps that have still to be run; last those that spent a budget, as they may spend the next."""
+        return sorted(filter(self.lacks, STEPS), key=self._spent_a_budget)
+
+    def _spent_a_budget(self, name: str) -> bool:
+        record = self.records.get(name, {})
+        return bool(record.get("unreached") and record["seconds"])
+
     def add(self, name: str, record: Record) -> None:
-        """Add a record and write all of them. What a step without time leaves does not replace what it once found."""
-        if not record.get("unreached") or name not in self.records:
+        """Add a record and write all of them, with those that another command has written meanwhile. What a step
+        without time leaves does not replace what it once found.
+        """
+        self.records = self._read()
+        if not record.get("unreached") or self.records.get(name, record).get("unreached"):
             self.records[name] = {**record, "sources": self._code}
         ordered = {step: self.records[step] for step in STEPS if step in self.records}
         for path, text in (
             (self._json, json.dumps(ordered, indent=1) + "\n"),
-            (self.page, page(self.machine, ordered)),
+            (self.page, page(self.machine, ordered, self.summary())),
         ):
-            new = path.with_suffix(".new")
+            new = path.with_name(f"{path.name}.{os.getpid()}")
             new.write_text(text)
             new.replace(path)
+
+    def summary(self) -> str:
+        """Return how many steps came out how, and what to do about the others."""
+        left, came = self.left(), dict[str, list[str]]()
+        for name, record in self.records.items():
+            came.setdefault("left" if name in left else record["status"], []).append(name)
+        well, skipped, failed = (came.get(status, []) for status in ("ok", "skip", "fail"))
+        counts = f"{len(well)} ok, {len(skipped)} skipped, {len(failed)} failed, {len(left)} left"
+        lines = [f"{len(STEPS)} steps: {counts}"]
+        if failed:
+            lines.append(f"failed: {', '.join(failed)}; scripts/gpu_check --steps {failed[0]}  runs one again")
+        if left:
+            lines.append("left: the next  scripts/gpu_check  runs them")
+        return "\n".join(lines)
+
+
+def _is_record(found: object) -> bool:
+    return isinstance(found, dict) and {"status", "seconds"} <= found.keys()
 
 
 def judge(step: Step, status: int | None, output: str, errors: str) -> Record:
@@ -80,10 +130,21 @@ def judge(step: Step, status: int | None, output: str, errors: str) -> Record:
     if status is None:
         return {"status": "fail", "reason": "did not end in time", "numbers": found, "output": said}
     if found is None or (status and not step.dies):
-        return {"status": "fail", "reason": f"exit status {status}", "numbers": found, "output": said}
+        why = ": ".join(filter(None, [f"exit status {status}", cause(said)]))
+        return {"status": "fail", "reason": why, "numbers": found, "output": said}
     if "skip" in found:
         return {"status": "skip", "reason": found["skip"]}
     return {"status": "ok", "numbers": found}
+
+
+def cause(said: str) -> str:
+    r"""Return the last line of an output that tells an exception, if one does.
+
+    >>> cause('[rank 1/2]   File "a.py", line 3\n[rank 1/2] mpikv.errors.Stalled: push: late\nmpikv run: rank 1 ended')
+    'mpikv.errors.Stalled: push: late'
+    """
+    found = re.findall(r"^(?:\[rank \d+/\d+\] )?([A-Za-z_][\w.]*: \S.*)$", said, re.MULTILINE)
+    return shorten(found[-1], 200, placeholder=" ...") if found else ""
 
 
 def numbers_in(line: str) -> Record | None:
@@ -114,20 +175,27 @@ def shown(value: Any) -> str:
     return str(value).replace("|", r"\|").replace("\n", " ")
 
 
-def page(machine: str, records: dict[str, Record]) -> str:
+def page(machine: str, records: dict[str, Record], summary: str) -> str:
     """Return the page for people."""
-    lines = [f"# mpikv on {machine}", "", f"Written by `scripts/gpu_check` on {time.strftime('%Y-%m-%d')}.", ""]
-    if any(STEPS[name].ranks > 1 for name in records):
-        lines += ["Of several ranks the numbers are functional only where they share a GPU: no claim of speed.", ""]
-    lines += ["## Aims", "", *aims.table(records), "", "## Steps", ""]
-    lines += ["| step | result | seconds | code |", "|---|---|---|---|"]
+    lines = [f"# mpikv on {machine}", "", f"Written by `scripts/gpu_check` on {time.strftime('%Y-%m-%d')}."]
+    lines += ["", "```", summary, "```", ""]
+    lines += ["## Aims", "", *aims.table(records), "", "## Steps", "", _LEGEND, ""]
+    lines += ["| step | it tries | result | seconds | code |", "|---|---|---|---|---|"]
     for name, record in records.items():
         reason = f": {shown(record['reason'])}" if "reason" in record else ""
-        lines.append(f"| {name} | {record['status']}{reason} | {record['seconds']} | {record.get('sources', '')} |")
+        cells = name, STEPS[name].what, record["status"] + reason, record["seconds"], record.get("sources", "")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     for name, record in records.items():
         if record.get("numbers"):
-            lines += ["", f"## {name}", "", "| what | value |", "|---|---|"]
+            lines += ["", f"## {name}", "", STEPS[name].what, "", "| what | value |", "|---|---|"]
             lines += [f"| {what} | {shown(value)} |" for what, value in record["numbers"].items()]
         if record["status"] == "fail":
-            lines += ["", f"## {name} failed", "", "```", record["output"].strip(), "```"]
+            lines += ["", f"## {name} failed", "", f"`scripts/gpu_check --steps {name}` runs it again. It printed:", ""]
+            lines += ["```", record["output"].strip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+_LEGEND = """\
+A step is *ok*; or *skip*, with the reason why it was not run; or *fail*: its error is below, under its name. A number
+at the end of a name counts ranks. Where ranks share a GPU, their times show that a step works, not how fast it is. Rows
+with different *code* are of different versions of mpikv."""

@@ -42,6 +42,11 @@ class Step:
     """Whether it starts jobs of its own."""
 
     @property
+    def what(self) -> str:
+        """What it tries, in the words of its function."""
+        return " ".join((self.run.__doc__ or "").split())
+
+    @property
     def needs_mpi(self) -> bool:
         """Whether it can only be run where there is an MPI library."""
         return self.jobs or self.ranks > 1

@@ -12,7 +12,7 @@ REPLAYS = 100
 
 
 def sums() -> Numbers:
-    """Say how long a store, and sums of three sizes, take on ranks that share a GPU: that they work, no more."""
+    """Make a store, push arrays of three sizes, and check and time the sums."""
     import cupy
 
     begin = time.perf_counter()
@@ -27,7 +27,7 @@ def sums() -> Numbers:
 
 
 def bits() -> Numbers:
-    """In a fixed order a store on GPUs adds as one on the host does, to the bit, and so does the next one."""
+    """Compare the bits of deterministic sums: of two stores on GPUs, and of one on the host."""
     import numpy as np
 
     import mpikv
@@ -47,7 +47,7 @@ def bits() -> Numbers:
 
 
 def refused() -> Numbers:
-    """What cannot work is refused on every rank, and soon."""
+    """Ask for stores that cannot work: each is to be refused on every rank, and soon."""
     from mpikv.errors import MPIKVError
 
     found: Numbers = {}

@@ -9,10 +9,13 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
@@ -79,7 +82,80 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def main(check, monkeypatch, tmp_path):
+    """Return what runs the script with options on a machine that has all packages, or lacks some."""
+
+    def run(*options: object, missing: Sequence[str] = ()) -> int:
+        monkeypatch.setattr(check.bare, "lacking", lambda folder: list(missing))
+        monkeypatch.setattr(check.record, "machine", lambda: "a GPU")
+        monkeypatch.setattr(check, "count_gpus", lambda: 1)
+        monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path), *map(str, options)])
+        return int(check.main())
+
+    before = signal.getsignal(signal.SIGTERM)
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_missing_packages_are_named_with_the_command_that_installs_them(main, tmp_path, capsys):
+    assert main("--out", tmp_path / "out", missing=["cupy", "pytest"]) == 2
+    said = capsys.readouterr().err
+    assert f"gpu_check: {sys.executable} lacks cupy, pytest" in said
+    extras = set(re.search(r'pip install "\.\[(.+)\]"', said)[1].split(","))
+    assert extras == {"mpich", "cuda13", "test"}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a-gpu.json", "{"), ("a-gpu.json", "[]"), ("a-gpu.json", '{"versions": {"status": "ok"}}'), ("a-gpu.json/x", "")],
+)
+def test_what_is_no_record_is_left_alone(main, tmp_path, capsys, name, text):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    assert main("--steps", "versions") == 2
+    assert f"nothing was run, as --out {tmp_path} cannot be used" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == text
+
+
+def test_a_folder_that_is_a_file_is_refused(main, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main("--out", tmp_path / "file") == 2
+    assert "nothing was run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--budget", "0"], "--budget 0 is no time"),
+        (["--budget", "nan"], "--budget nan is no time"),
+        (["--wheels", "/no/such/folder"], "--wheels /no/such/folder is no folder"),
+        (["--steps", "nothing"], "there is no step 'nothing'; the steps are versions, "),
+    ],
+)
+def test_options_without_sense_are_refused(main, capsys, options, said):
+    with pytest.raises(SystemExit) as caught:
+        main(*options)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_interrupts_loses_one_step(check, main, monkeypatch, tmp_path, capsys, number):
+    def take(name: str, *others: object) -> dict[str, Any]:
+        if name == "kernels":
+            signal.raise_signal(number)
+        return {"status": "ok", "seconds": 1.0, "numbers": {}}
+
+    monkeypatch.setattr(check, "take", take)
+    assert main() == 130
+    assert "stopped in the step kernels" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "a-gpu.json").read_text())) == ["versions", "communicator"]
+
+
 def nothing() -> dict[str, Any]:
+    """Try nothing."""
     return {}
 
 
@@ -92,6 +168,7 @@ def nothing() -> dict[str, Any]:
         (False, 137, '{"s": 5.1}\n', {"status": "fail", "reason": "exit status 137", "numbers": {"s": 5.1}}),
         (False, 0, "nothing\n", {"status": "fail", "reason": "exit status 0", "numbers": None}),
         (True, 1, "Traceback\n", {"status": "fail", "reason": "exit status 1", "numbers": None}),
+        (False, 1, "a.E: why\n", {"status": "fail", "reason": "exit status 1: a.E: why", "numbers": None}),
         (False, None, '{"s": 5.1}\n', {"status": "fail", "reason": "did not end in time", "numbers": {"s": 5.1}}),
     ],
 )
@@ -112,12 +189,30 @@ def test_a_step_that_hangs_is_ended(check, monkeypatch):
     assert time.monotonic() - begin < 5
 
 
+def test_a_step_that_is_interrupted_leaves_no_process(check, tmp_path):
+    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        check.run([sys.executable, "-c", code], dict(os.environ), 18)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_step_that_the_budget_ends_is_left_for_the_next_command(check, monkeypatch):
+    monkeypatch.setattr(check, "run", lambda command, environ, seconds: (None, "", ""))
+    step = check.STEPS["kernels"]
+    cut = check.take("kernels", step, {}, step.seconds - 1)
+    assert cut["unreached"]
+    assert re.search("the budget was spent after .* s; it may take 60 s", cut["reason"])
+    assert check.take("kernels", step, {}, step.seconds)["reason"] == "did not end in time"
+
+
 def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
     found = check.take("kernels", check.STEPS["kernels"], {}, 3)
     assert found == {
         "status": "skip",
         "seconds": 0.0,
-        "reason": "it takes about 6 s, and 3 s were left",
+        "reason": "it takes about 6 s, and 3.0 s were left",
         "unreached": True,
     }
     monkeypatch.setattr(check.bare, "has_mpi", lambda environ: False)
@@ -151,8 +246,8 @@ def test_the_page_and_the_numbers(check, book, tmp_path):
     text = book().page.read_text()
     for line in (
         "# mpikv on NVIDIA H200",
-        "| sums_2 | fail: exit status 1 | 60.0 | 12345678 |",
-        "| tests_4 | skip: no time was left | 0.0 | 12345678 |",
+        f"| sums_2 | {check.STEPS['sums_2'].what} | fail: exit status 1 | 60.0 | 12345678 |",
+        f"| tests_4 | {check.STEPS['tests_4'].what} | skip: no time was left | 0.0 | 12345678 |",
         "| gpus | NVIDIA H200 |",
         "E  wrong",
     ):
@@ -170,6 +265,30 @@ def test_which_steps_a_later_command_runs(book):
     assert book("of other code").lacks("kernels")
     book("of other code").add("kernels", unreached)
     assert book().records["kernels"]["numbers"] == {"ms": 1}
+
+
+def test_a_step_that_spent_a_budget_comes_last(check, book):
+    """Otherwise one that hangs would take every budget."""
+    book().add("versions", {"status": "skip", "unreached": True, "seconds": 58.0, "reason": "the budget was spent"})
+    assert book().left() == [*[name for name in check.STEPS if name != "versions"], "versions"]
+
+
+def test_two_commands_keep_what_either_found(book):
+    first, second = book(), book()
+    for one, name in ((first, "versions"), (second, "kernels"), (first, "graph")):
+        one.add(name, {"status": "ok", "seconds": 1.0, "numbers": {}})
+    assert list(book().records) == ["versions", "kernels", "graph"]
+
+
+def test_the_summary(check, book):
+    for name, status in (("versions", "ok"), ("kernels", "fail"), ("graph", "fail"), ("torch_cost", "skip")):
+        book().add(name, {"status": status, "seconds": 1.0, "reason": "?", "output": ""})
+    count = len(check.STEPS)
+    counted = f"{count} steps: 1 ok, 1 skipped, 2 failed, {count - 4} left"
+    failed = "failed: kernels, graph; scripts/gpu_check --steps kernels  runs one again"
+    assert book().summary().splitlines()[:2] == [counted, failed]
+    assert counted in book().page.read_text()
+    assert book("of other code").summary().splitlines()[0] == f"{count} steps: 0 ok, 0 skipped, 0 failed, {count} left"
 
 
 def test_the_code_of_a_record(check):
@@ -338,7 +457,7 @@ def test_aims_of_which_a_figure_is_missing():
 
 
 def test_the_page_begins_with_the_aims(check):
-    lines = check.record.page("a GPU", {}).splitlines()
+    lines = check.record.page("a GPU", {}, "").splitlines()
     assert lines.index("## Aims") < lines.index("## Steps")
     assert sum(line.endswith("| not measured |") for line in lines) == len(module("aims").AIMS)
 
@@ -351,6 +470,7 @@ def test_there_is_time_for_all_steps(check):
     for name, step in check.STEPS.items():
         assert step.expected < step.seconds < check.BUDGET, name
         assert (step.ranks > 1) <= name.split("_as_")[0].endswith(f"_{step.ranks}"), name
+        assert re.fullmatch("[A-Z].{20,200}[.]", step.what), name
 
 
 @pytest.fixture
