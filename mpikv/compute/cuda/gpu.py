@@ -225,7 +225,10 @@ def _count(cupy: Any, visible: str | None) -> int:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         why = str(error)
         if error.status == _INSUFFICIENT_DRIVER:
-            advice = "install NVIDIA's driver, 580 or newer, or 525 for CUDA 12 (nvidia-smi shows it)"
+            advice = (
+                "install NVIDIA's driver, 580 or newer, or CuPy for CUDA 12 ('mpikv[cuda12]') in place of that for 13, "
+                "where the driver is from 525 on (nvidia-smi shows it)"
+            )
     told = f", with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else ""
     raise TransportUnavailable(
         f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use "

@@ -573,7 +573,10 @@ def test_what_to_do_without_a_driver_or_a_gpu(monkeypatch):
     standin = Standin()
     standin.__version__ = "14"
     monkeypatch.setitem(sys.modules, "cupy", standin)
-    for status, advice in ((35, "status 35); install NVIDIA's driver, 580"), (100, "status 100); nvidia-smi lists")):
+    for status, advice in (
+        (35, "status 35); install NVIDIA's driver, 580 or newer, or CuPy for CUDA 12 ('mpikv[cuda12]')"),
+        (100, "status 100); nvidia-smi lists"),
+    ):
 
         def failing(status=status):
             raise Failure(status)
