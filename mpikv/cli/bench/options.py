@@ -195,17 +195,26 @@ def _groups(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple
         parser.error("--suite and --only exclude each other")
     suites, groups = (SUITES, GROUPS) if given.device == "host" else (GPU_SUITES, GPU_GROUPS)
     if given.only:
-        return _chosen(parser, "group", given.only, groups)
+        other = "gpu" if given.device == "host" else "host"
+        return _chosen(parser, "group", given.only, groups, dict.fromkeys(_KNOWN, f"--device {other} measures it"))
     suite = given.suite or ("sets" if given.scaling else "all")
+    if suite not in (*suites, "all"):
+        parser.error(f"--suite {suite} measures nothing with --device {given.device}")
     return suites.get(suite, groups)
 
 
-def _chosen(parser: argparse.ArgumentParser, kind: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Return the known names that a list names, in their own order."""
+def _chosen(
+    parser: argparse.ArgumentParser,
+    kind: str,
+    text: str,
+    known: Sequence[str],
+    hints: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """Return the known names that a list names, in their own order. An error has the hint of an unknown name."""
     wanted = text.split(",")
     for name in wanted:
         if name not in known:
-            parser.error(known_names(kind, name, known))
+            parser.error(known_names(kind, name, known, (hints or {}).get(name, "")))
     return tuple(name for name in known if name in wanted)
 
 

@@ -238,8 +238,9 @@ def test_what_is_chosen(arguments: str, groups: tuple[str, ...], optimizers: tup
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("--device gpu --only push-pull", "unknown group 'push-pull'"),
-        ("--only kernels", "unknown group 'kernels'"),
+        ("--device gpu --only push-pull", "resnet50, sizes, small); --device host measures it"),
+        ("--only kernels", "resnet50, sizes); --device gpu measures it"),
+        ("--device gpu --suite torch", "--suite torch measures nothing with --device gpu"),
         ("--device gpu --only sizes --plot sums.png", "--plot draws the group 'sizes' of one job on the host"),
         ("--device tpu", "invalid choice: 'tpu'"),
     ],
