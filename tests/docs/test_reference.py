@@ -82,6 +82,13 @@ def test_every_option_of_a_command_is_there(command: str, capsys: pytest.Capture
     assert table | {"-h", "--help"} == known | ({"-m"} if command == "run" else set())
 
 
+def test_every_measurement_is_there() -> None:
+    rows = dict(re.findall(r"^\| `--(only|suite) (.*?) \|$", (REFERENCE / "command-line.md").read_text(), re.MULTILINE))
+    options = import_module("mpikv.cli.bench.options")
+    assert set(re.findall(r"`([a-z0-9-]+)`", rows["only"])) == {*options.GROUPS, *options.GPU_GROUPS}
+    assert rows["suite"].startswith(f"{{{','.join((*options.SUITES, 'all'))}}}")
+
+
 def options_of(text: str) -> list[str]:
     return re.findall(r"(?<![\w-])--?[a-z][a-z-]*", text.partition("  ")[0])
 
