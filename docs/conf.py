@@ -88,6 +88,9 @@ def resolve_links(app: Sphinx, name: str, text: list[str]) -> None:
     """Rewrite the links of a page."""
     if not name.startswith("source/"):
         text[0] = LINK.sub(lambda match: f"]({resolve(name, match[1], match[2] or '')})", text[0])
+    # The records of scripts/gpu_check: there may be none, so no table of contents can have them.
+    if name.startswith("gpu/"):
+        text[0] = f"---\norphan: true\n---\n{text[0]}"
 
 
 def read_sections(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:

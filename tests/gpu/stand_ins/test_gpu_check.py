@@ -78,7 +78,11 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
         check=False,
     )
     assert (done.returncode, done.stderr) == (2, "")
-    assert done.stdout == "gpu_check: the driver shows no GPU here; nothing was run, and nothing written\n"
+    said, advice = done.stdout.splitlines()
+    assert said == (
+        "gpu_check: the driver shows no GPU here with CUDA_VISIBLE_DEVICES=''; nothing was run, and nothing written"
+    )
+    assert advice.startswith("nvidia-smi lists")
     assert not (tmp_path / "out").exists()
 
 
