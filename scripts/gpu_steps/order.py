@@ -53,8 +53,8 @@ def read_late(keep: bool) -> tuple[bool, int]:
 
 
 def waits() -> Numbers:
-    """Leave out each of a store's two waits, and count wrong elements: without any, no test of order on this GPU would
-    find a missing wait.
+    """Leave out each of a store's two waits, and count wrong elements. If there are none, no test of order on this GPU
+    would find a missing wait.
     """
     found = {f"wrong_elements_without_the_{which}_wait": wrong_without(which) for which in ("store's", "caller's")}
     found["wrong_elements_with_both"] = wrong_without("")

@@ -145,6 +145,14 @@ def test_options_without_sense_are_refused(main, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
+def test_the_help_lists_the_steps(check, main, capsys):
+    with pytest.raises(SystemExit):
+        main("--help")
+    said = capsys.readouterr().out.splitlines()
+    for name, step in check.STEPS.items():
+        assert f"  {name:<34}{step.what}" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_interrupts_loses_one_step(check, main, monkeypatch, tmp_path, capsys, number):
     def take(name: str, *others: object) -> dict[str, Any]:
