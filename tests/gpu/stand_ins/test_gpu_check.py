@@ -181,7 +181,7 @@ def nothing() -> dict[str, Any]:
         (False, 0, "nothing\n", {"status": "fail", "reason": "exit status 0", "numbers": None}),
         (True, 1, "Traceback\n", {"status": "fail", "reason": "exit status 1", "numbers": None}),
         (False, 1, "a.E: why\n", {"status": "fail", "reason": "exit status 1: a.E: why", "numbers": None}),
-        (False, None, '{"s": 5.1}\n', {"status": "fail", "reason": "did not end in time", "numbers": {"s": 5.1}}),
+        (False, None, '{"s": 5.1}\n', {"status": "fail", "reason": "did not end in 1 s", "numbers": {"s": 5.1}}),
     ],
 )
 def test_what_an_outcome_means(check, dies, status, output, expected):
@@ -216,7 +216,7 @@ def test_a_step_that_the_budget_ends_is_left_for_the_next_command(check, monkeyp
     cut = check.take("kernels", step, {}, step.seconds - 1)
     assert cut["unreached"]
     assert re.search("the budget was spent after .* s; it may take 60 s", cut["reason"])
-    assert check.take("kernels", step, {}, step.seconds)["reason"] == "did not end in time"
+    assert check.take("kernels", step, {}, step.seconds)["reason"] == "did not end in 60 s"
 
 
 def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
