@@ -258,6 +258,22 @@ ADDRESSES = [
         "(Bits*)given.target + (walk.has(k) ? (word32)(given.ids[walk.row(k)] * given.width) : 0)",
         "test_cuda_memory.py::test_rows_of_a_vast_table",
     ),
+    Fault(
+        "addresses",
+        "another library's memory is taken for an array's own",
+        "arrays/arrays.py",
+        "owned = address is _address_of and all(",
+        "owned = all(",
+        "test_sums.py::test_arrays_that_are_filled_may_be_those_of_other_names --ranks=1",
+    ),
+    Fault(
+        "addresses",
+        "a value is not found in another library's array",
+        "engine/values.py",
+        "array.size > 0 and self._arena.holds_any(np.array([address(array)], np.uint64), address)",
+        "self._arena.holds(array)",
+        "test_device.py::test_another_librarys_views_of_values_are_read_before_these_change --ranks=1",
+    ),
 ]
 
 BLOCKS = [

@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from ..memory.device import DeviceMemory
 from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Gpu, Key, Transport
 from . import pull_compression as publication
@@ -241,6 +242,10 @@ class Values:
 
     def is_view(self, array: Array) -> bool:
         """Return whether an array lies in the memory of values. Local."""
+        if isinstance(self._memory, DeviceMemory):
+            # CuPy says that arrays lie apart if one came from another library, wherever that got its memory.
+            address = self._memory.gpu.address
+            return array.size > 0 and self._arena.holds_any(np.array([address(array)], np.uint64), address)
         # What has memory of its own has no base.
         return not (type(array) is np.ndarray and array.base is None) and self._arena.holds(array)
 

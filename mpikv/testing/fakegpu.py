@@ -20,7 +20,7 @@ from ..protocols import Array
 from .fakekernels import FakeKernels
 from .fakestreams import Block, Checker, FakeMark, FakeStream, MisuseError, Recorded
 
-__all__ = ["FakeArray", "FakeGpu"]
+__all__ = ["FakeArray", "FakeGpu", "FakeTensor"]
 
 # The characters of dtypes that CuPy knows.
 _DTYPES = "?bhilqBHILQefdFD"
@@ -31,8 +31,15 @@ _FIRST_ADDRESS = 0x7F00_0000_0000
 class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of a :class:`FakeGpu`: what it offers, ``cupy.ndarray`` offers, and where that refuses, it does."""
 
-    def __init__(self, gpu: FakeGpu, block: Block, beneath: Array) -> None:
+    def __init__(self, gpu: FakeGpu, block: Block, beneath: Array, parent: FakeArray | None = None) -> None:
+        """``parent`` is what this is a view of, for all that CuPy knows."""
         self._gpu, self._block, self._beneath = gpu, block, beneath
+        self._owns = parent is None
+        self._allocation: object = object() if parent is None else parent._allocation
+
+    def _over(self, beneath: Array) -> FakeArray:
+        """Return a view of this array."""
+        return FakeArray(self._gpu, self._block, beneath, self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -65,7 +72,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def flags(self) -> SimpleNamespace:
         flags = self._beneath.flags
-        return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=flags.owndata)
+        return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=self._owns)
 
     def __len__(self) -> int:
         return len(self._beneath)
@@ -74,10 +81,10 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         beneath = self._beneath.reshape(*shape)
         if not np.may_share_memory(beneath, self._block.memory) and self.size:
             raise Unsupported("reshape copies here, which no store should rely on")
-        return FakeArray(self._gpu, self._block, beneath)
+        return self._over(beneath)
 
     def view(self, dtype: Any = None) -> FakeArray:
-        return FakeArray(self._gpu, self._block, self._beneath if dtype is None else self._beneath.view(dtype))
+        return self._over(self._beneath if dtype is None else self._beneath.view(dtype))
 
     def copy(self) -> FakeArray:
         return self.astype(self.dtype)
@@ -105,7 +112,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             beneath = self._beneath[(*index, ...) if isinstance(index, tuple) else (index, ...)]
         if beneath.size and not np.may_share_memory(beneath, self._beneath):
             raise Unsupported("an index that copies, which no store should rely on")
-        return FakeArray(self._gpu, self._block, beneath)
+        return self._over(beneath)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         out = self[index]
@@ -148,11 +155,27 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._gpu.launch("copyto", value.arrays, [target], copy)
             return None
         if function is np.may_share_memory:
-            return np.may_share_memory(*(_beneath(value).content for value in arguments))
+            # CuPy compares places of one allocation, and takes what another library lends for one of its own.
+            first, other = arguments
+            return first._allocation is other._allocation and np.may_share_memory(first._beneath, other._beneath)
         return NotImplemented
 
     def __repr__(self) -> str:
         return f"<FakeArray {self.dtype}{list(self.shape)} of {self._gpu.name}>"
+
+
+class FakeTensor:
+    """An array of another library, over the memory of one of a :class:`FakeGpu`."""
+
+    def __init__(self, array: FakeArray) -> None:
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
 
 
 class Value(NamedTuple):
@@ -296,8 +319,9 @@ class FakeGpu:
         return list(map(self.address, values)) if plain else None
 
     def adopt(self, value: Any, ordered: bool = False) -> FakeArray:
-        if isinstance(value, FakeArray) and self.owns(value):
-            return value
+        array = value.array if isinstance(value, FakeTensor) else value
+        if self.owns(array):
+            return FakeArray(self, array._block, array._beneath)
         raise Unsupported(f"the array lies on device {value.__dlpack_device__()} and this store is on {self.name}")
 
     def upload(self, array: Array, out: FakeArray | None = None) -> FakeArray:

@@ -19,7 +19,7 @@ from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
 from mpikv.testing import StoreContract
-from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakegpu import FakeGpu, FakeTensor
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.store import on_host
@@ -142,6 +142,16 @@ def test_optimizers_of_whole_values(
     for kv in stores:
         kv.close()
     gpu.checker.assert_clean()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_another_librarys_views_of_values_are_read_before_these_change(comm: Any) -> None:
+    """In a push of several messages one value changes before the next one is sent."""
+    with store_on(FakeGpu(comm.rank if comm else 0), comm) as kv:
+        kv.init(["a", "b"], [np.full(6000, number, np.float32) for number in (1, 10)])
+        kv.push(["a", "b"], [FakeTensor(kv.view(key)) for key in ("b", "a")])
+        for key, old in (("a", 10), ("b", 1)):
+            np.testing.assert_array_equal(on_host(kv.pull(key)), np.full(6000, kv.size * old))
 
 
 def double(key: Any, given: Any, stored: Any) -> None:

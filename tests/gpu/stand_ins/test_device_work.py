@@ -31,7 +31,7 @@ from mpikv.cluster.status_board import StatusBoard
 from mpikv.config import Config
 from mpikv.memory.device import DeviceMemory
 from mpikv.store.kvstore import KVStore
-from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakegpu import FakeGpu, FakeTensor
 from mpikv.testing.fakekernels import FakeKernels
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.fakestreams import RaceError
@@ -312,30 +312,17 @@ def test_a_rank_that_has_left_comes_after_what_another_store_has_pending(gpu, co
         assert made == ["pending", "shadowed"]
 
 
-class Foreign:
-    """An array of another library."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __dlpack__(self, **_: Any) -> Any:
-        raise BufferError("it is not asked for")
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.array.__dlpack_device__()
-
-
 @ALL
 def test_arrays_of_other_libraries_are_in_order_already(gpu, kv, monkeypatch):
     """What their library has to do when the call is made came after it."""
-    adopted = []
+    adopted, adopt = [], gpu.adopt
 
-    def adopt(value: Any, ordered: bool = False) -> Any:
+    def noted(value: Any, ordered: bool = False) -> Any:
         adopted.append(ordered)
-        return value.array
+        return adopt(value, ordered)
 
-    monkeypatch.setattr(gpu, "adopt", adopt)
-    gradient, out = Foreign(full(gpu, 1)), Foreign(full(gpu, 0))
+    monkeypatch.setattr(gpu, "adopt", noted)
+    gradient, out = FakeTensor(full(gpu, 1)), FakeTensor(full(gpu, 0))
     for wait in (True, False):
         adopted.clear()
         if (made := kv.pushpull("w", gradient, out, wait=wait)) is not out:

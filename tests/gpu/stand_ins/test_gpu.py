@@ -235,6 +235,21 @@ def test_the_table_names_all_that_gpu_py_uses():
 
 
 @needs_cupy
+def test_cupy_takes_memory_that_another_library_lends_for_an_arrays_own():
+    """So neither of both may be asked whether arrays lie apart."""
+    import cupy
+
+    host = np.zeros(64, np.uint8)
+    own, lent = (
+        cupy.ndarray((8,), "f4", cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(begin, 64, host, 0), offset))
+        for begin, offset in ((host.ctypes.data, 32), (host.ctypes.data + 32, 0))
+    )
+    assert own.data.ptr == lent.data.ptr
+    assert lent.flags.owndata
+    assert not np.may_share_memory(own, lent)
+
+
+@needs_cupy
 def test_errors_of_cupy_are_those_that_are_caught():
     import cupy
 

@@ -23,7 +23,7 @@ from mpikv.errors import (
     Unsupported,
     ValueMismatch,
 )
-from mpikv.testing.fakegpu import FakeGpu
+from mpikv.testing.fakegpu import FakeGpu, FakeTensor
 from mpikv.testing.fakenccl import FakeNccl
 from mpikv.testing.fakestreams import RaceError
 from mpikv.testing.store import on_host
@@ -187,12 +187,13 @@ def test_half_precision_is_summed_in_place_where_it_may_be_rounded(here: Rank, c
         assert (on_host(array) == total).all()
 
 
-def test_arrays_that_are_filled_may_be_those_of_other_names(here: Rank, kv: Any) -> None:
+@pytest.mark.parametrize("lent", [lambda array: array, FakeTensor], ids=["CuPy's", "another library's"])
+def test_arrays_that_are_filled_may_be_those_of_other_names(here: Rank, kv: Any, lent: Any) -> None:
     first, second = (here.gpu.upload(np.full(7, number + kv.rank, np.float32)) for number in (0, 10))
     for _ in range(2):
-        kv.pushpull(["a", "b"], [first, second], out=[second, first])
+        kv.pushpull(["a", "b"], list(map(lent, (first, second))), out=list(map(lent, (second, first))))
         first, second = second, first
-    kv.pushpull(["a", "b"], [first, second], out=[second, first])
+    kv.pushpull(["a", "b"], list(map(lent, (first, second))), out=list(map(lent, (second, first))))
     ranks = sum(range(kv.size))
     for array, one in ((second, ranks), (first, 10 * kv.size + ranks)):
         assert (on_host(array) == one * kv.size**2).all()
