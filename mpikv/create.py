@@ -371,10 +371,8 @@ def _open_transport(
     """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
     if device is None:
         return open_transport(group, settings, board.warn, HostMemory(gpu_of), waits), None
-    from .compute.cuda.kernels import CudaKernels
-
     nccl = find_nccl() if group.size > 1 else None
-    return open_gpu_transport(group, settings, device, nccl, board.warn), CudaKernels()
+    return open_gpu_transport(group, settings, device, nccl, board.warn), device.gpu.kernels()
 
 
 # --- What a store is made of

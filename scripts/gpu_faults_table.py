@@ -414,6 +414,22 @@ STREAMS = [
     ),
     Fault(
         "streams",
+        "a kernel is compiled for another GPU",
+        "compute/cuda/gpu.py",
+        "return CudaKernels(self.present)",
+        "return CudaKernels()",
+        "test_gpu.py::test_kernels_are_compiled_for_its_gpu",
+    ),
+    Fault(
+        "streams",
+        "a weight is updated by another GPU",
+        "train/local_update.py",
+        "with parameter.gpu.current():",
+        "if parameter.gpu.current():",
+        "test_gpu_trainer.py::test_the_weights_gpu_need_not_be_the_present_one --ranks=1",
+    ),
+    Fault(
+        "streams",
         "a graph outlives what it uses",
         "transports/nccl.py",
         "            self._order.wait()\n            self._order.drop_graphs()\n",

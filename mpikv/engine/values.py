@@ -251,7 +251,11 @@ class Values:
 
     def apart(self, array: Array) -> Array:
         """Return the array, or a copy if it lies in the memory of values, which may change before it is read. Local."""
-        return array.copy() if self.is_view(array) else array
+        if not self.is_view(array):
+            return array
+        copied = self._memory.empty(array.shape, array.dtype)
+        self._memory.copy((copied,), (array,))
+        return copied
 
     def set_apart(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for

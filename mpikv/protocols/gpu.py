@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .arrays import Array
-from .kernels import Kernels
+from .kernels import GpuKernels
 
 __all__ = ["Event", "Gpu", "Graph", "Stream"]
 
@@ -174,8 +174,10 @@ class Gpu(Protocol):
         """Multiply arrays of floats in place, in float64, and round once."""
         ...
 
-    def kernels(self) -> Kernels:
-        """Return what runs the rules of optimizers on arrays of the library."""
+    def kernels(self) -> GpuKernels:
+        """Return what runs the rules of optimizers on arrays of the library. What it has bound is bound, and run, where
+        this is the thread's present GPU.
+        """
         ...
 
     def address(self, array: Array) -> int:

@@ -25,6 +25,8 @@ __all__ = ["FakeArray", "FakeGpu", "FakeTensor"]
 # The characters of dtypes that CuPy knows.
 _DTYPES = "?bhilqBHILQefdFD"
 _ALIGNMENT = 256
+_present = threading.local()
+"""The ``ordinal`` of the present GPU of a thread that has chosen one. It is 0 in others."""
 _FIRST_ADDRESS = 0x7F00_0000_0000
 
 
@@ -92,6 +94,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def astype(self, dtype: Any, copy: bool = True) -> FakeArray:
         if not copy and self.dtype == dtype:
             return self
+        self._gpu.check_present("astype")
         out = self._gpu.empty(self.shape, np.dtype(dtype))
         self._gpu.copy([out], [self])
         return out
@@ -103,7 +106,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
         return out
 
     def fill(self, value: Any) -> None:
-        self._gpu.launch("fill", [], [self], partial(self._beneath.fill, value))
+        self._gpu.compute("fill", [], [self], partial(self._beneath.fill, value))
 
     def __getitem__(self, index: Any) -> FakeArray:
         beneath = self._beneath[index]
@@ -117,7 +120,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         out = self[index]
         value = _beneath(value)
-        self._gpu.launch("setitem", value.arrays, [out], partial(out._beneath.__setitem__, ..., value.content))
+        self._gpu.compute("setitem", value.arrays, [out], partial(out._beneath.__setitem__, ..., value.content))
 
     def __array__(self, *_: Any, **__: Any) -> Array:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
@@ -138,13 +141,13 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             # Made where it is known how large it is: by numpy, on the side.
             result = np.asarray(getattr(ufunc, method)(*(value.content for value in given), **options))
             out = self._gpu.empty(result.shape, result.dtype)
-            self._gpu.launch(ufunc.__name__, reads, [out], partial(out._beneath.__setitem__, ..., result))
+            self._gpu.compute(ufunc.__name__, reads, [out], partial(out._beneath.__setitem__, ..., result))
             return out
         (out,) = outs
         if not isinstance(out, FakeArray):
             raise TypeError(f"out is {a_kind(out)}")
         compute = partial(getattr(ufunc, method), *(value.content for value in given), out=out._beneath, **options)
-        self._gpu.launch(ufunc.__name__, reads, [out], compute)
+        self._gpu.compute(ufunc.__name__, reads, [out], compute)
         return out
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Any:
@@ -152,7 +155,7 @@ class FakeArray(np.lib.mixins.NDArrayOperatorsMixin):
             target, source = arguments
             value = _beneath(source)
             copy = partial(np.copyto, target._beneath, value.content, **options)
-            self._gpu.launch("copyto", value.arrays, [target], copy)
+            self._gpu.compute("copyto", value.arrays, [target], copy)
             return None
         if function is np.may_share_memory:
             # CuPy compares places of one allocation, and takes what another library lends for one of its own.
@@ -228,7 +231,7 @@ class FakeGpu:
 
     def use(self) -> None:
         """Make this the GPU of the present thread."""
-        self._threads.used = True
+        _present.ordinal = self.ordinal
 
     def watch(self) -> None:
         """Make this the GPU of the present thread, which watches."""
@@ -236,9 +239,34 @@ class FakeGpu:
         self.watchers.add(threading.get_ident())
 
     def check_used(self, what: str) -> None:
-        """Raise if it is not the GPU of the present thread."""
-        if not getattr(self._threads, "used", False):
+        """Raise if the present thread has chosen no GPU: CUDA would make a context on the first one."""
+        if not hasattr(_present, "ordinal"):
             raise MisuseError(f"{what} in a thread that has not chosen its GPU")
+
+    def check_present(self, what: str) -> None:
+        """Raise if another GPU is that of the present thread."""
+        if getattr(_present, "ordinal", 0) != self.ordinal:
+            raise MisuseError(f"{what} on {self.name}, which is not the present GPU")
+
+    def enter(self, stream: FakeStream) -> None:
+        """Make this the GPU of the present thread, and a stream its present one."""
+        self.entered.append(stream)
+        self._left.append(dict(vars(_present)))
+        self.use()
+
+    def leave(self) -> None:
+        """Go back to what was present before."""
+        self.entered.pop()
+        vars(_present).clear()
+        vars(_present).update(self._left.pop())
+
+    @property
+    def _left(self) -> list[dict[str, int]]:
+        """What this thread's present GPU was each time it entered a stream."""
+        if not hasattr(self._threads, "left"):
+            self._threads.left = []
+        left: list[dict[str, int]] = self._threads.left
+        return left
 
     def check_running(self, what: str) -> None:
         """Raise if the work of this thread's present stream is recorded."""
@@ -305,7 +333,7 @@ class FakeGpu:
 
     def zeros(self, nbytes: int) -> FakeArray:
         array = self.empty((nbytes,), np.dtype(np.uint8))
-        array.fill(0)
+        self.clear(array)
         return array
 
     def release(self, stream: FakeStream) -> None:
@@ -397,7 +425,7 @@ class FakeGpu:
             return [not (np.abs(array._beneath.astype(np.float64)) <= bound).all() for array in arrays]
 
     def clear(self, array: FakeArray) -> None:
-        array.fill(0)
+        self.launch("fill", [], [array], partial(array._beneath.fill, 0))
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
         pass
@@ -472,6 +500,13 @@ class FakeGpu:
             if not self.owns(array):
                 raise TypeError(f"{work}: {type(array).__name__} is no array of {self.name}")
         self.queue(self.current(), work, [(array._block, *_bytes(array), writing) for array, writing in uses], run)
+
+    def compute(
+        self, work: str, reads: Sequence[FakeArray], writes: Sequence[FakeArray], run: Callable[[], object]
+    ) -> None:
+        """Give work to this thread's present stream, as what uses the present GPU does, whatever arrays it is given."""
+        self.check_present(work)
+        self.launch(work, reads, writes, run)
 
     def queue(
         self, stream: FakeStream, work: str, uses: Sequence[tuple[Block, int, int, bool]], run: Callable[[], object]

@@ -66,7 +66,7 @@ class FakeKernels:
         def launch(steps: Sequence[Any]) -> None:
             rows = [step.memory for step in steps if isinstance(step, FakeRow)]
             # An updater may overwrite the sum.
-            self._gpu.launch("update", rows, arrays, partial(run, steps))
+            self._gpu.compute("update", rows, arrays, partial(run, steps))
 
         def run(steps: Sequence[Any]) -> None:
             for update, step in zip(updates, steps, strict=True):
@@ -88,7 +88,7 @@ class FakeKernels:
         norms = self._gpu.empty((3 * len(wholes),), np.dtype(np.float64))
 
         def launch(steps: Sequence[Any]) -> None:
-            self._gpu.launch("update of whole values", [], [*arrays, norms], partial(run, steps))
+            self._gpu.compute("update of whole values", [], [*arrays, norms], partial(run, steps))
 
         def run(steps: Sequence[Any]) -> None:
             for step, (total, value, state) in zip(steps, beneath, strict=True):
@@ -126,11 +126,11 @@ class FakeRanges:
     def encode(self, gradient: FakeArray, payload: FakeArray, residual: FakeArray | None = None) -> None:
         kept = [] if residual is None else [residual]
         arrays = gradient._beneath, payload._beneath, None if residual is None else residual._beneath
-        self._gpu.launch("encode", [gradient, *kept], [payload, *kept], partial(self.codec.encode, *arrays))
+        self._gpu.compute("encode", [gradient, *kept], [payload, *kept], partial(self.codec.encode, *arrays))
 
     def decode_add(self, payload: FakeArray, total: FakeArray) -> None:
         decode = partial(self.codec.decode_add, payload._beneath, total._beneath)
-        self._gpu.launch("decode_add", [payload, total], [total], decode)
+        self._gpu.compute("decode_add", [payload, total], [total], decode)
 
 
 class Form:
@@ -187,4 +187,4 @@ class FakeTable:
             for cell, step in zip(cells, steps, strict=True):
                 cell.step = step
 
-        self._gpu.launch("write steps", [], [self._memory[: len(steps)]], write)
+        self._gpu.compute("write steps", [], [self._memory[: len(steps)]], write)

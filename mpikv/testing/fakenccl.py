@@ -145,6 +145,7 @@ class FakeNccl:
         if not self.init_returns:
             self.wait_for_ever()
         self.gpu.check_used("a communicator is made")
+        self.gpu.check_present("a communicator is made")
         self.count("init")
         made = FakeCommunicator(self, ndev, commId, rank)
         self.communicators.append(made)

@@ -362,11 +362,11 @@ class FakeStream:
             self._gpu.checker.host().join(self.clock)
 
     def __enter__(self) -> FakeStream:
-        self._gpu.entered.append(self)
+        self._gpu.enter(self)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._gpu.entered.pop()
+        self._gpu.leave()
 
     def __repr__(self) -> str:
         return f"<FakeStream {self.number}>"

@@ -80,7 +80,8 @@ def added_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
     gpu.copy((total,), (arrays[0],))
     for array in arrays[1:]:
         gpu.copy((term,), (array,))
-        np.add(total, term, out=total)
+        with gpu.current():  # which need not be that of the thread's present GPU
+            np.add(total, term, out=total)
     return total
 
 

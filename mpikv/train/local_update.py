@@ -63,7 +63,8 @@ class LocalUpdate:
             if parameter.gpu is None:
                 optimizer.update(step, total, value, kept.state)
             else:
-                parameter.gpu.kernels().bind(optimizer, total, value, kept.state)(step)
+                with parameter.gpu.current():  # which need not be that of the thread's present GPU
+                    parameter.gpu.kernels().bind(optimizer, total, value, kept.state)(step)
             if value is not weight:
                 memory.copy((weight,), (value,))
             kept.count += 1

@@ -21,13 +21,11 @@ _FLOAT = np.dtype(np.float32)
 
 def open_gpu(comm: Any, mpi: Any) -> RankGpu:
     """Return the GPU that a store on GPUs gives to this rank. Collective."""
-    from ...compute.cuda.kernels import CudaKernels
-
     host = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     place = place_on_host() or (host.rank, host.size)
     host.Free()
     gpu = find_gpu(*place, sharing=Config.read().gpu_sharing, visible=visible_gpus())
-    return RankGpu(comm, gpu, CudaKernels())
+    return RankGpu(comm, gpu, gpu.kernels())
 
 
 class RankGpu:

@@ -101,21 +101,23 @@ class CudaCodec(SamePayloads):
         self.codec = codec
         self.feedback, self.largest = self.codec.feedback, code.largest
         self._bits, self._threshold = code.bits, code.threshold
-        self._encode, self._decode_add = (
-            kernel("codes.cu", f"{verb}<{code.name}>") for verb in ("encode", "decode_add")
-        )
+        # Looked up at each launch, as each GPU has its own.
+        self._encode, self._decode_add = (f"{verb}<{code.name}>" for verb in ("encode", "decode_add"))
+        for expression in (self._encode, self._decode_add):
+            kernel("codes.cu", expression)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Do what the codec does, on the present stream."""
         if gradient.size:
             given = self._given(residual, payload, gradient.size)
             given["gradient"] = pointer(gradient)
-            self._encode((self._blocks(payload),), (THREADS,), (given,))
+            kernel("codes.cu", self._encode)((self._blocks(payload),), (THREADS,), (given,))
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Do what the codec does, on the present stream."""
         if total.size:
-            self._decode_add((self._blocks(payload),), (THREADS,), (self._given(total, payload, total.size),))
+            given = self._given(total, payload, total.size)
+            kernel("codes.cu", self._decode_add)((self._blocks(payload),), (THREADS,), (given,))
 
     def _given(self, numbers: Array | None, payload: Array, size: int) -> Array:
         given = np.zeros(1, CODES)

@@ -28,7 +28,7 @@ import numpy as np
 from ...arrays.arrays import accumulator
 from ...config import launch_of
 from ...errors import TransportError, TransportUnavailable, Unsupported, a_kind, brief
-from ...protocols import Array, Event, Graph, Kernels, Stream
+from ...protocols import Array, Event, GpuKernels, Graph, Stream
 from . import copies, norms
 from . import rows as cuda_rows
 from .nccl_faults import faults_of
@@ -465,10 +465,10 @@ class CupyGpu:
         apart = [pair for pair in zip(arrays, whole, strict=True) if not pair[0].flags.c_contiguous]
         copies.copy([array for array, _ in apart], [copied for _, copied in apart])
 
-    def kernels(self) -> Kernels:
+    def kernels(self) -> GpuKernels:
         from .kernels import CudaKernels
 
-        return CudaKernels()
+        return CudaKernels(self.present)
 
     def address(self, array: Any) -> int:
         return int(array.data.ptr)

@@ -8,6 +8,7 @@ those of the rules in numpy (a NaN is a NaN: its sign and payload are as it happ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy as copy_of
 from functools import partial
 from itertools import pairwise
@@ -72,9 +73,15 @@ class CudaKernels:
 
     Arrays are CuPy's, contiguous. Other updaters, and optimizers of one's own, are left to themselves: they get CuPy's
     arrays, of which numpy's functions make CuPy do what they say.
+
+    What is bound is bound, and run, where the GPU of the arrays is the present one.
     """
 
     rules: Sequence[str] = tuple(sorted(kind.__name__.lower() for kind in (*FORMS, *layerwise.KINDS)))
+
+    def __init__(self, present: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        """``present`` returns a context in which their GPU is the thread's present one, for which all is compiled."""
+        self._present = present
 
     def has_rule(self, updater: Updater) -> bool:
         return type(updater) in FORMS or type(updater) in layerwise.KINDS
@@ -87,6 +94,10 @@ class CudaKernels:
             Unsupported: the optimizer cannot update values of this dtype, or arrays of a GPU.
             TransportUnavailable: nothing can be compiled here.
         """
+        with self._present():
+            self._prepare(updater, dtype)
+
+    def _prepare(self, updater: Updater, dtype: np.dtype[Any]) -> None:
         if updater.assigns:
             # The sum of half precision is float32.
             prepare(accumulator(dtype), dtype)
@@ -149,10 +160,11 @@ class CudaKernels:
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         assert isinstance(updater, Optimizer)
-        table = Table(updater, memory.zeros(Table.nbytes(count)), count)
-        for dtype in dtypes:
-            for room in (ONE, MANY):
-                _kernel_of(table.form, dtype.name, room)
+        with self._present():
+            table = Table(updater, memory.zeros(Table.nbytes(count)), count)
+            for dtype in dtypes:
+                for room in (ONE, MANY):
+                    _kernel_of(table.form, dtype.name, room)
         return table
 
     def codec(self, codec: Codec) -> Codec:
@@ -161,7 +173,8 @@ class CudaKernels:
         Raises:
             TransportUnavailable: nothing can be compiled here.
         """
-        return CudaCodec(codec) if has_code(codec) else codec
+        with self._present():
+            return CudaCodec(codec) if has_code(codec) else codec
 
 
 _ran: WeakKeyDictionary[Optimizer, set[np.dtype[Any]]] = WeakKeyDictionary()

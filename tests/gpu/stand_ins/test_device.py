@@ -144,6 +144,48 @@ def test_optimizers_of_whole_values(
     gpu.checker.assert_clean()
 
 
+@pytest.mark.ranks(1, 2)
+def test_the_stores_gpu_need_not_be_the_present_one(comm: Any) -> None:
+    """As in a thread that a program has made, where the first of a host is."""
+    gpu = FakeGpu(comm.rank if comm else 0)
+
+    def full(number: float, size: int = 6000) -> Any:
+        return gpu.upload(np.full(size, number, np.float32))
+
+    with store_on(gpu, comm) as kv:
+        FakeGpu(gpu.ordinal + 1).use()
+        for compression in (None, "2bit", "topk"):
+            for optimizer in ("sgd", "lamb", None):
+                kv.init(["a", "b"], [full(1), full(2)], overwrite=True)
+                kv.set_gradient_compression(compression)
+                if optimizer is None:
+                    kv.set_updater(lambda key, given, stored: np.add(stored, given, out=stored))
+                else:
+                    kv.set_optimizer(optimizer, learning_rate=0.5)
+                kv.push(["a", "b"], [[full(1), full(1)], [full(2), full(1)]])
+                kv.pushpull(["a", "b"], [full(1), full(2)], out=[full(0), full(0)])
+                kv.push(["a", "b"], [kv.view("b"), kv.view("a")])
+                kv.set("a", kv.view("b"))
+                kv.push("a", gpu.upload(np.ones((6000, 2), np.float32))[:, 0])
+                kv.pull("a", out=gpu.upload(np.ones((6000, 2), np.float32))[:, 0])
+                kv.broadcast("c", full(1, 3), out=full(0, 3))
+                kv.delete("c")
+                kv.buffer("a")
+                kv.pushpull("a")
+                with kv.join():
+                    kv.push("a", full(1))
+        kv.set_gradient_compression(None)
+        kv.set_optimizer("sgd")
+        kv.push(["a", "b"], [kv.view("b"), kv.view("a")], wait=False).wait()
+        step = kv.capture(["a", "b"], [full(1), full(2)], out=[full(0), full(0)])
+        for _ in range(3):
+            step()
+        kv.init("r", mpikv.RowSparse([0], np.ones((1, 3), np.float32), (9, 3)))
+        kv.push("r", [mpikv.RowSparse([1, 2], gpu.upload(np.ones((2, 3), np.float32)), (9, 3))] * 2)
+        kv.row_sparse_pull("r", row_ids=[0, 1])
+    gpu.checker.assert_clean()
+
+
 @pytest.mark.ranks(1, 2, 3)
 def test_another_librarys_views_of_values_are_read_before_these_change(comm: Any) -> None:
     """In a push of several messages one value changes before the next one is sent."""
@@ -306,7 +348,6 @@ def gpus(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(sys.modules["mpikv.create"], "find_gpu", find)
         monkeypatch.setattr(sys.modules["mpikv.create"], "find_nccl", lambda: FakeNccl(gpu, nccl))
-        monkeypatch.setattr("mpikv.compute.cuda.kernels.CudaKernels", lambda: FakeKernels(gpu))
 
     give(None)
     return give

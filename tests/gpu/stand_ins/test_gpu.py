@@ -24,12 +24,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpikv import codecs, optimizers
 from mpikv.cli.info import _gpu_rows
 from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
 from mpikv.compute.cuda.sharing import sharing
 from mpikv.config import Launch, visible_gpus
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
 from mpikv.memory.stream_order import _PER_THREAD
+from mpikv.optimizers.updaters import Assign
 
 ROOT = Path(__file__).parents[3]
 needs_cupy = pytest.mark.skipif(not find_spec("cupy"), reason="CuPy is not installed")
@@ -501,6 +503,31 @@ def test_kernels_are_launched_on_its_gpu(gpu, cupy, monkeypatch):
         ("put", ("table", "ids", None), 1),
         ("add", ("table", "ids", "rows"), 1),
     ]
+
+
+def test_kernels_are_compiled_for_its_gpu(gpu, cupy, monkeypatch):
+    """When they are prepared, though the thread's present GPU is another one. Each GPU has its own."""
+    noted = []
+
+    def kernel(name: str, expression: str) -> Callable[..., None]:
+        noted.append((expression.partition("<")[0], cupy.present))
+        return lambda *launch: None
+
+    for module in ("codes", "copies", "kernels", "layerwise", "steps"):
+        monkeypatch.setattr(f"mpikv.compute.cuda.{module}.kernel", kernel)
+    kernels, single = gpu.kernels(), np.dtype("f4")
+    for updater in (optimizers.SGD(), optimizers.LARS(), Assign()):
+        kernels.prepare(updater, single, False)
+    kernels.table(optimizers.SGD(), gpu, 1, [single])
+    codec = kernels.codec(codecs.create("2bit"))
+    expected = ["update"] * 2 + [f"lars_{part}" for part in ("norms", "rates", "descent")] + ["copy_bytes"]
+    expected += ["write_numbers", "update", "update", "encode", "decode_add"]
+    assert noted == [(name, 1) for name in expected]
+    array = SimpleNamespace(size=8, data=SimpleNamespace(ptr=0))
+    with gpu.stream():
+        codec.encode(array, array)
+        codec.decode_add(array, array)
+    assert noted[len(expected) :] == [("encode", 1), ("decode_add", 1)]
 
 
 def test_a_stream_is_urgent_and_waits_for_no_other(gpu, cupy):

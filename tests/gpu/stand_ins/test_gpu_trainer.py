@@ -102,6 +102,27 @@ def test_training_has_the_bits_of_the_hosts(
         np.testing.assert_array_equal(*(result[name] for result in results), err_msg=name)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "lamb"])
+def test_the_weights_gpu_need_not_be_the_present_one(comm: Any, gpu: FakeGpu, optimizer: str) -> None:
+    """As in a thread that a program has made, where the first of a host is."""
+    FakeGpu(gpu.ordinal + 1).use()
+    results = []
+    for upload in (gpu.upload, np.copy):
+        params = weights(upload)
+        with mpikv.create(comm=comm, timeout=5) as kv:
+            trainer = Trainer(params, optimizer, kvstore=kv, update_on_kvstore=False)
+            trainer.start()
+            for step in range(2):
+                for name, parameter in trainer.params.items():
+                    one = of_rank(kv.rank, step, name)
+                    parameter.set_sum([upload(one), upload(one * 2)])
+                clip_global_norm([one.grad for one in trainer.params.values()], 20.0)
+                trainer.step(2)
+        results.append({name: on_host(array) for name, array in params.items()})
+    for name in SHAPES:
+        np.testing.assert_array_equal(*(result[name] for result in results), err_msg=name)
+
+
 def on_host(array: Any) -> Any:
     return array.get() if hasattr(array, "get") else array.copy()
 
