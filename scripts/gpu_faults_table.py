@@ -390,6 +390,14 @@ STREAMS = [
     ),
     Fault(
         "streams",
+        "pinned memory goes back while a copy reads it",
+        "compute/cuda/gpu.py",
+        "        _left.extend(pair for pair in self._pieces if pair[1] is not None)",
+        "        pass",
+        "test_gpu.py::test_pinned_memory_outlives_the_copies_from_it",
+    ),
+    Fault(
+        "streams",
         "a copy is made on the default stream",
         "compute/cuda/gpu.py",
         "        stream = self.cuda.get_current_stream().ptr\n",

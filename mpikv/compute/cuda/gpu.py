@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
@@ -667,6 +667,10 @@ class CupyMark:
         return float(self.gpu.cuda.get_elapsed_time(self.beneath, later.beneath)) / 1e3
 
 
+_left: deque[tuple[Array, Any]] = deque()
+"""Pinned memory that nobody needs any more, and the event behind the last copy of each piece."""
+
+
 class Staging:
     """Pinned memory, in pieces, through which arrays of the host travel: while one piece is on its way, the host fills
     or empties another. A GPU reads and writes pinned memory by itself, and pageable memory only by the driver's hand.
@@ -679,6 +683,15 @@ class Staging:
         self._now = now
         # A weight keeps the GPU that it was given to with, in whichever thread it is used.
         self._using = threading.Lock()
+        for _ in range(len(_left)):
+            with suppress(IndexError):  # others may do so, too
+                left = _left.popleft()
+                if not left[1].done:
+                    _left.append(left)
+
+    def __del__(self) -> None:
+        # CuPy gives pinned memory back to whoever asks next, though a copy is on its way: as where a thread has ended.
+        _left.extend(pair for pair in self._pieces if pair[1] is not None)
 
     def upload(self, source: Array, target: int) -> None:
         """Queue a copy of bytes to an address. They may be changed when this returns."""

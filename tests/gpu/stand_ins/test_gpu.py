@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -274,13 +273,27 @@ class Late:
     def move(self, target: int, source: int, nbytes: int) -> None:
         self.queue.append(lambda: ctypes.memmove(target, source, nbytes))
 
-    def now(self) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=partial(self.run, len(self.queue)))
+    def now(self) -> LateEvent:
+        return LateEvent(self)
 
     def run(self, behind: int) -> None:
         for index in range(behind):
             self.queue[index]()
             self.queue[index] = int
+
+
+class LateEvent:
+    """A point behind what a stream was given."""
+
+    def __init__(self, late: Late) -> None:
+        self._late, self._behind = late, len(late.queue)
+
+    @property
+    def done(self) -> bool:
+        return all(each is int for each in self._late.queue[: self._behind])
+
+    def synchronize(self) -> None:
+        self._late.run(self._behind)
 
 
 def staging(late: Late, piece: int = 8, pieces: int = 2) -> Staging:
@@ -315,6 +328,21 @@ def test_downloads_are_whole_when_they_return(sizes, pieces):
         other = source.copy()
         stage.upload(other, source.ctypes.data)  # both ways share the pieces
         other[...] = 0
+
+
+def test_pinned_memory_outlives_the_copies_from_it():
+    """CuPy would give it to somebody else, who fills it: as where the thread has ended that copied."""
+    late, source, target = Late(), np.arange(20, dtype=np.uint8), np.zeros(20, np.uint8)
+    stage = staging(late)
+    pieces = [weakref.ref(piece) for piece, _ in stage._pieces]
+    stage.upload(source, target.ctypes.data)
+    del stage
+    staging(late)
+    assert all(piece() is not None for piece in pieces)
+    late.run(len(late.queue))
+    assert (target == source).all()
+    staging(late)
+    assert all(piece() is None for piece in pieces)
 
 
 def test_threads_take_turns():
