@@ -253,7 +253,7 @@ def _translated(method: Method) -> Method:
                 return method(self, *arguments)
         except self.cuda.memory.OutOfMemoryError as error:
             raise self._lacking(error) from error
-        except self.cuda.runtime.CUDARuntimeError as error:
+        except (self.cuda.runtime.CUDARuntimeError, self.cuda.driver.CUDADriverError) as error:
             if error.status == _OUT_OF_MEMORY:
                 raise self._lacking(error) from error
             raise TransportError(f"CUDA failed on {self.name}, in '{method.__name__}': {error}") from error
@@ -473,9 +473,9 @@ class CupyGpu:
     def address(self, array: Any) -> int:
         return int(array.data.ptr)
 
+    @_translated
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        with self.present():
-            copies.copy(targets, sources)
+        copies.copy(targets, sources)
 
     @_translated
     def mark(self) -> CupyMark:
@@ -495,9 +495,9 @@ class CupyGpu:
     def clear(self, array: Array) -> None:
         array.fill(0)
 
+    @_translated
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
-        with self.present():
-            cuda_rows.prepare(dtype, accumulator(dtype))
+        cuda_rows.prepare(dtype, accumulator(dtype))
 
     @_translated
     def take_rows(self, table: Array, ids: Array, out: Array) -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ...errors import TransportUnavailable, ValueMismatch
+from ...errors import TransportError, TransportUnavailable, ValueMismatch
 from ...protocols import Array
 from .images import image_of
 
@@ -61,17 +61,21 @@ def loaded(name: str, expression: str, ordinal: int) -> Kernel:
     module = cupy.cuda.function.Module()
     module.load(image.code)
     # A function keeps its module.
-    return _by_address(module.get_function(image.name), cupy.cuda.function.CPointer)
+    return _by_address(expression, module.get_function(image.name), cupy.cuda.function.CPointer)
 
 
-def _by_address(function: Callable[..., None], parameter_at: Callable[[int], Any]) -> Kernel:
+def _by_address(expression: str, function: Callable[..., None], parameter_at: Callable[[int], Any]) -> Kernel:
     """Return what launches a function of CuPy's by the address of its arguments. Of an array CuPy would have numpy list
-    the fields, which takes 6 to 12 us for each launch; the address takes 1.5.
+    the fields, which takes 6 to 12 us for each launch; the address takes 1.5. It raises TransportError if CUDA failed,
+    in this launch or before.
     """
 
     def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any]) -> None:
         (given,) = arguments  # which live until the launch has copied them
-        function(grid, block, (parameter_at(given.ctypes.data),))
+        try:
+            function(grid, block, (parameter_at(given.ctypes.data),))
+        except RuntimeError as error:  # of the driver or of the runtime
+            raise TransportError(f"the CUDA kernel {expression} could not be launched: {error}") from error
 
     return launch
 

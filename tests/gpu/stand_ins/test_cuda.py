@@ -27,6 +27,7 @@ from mpikv.arrays.arrays import accumulator
 from mpikv.codecs import ErrorFeedback, OneBit, TwoBit
 from mpikv.compute.cuda import codes, copies, kernels, layerwise, loading, norms, rows, steps
 from mpikv.compute.cuda.kernels import CudaKernels
+from mpikv.errors import TransportError
 from mpikv.optimizers.forms import FORMS, call_of
 from mpikv.optimizers.updaters import Assign
 from mpikv.testing import ElementwiseCodecContract, KernelsContract
@@ -1109,8 +1110,9 @@ def test_cupy_passes_the_arguments_by_value():
     others = [copies.PAIRS, codes.CODES, norms.ARRAYS, layerwise.LAYERS, rows.ROWS, steps.WRITTEN]
     for dtype in (*updates, *others):
         arguments = np.zeros(1, dtype)
-        with pytest.raises((CUDADriverError, CUDARuntimeError)):
-            loading._by_address(no_kernel, note)((1,), (1,), (arguments,))
+        with pytest.raises(TransportError, match="the CUDA kernel its_name could not be launched: ") as failed:
+            loading._by_address("its_name", no_kernel, note)((1,), (1,), (arguments,))
+        assert isinstance(failed.value.__cause__, (CUDADriverError, CUDARuntimeError))
         assert given[-1].ptr == function.CNumpyArray(arguments).ptr == arguments.ctypes.data
         with pytest.raises((CUDADriverError, CUDARuntimeError)):
             no_kernel((1,), (1,), (arguments,))
@@ -1134,7 +1136,7 @@ def test_arguments_live_until_the_launch_has_copied_them():
         return (given,)
 
     alive = None
-    loading._by_address(function, int)((1,), (1,), launch())
+    loading._by_address("name", function, int)((1,), (1,), launch())
     assert kept[0] is not None
     kept.clear()
     assert alive() is None

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from mpikv import codecs, optimizers
 from mpikv.cli.info import _gpu_rows
 from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
+from mpikv.compute.cuda.loading import _by_address
 from mpikv.compute.cuda.sharing import sharing
 from mpikv.config import Launch, visible_gpus
 from mpikv.errors import TransportError, TransportUnavailable, Unsupported
@@ -256,6 +257,7 @@ def test_errors_of_cupy_are_those_that_are_caught():
 
     assert issubclass(cupy.cuda.memory.OutOfMemoryError, MemoryError)
     assert issubclass(cupy.cuda.runtime.CUDARuntimeError, RuntimeError)
+    assert issubclass(cupy.cuda.driver.CUDADriverError, RuntimeError)
     error = cupy.cuda.runtime.CUDARuntimeError(2)
     assert error.status == 2
     assert "cudaErrorMemoryAllocation" in str(error)
@@ -384,6 +386,10 @@ class Failure(RuntimeError):
         self.status = status
 
 
+class DriverFailure(RuntimeError):
+    status = 700
+
+
 class OutOfMemory(MemoryError):
     pass
 
@@ -409,6 +415,7 @@ class Standin:
             get_current_stream=lambda ordinal=0: self.streams[-1],
             alloc_pinned_memory=bytearray,
             memory=SimpleNamespace(OutOfMemoryError=OutOfMemory),
+            driver=SimpleNamespace(CUDADriverError=DriverFailure),
             runtime=SimpleNamespace(
                 CUDARuntimeError=Failure,
                 memcpyDefault=4,
@@ -861,6 +868,23 @@ def test_failures_of_cuda(gpu, cupy, monkeypatch):
         gpu.zeros(8)
     with pytest.raises(TransportError, match="what was queued on cuda:1 failed"):
         stream.synchronize()
+
+    def failing(targets, sources):
+        raise DriverFailure("illegal address")
+
+    monkeypatch.setattr("mpikv.compute.cuda.gpu.copies.copy", failing)
+    with pytest.raises(TransportError, match="CUDA failed on cuda:1, in 'copy': illegal address"):
+        gpu.copy([], [])
+
+
+def test_a_kernel_that_cannot_be_launched():
+    """CuPy raises what the driver says, which may be of earlier work."""
+
+    def function(grid, block, parameters):
+        raise DriverFailure("illegal address")
+
+    with pytest.raises(TransportError, match="the CUDA kernel cast<a, b> could not be launched: illegal address"):
+        _by_address("cast<a, b>", function, int)((1,), (1,), (np.zeros(1),))
 
 
 def test_events_that_nobody_refers_to_are_recorded_again(gpu, cupy):
