@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -110,9 +111,21 @@ def test_memory_that_was_freed_is_not_found(one):
 
 @pytest.mark.ranks(1)
 def test_a_thread_chooses_its_gpu(one):
-    one.gpu._threads.used = False
-    with pytest.raises(MisuseError, match="has not chosen its GPU"):
-        one.nccl.NcclCommunicator(1, b"", 0)
+    found = list[str]()
+
+    def make(*chosen: FakeGpu) -> None:
+        for gpu in chosen:
+            gpu.use()
+        with pytest.raises(MisuseError) as refused:
+            one.nccl.NcclCommunicator(1, b"", 0)
+        found.append(str(refused.value))
+
+    for chosen in ((), (FakeGpu(1),)):
+        thread = threading.Thread(target=make, args=chosen)
+        thread.start()
+        thread.join()
+    assert "has not chosen its GPU" in found[0]
+    assert "on fake:0, which is not the present GPU" in found[1]
 
 
 @pytest.mark.ranks(1)

@@ -361,7 +361,7 @@ def test_threads_take_turns():
         """An event behind which a copy is, during the wait for which another thread copies, too."""
 
         def __init__(self, event: Any) -> None:
-            self._event = event
+            self._event, self.done = event, True
 
         def synchronize(self) -> None:
             if len(others) < 3:
@@ -408,7 +408,8 @@ class Standin:
         self.cuda = SimpleNamespace(
             Device=lambda ordinal: StandinDevice(self, ordinal),
             Event=lambda disable_timing=False: self.note(
-                "event", SimpleNamespace(made=self.present, ptr=id(self), timing=not disable_timing, synchronize=int)
+                "event",
+                SimpleNamespace(made=self.present, ptr=id(self), timing=not disable_timing, synchronize=int, done=True),
             ),
             get_elapsed_time=lambda first, last: self.note("elapsed", last.milliseconds - first.milliseconds),
             Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
