@@ -18,7 +18,16 @@ from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
 from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
-from .errors import ConfigError, PeerFailed, RankMismatch, TransportUnavailable, Unsupported, known_names, mark_repeated
+from .errors import (
+    ConfigError,
+    PeerFailed,
+    RankMismatch,
+    Stalled,
+    TransportUnavailable,
+    Unsupported,
+    known_names,
+    mark_repeated,
+)
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
 from .optimizers.updaters import check_outside
@@ -191,6 +200,9 @@ def create(
     group = connect(comm, request.settings)
     try:
         parts = _rendezvous(request, group, bucket_bytes)
+    except Stalled as error:  # of ranks that would not come to a close either
+        error.args = (f"create: {error} [rank {group.rank}/{group.size}]",)
+        raise
     except Exception:
         group.close()
         raise

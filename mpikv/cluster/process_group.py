@@ -9,7 +9,8 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ import numpy as np
 
 from ..config import dividing_variables
 from ..errors import Stalled, mark_stalled
+from ..protocols import Array
 from .mpi_library import TranslatedErrors, library_of
 from .runtime import present
-from .shutdown import announce_shutdown, await_shutdown, end_job, receive_shutdowns
+from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
 from .waiting import Waiting
 from .windows import SharedWindows
 
 __all__ = ["ProcessGroup", "warn_once"]
 
-# Seconds to wait for a rank that has waited too long for others.
-_PATIENCE = 0.3
 # The tag of the message of a rank that has ended a store while others may be in a call of it, and its longest text,
 # which MPI passes on without either rank's help.
 _ENDED, _MOST_TOLD = 32102, 500
@@ -56,6 +56,7 @@ class ProcessGroup:
         self.mpi: Any = library_of(comm) if comm is not None else None
         self.rank = self.comm.rank if self.comm else 0
         self.size = self.comm.size if self.comm else 1
+        self._timeout = timeout
         self.windows = SharedWindows()
         self.divided = ""
         """What MPI says of the ranks of one machine, if it takes them for ranks of several hosts."""
@@ -84,7 +85,8 @@ class ProcessGroup:
         self.local_rank = self.host_comm.rank
         told = self.host_comm.allgather((self.rank, (self.mpi.COMM_WORLD.rank, os.getpid())))
         self.host_ranks, members = zip(*told, strict=True)
-        self.windows = SharedWindows(self.host_comm, self.rank, members, self.divided if insists else "")
+        waits = partial(complete, comm=self.host_comm, ranks=self.host_ranks, timeout=self._timeout)
+        self.windows = SharedWindows(self.host_comm, self.rank, members, self.divided if insists else "", waits)
         hosts = dict(self.comm.allgather((self.host_ranks, present().host)))
         self.ranks_of_hosts, self.hosts = tuple(hosts), tuple(hosts.values())
 
@@ -117,11 +119,30 @@ class ProcessGroup:
         return self.comm is None or bool(self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE)
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all ranks, in rank order. Collective."""
+        """Return the texts of all ranks, in rank order. Collective.
+
+        Raises:
+            Stalled: not all ranks have come within the timeout.
+        """
         if self.comm is None:
             return [text]
+        mine = np.frombuffer(text.encode(), np.uint8)
         with self.translated("exchanging texts"):
-            return list(self.comm.allgather(text))
+            sizes = self._join(np.array([mine.nbytes]), [8] * self.size).view(np.int64).tolist()
+            joined = self._join(mine, sizes)
+        return [joined[end - size : end].tobytes().decode() for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def _join(self, mine: Array, sizes: Sequence[int]) -> Array:
+        """Return the bytes of all ranks, one behind the other. Collective."""
+        starts = [0, *accumulate(sizes)]
+        joined = np.empty(starts[-1], np.uint8)
+        joined[starts[self.rank] : starts[self.rank + 1]] = mine.view(np.uint8)
+        parts = [joined, (sizes, starts[:-1]), self.mpi.BYTE]
+        self._complete(self.comm.Iallgatherv(self.mpi.IN_PLACE, parts))
+        return joined
+
+    def _complete(self, request: Any) -> None:
+        complete(request, self.comm, range(self.size), self._timeout)
 
     def translated(self, doing: str) -> TranslatedErrors:
         """Raise what MPI raises as TransportError."""
@@ -190,7 +211,11 @@ class ProcessGroup:
         return list if self.comm is None else announce_shutdown(self.comm)
 
     def close(self) -> None:
-        """Free the shared memory at which no rank looks, and the communicators. Collective, idempotent."""
+        """Free the shared memory at which no rank looks, and the communicators. Collective, idempotent.
+
+        Raises:
+            Stalled: not all ranks have come within the timeout.
+        """
         if self.comm is None:
             return
         with self.translated("closing"):
@@ -198,7 +223,7 @@ class ProcessGroup:
             self.host_comm.Free()
             # What was told and not received would be found in the next communicator, which takes its number.
             told = np.array([self._has_spoken])
-            self.comm.Allreduce(self.mpi.IN_PLACE, told, self.mpi.LOR)
+            self._complete(self.comm.Iallreduce(self.mpi.IN_PLACE, told, self.mpi.LOR))
             with self._listening:  # a watchdog may be about to
                 comm, self.comm, self.host_comm = self.comm, None, None
             if not told[0]:
@@ -245,13 +270,13 @@ def _duplicated(world: Any, timeout: float) -> Any:
         # A rank that has given up took part in the barrier, and takes part in nothing else.
         comm, request = world.Idup()
         now = present().now
-        given_up, late = receive_shutdowns(world), now() + _PATIENCE
+        given_up, late = receive_shutdowns(world), now() + PATIENCE
         # The caller's messages are looked at only where something is wrong.
         Waiting(timeout).until(lambda: request.Test() or (now() > late and bool(given_up())), tuple)
         if request:
             problem = f"rank {world.rank} was late, and the other ranks have stopped waiting for it"
     except Stalled:
-        missing = await_shutdown([announce_shutdown(world)], _PATIENCE)
+        missing = await_shutdown([announce_shutdown(world)], PATIENCE)
         who = f"ranks {missing}, which have not called it" if missing else "ranks that came late"
         problem = f"waited {timeout:.1f} s for {who}"
     if problem:

@@ -1,4 +1,6 @@
-"""How a rank leaves MPI: the shutdown handshake with other ranks, the end of the whole job, and forked processes."""
+"""How a rank leaves MPI, or an operation of MPI for which others do not come: what it tells them, the end of the whole
+job, and forked processes.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from types import TracebackType
 from typing import Any
 
 from ..config import GIVEN_UP, run_directory
+from ..errors import Stalled
 from .mpi_library import library_of, load_mpi
-from .runtime import present
+from .runtime import OfMessages, present
 from .tracebacks import print_last
-from .waiting import until_read
+from .waiting import Waiting, until_read
 
 __all__ = [
     "abort_on_exception",
     "announce_shutdown",
     "await_shutdown",
+    "complete",
     "disown_mpi",
     "end_job",
     "fail_at_end",
@@ -28,23 +32,27 @@ __all__ = [
     "was_forked",
 ]
 
-# The tag and the text of the message of a rank that makes no more calls. It may travel on a communicator of the
-# caller's, whose own messages are told by their length.
-_TAG, _TEXT = 32101, b"mpikv waits no longer"
+# The tags of the message of a rank that makes no more calls, and of one that has given up an operation; and the text.
+# Such a message may travel on a communicator of the caller's, whose own messages are told by their length.
+_TAG, _STALLED, _TEXT = 32101, 32105, b"mpikv waits no longer"
+# Seconds to wait for a rank that has waited too long for others.
+PATIENCE = 0.3
+# Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
+_unfinished: list[Any] = []
 # The state of an Open MPI that has come to its end.
 _OMPI_FINALIZED = 5
 # Whether this process was forked from one that had a store.
 _forked = False
 
 
-def announce_shutdown(comm: Any) -> Callable[[], list[int]]:
+def announce_shutdown(comm: Any, tag: int = _TAG) -> Callable[[], list[int]]:
     """Tell the other ranks that this one shuts down. Local.
 
     Returns:
         What returns the ranks that have not told the same yet.
     """
-    messages = [comm.Isend(_TEXT, rank, _TAG) for rank in range(comm.size) if rank != comm.rank]
-    receive = receive_shutdowns(comm)
+    messages = [comm.Isend(_TEXT, rank, tag) for rank in range(comm.size) if rank != comm.rank]
+    receive = receive_shutdowns(comm, tag)
 
     def find_absent() -> list[int]:
         library_of(comm).Request.Testall(messages)
@@ -53,7 +61,7 @@ def announce_shutdown(comm: Any) -> Callable[[], list[int]]:
     return find_absent
 
 
-def receive_shutdowns(comm: Any) -> Callable[[], set[int]]:
+def receive_shutdowns(comm: Any, tag: int = _TAG) -> Callable[[], set[int]]:
     """Return a function that returns the ranks that have told so far that they shut down."""
     mpi = library_of(comm)
     ranks: set[int] = set()
@@ -61,8 +69,8 @@ def receive_shutdowns(comm: Any) -> Callable[[], set[int]]:
     def receive() -> set[int]:
         status = mpi.Status()
         for rank in set(range(comm.size)) - ranks:
-            if comm.Iprobe(rank, _TAG, status) and status.Get_count(mpi.BYTE) == len(_TEXT):
-                comm.Recv(bytearray(len(_TEXT)), rank, _TAG)
+            if comm.Iprobe(rank, tag, status) and status.Get_count(mpi.BYTE) == len(_TEXT):
+                comm.Recv(bytearray(len(_TEXT)), rank, tag)
                 ranks.add(rank)
         return ranks
 
@@ -78,6 +86,29 @@ def await_shutdown(handshakes: Sequence[Callable[[], list[int]]], seconds: float
             return absent
         here.nap(0.01, limit)
     return []
+
+
+def complete(request: Any, comm: Any, ranks: Sequence[int], timeout: float) -> None:
+    """Wait for an operation of all ranks of a communicator, but no longer than ``timeout`` seconds. Collective.
+
+    ``ranks`` are their numbers in the store.
+
+    Raises:
+        Stalled: some do not come, or had given up when this one came.
+    """
+    try:
+        Waiting(timeout).until(OfMessages(request.Test), tuple)
+    except Stalled:
+        _unfinished.append(request)
+        # Those that wait, too, have the same deadline.
+        absent = await_shutdown([announce_shutdown(comm, _STALLED)], PATIENCE)
+        missing = [ranks[place] for place in absent]
+        waited = f"waited {timeout:.1f} s for ranks {missing}"
+        text = waited if missing else "the other ranks have given up waiting for this one"
+        raise Stalled(text, missing) from None
+    except BaseException:  # Ctrl-C
+        _unfinished.append(request)
+        raise
 
 
 def end_job(why: str) -> None:

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
+from ..protocols import Array
 from .process_group import ProcessGroup
 from .runtime import present, system_function
 
@@ -82,16 +83,21 @@ class StatusBoard:
         numbers = [(name, "i8") for name in ("call", "pid", "thread", "answers", "over", "length")]
         slot = np.dtype([*numbers, ("text", "u1", _TEXT)])
         board = group.windows.allocate(slot.itemsize * len(self._ranks))
-        self._slots = board.view(slot)
-        mine = self._slots[group.local_rank : group.local_rank + 1]
+        self._look_at(board.view(slot))
         if group.size > 1:
+            mine = self._slots[group.local_rank]
             mine["pid"] = mine["thread"] = present().process
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
-        own = mine.view(np.uint8).data
-        self.number, self._note = own[:8].cast("q"), own[slot.itemsize - 8 - _TEXT :]
-        """The number of the call that this rank has begun: all that changes when it makes the same call again."""
         self.said = b""
         """What this rank's slot says."""
+        self._closed = False
+
+    def _look_at(self, slots: Array) -> None:
+        place = self._ranks.index(self._rank)
+        own = slots[place : place + 1].view(np.uint8).data
+        self._slots = slots
+        self.number, self._note = own[:8].cast("q"), own[own.nbytes - 8 - _TEXT :]
+        """The number of the call that this rank has begun: all that changes when it makes the same call again."""
 
     def write(self, number: int, said: bytes) -> None:
         """Say that this rank has begun call ``number``, of which a :func:`note` says more."""
@@ -160,16 +166,17 @@ class StatusBoard:
 
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes have ended."""
-        if len(self._slots) < 2:  # closed, or alone
+        if self._closed or len(self._slots) == 1:
             return ()
         slots = zip(self._ranks, self._slots, strict=True)
         return tuple(rank for rank, slot in slots if _state(int(slot["pid"])) in ("gone", "dead"))
 
     def close(self) -> None:
-        """Let go of the shared memory."""
-        for view in (self.number, self._note):
+        """Let go of the shared memory, but not of what it says: whoever still has to wait tells it."""
+        views, self._closed = (self.number, self._note), True
+        self._look_at(self._slots.copy())
+        for view in views:
             view.release()
-        self._slots = np.empty(0, self._slots.dtype)
 
 
 def _call_of(slot: Any) -> str:

@@ -46,14 +46,21 @@ class SharedWindows:
     """The windows of one group of ranks on one host."""
 
     def __init__(
-        self, comm: Any = None, rank: int = 0, members: tuple[tuple[int, int], ...] = (), division: str = ""
+        self,
+        comm: Any = None,
+        rank: int = 0,
+        members: tuple[tuple[int, int], ...] = (),
+        division: str = "",
+        complete: Callable[[Any], None] = lambda request: None,
     ) -> None:
         """``comm`` has the ranks of the host, which are ``members``; None where this process, ``rank``, is alone.
+        ``complete`` waits for an operation of theirs.
 
         Where MPI takes ranks that shall share memory for ranks of several hosts, ``division`` says so: windows are
         then files.
         """
         self._comm, self._rank, self._members, self._division = comm, rank, members, division
+        self._complete = complete
         self._mpi: Any = library_of(comm) if comm is not None else None
         self._windows: list[_Window] = []
 
@@ -163,7 +170,7 @@ class SharedWindows:
     def _free_unseen(self, windows: Sequence[_Window]) -> list[_Window]:
         """Free the windows that no rank looks at; return the others."""
         looked_at = np.array([window.memory() is not None for window in windows], np.bool_)
-        self._comm.Allreduce(self._mpi.IN_PLACE, looked_at, self._mpi.LOR)
+        self._complete(self._comm.Iallreduce(self._mpi.IN_PLACE, looked_at, self._mpi.LOR))
         for window, stays in zip(windows, looked_at, strict=True):
             if not stays:
                 _free(window)

@@ -262,7 +262,6 @@ def test_a_save_that_is_not_waited_for_is_whole_or_absent(fault: Any, at: int, t
                 over.append(5.0)
                 for _ in range(60):
                     kv.barrier()
-                kv.abandon("a rank that ends while it closes is another matter")
         except (OSError, mpikv.MPIKVError, Planted) as error:
             return f"{type(error).__name__}: {error}"
         return "done"
@@ -288,6 +287,29 @@ def test_a_save_that_is_not_waited_for_is_whole_or_absent(fault: Any, at: int, t
     else:
         known = ("done", "Stalled", "PeerFailed", "RankMismatch", "Planted", "CheckpointError")
         assert all(text is None or text.startswith(known) for text in texts)
+
+
+@pytest.mark.filterwarnings("ignore::mpikv.testing.Missed")
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("fault", [Raise, Kill])
+def test_a_rank_that_ends_in_a_save_or_a_close_is_named_by_the_others(fault: Any, rank: int, tmp_path: Path) -> None:
+    """Also where they find that it has taken its draft away, and want to tell each other; and in their last steps."""
+
+    def program(comm: Any) -> str:
+        try:
+            with mpikv.create(comm=comm, timeout=10.0) as kv:
+                kv.init("w", np.zeros(100))
+                for _ in range(2):
+                    kv.save(tmp_path / "w")
+                    kv.push("w", np.ones(100))
+        except (mpikv.MPIKVError, Planted) as error:
+            return f"{type(error).__name__}: {error}"
+        return "done"
+
+    for at in range(28, 64):
+        texts = cluster(3, seed=at, faults=[fault(rank, at)]).run(program)
+        others = [text for other, text in enumerate(texts) if other != rank]
+        assert all(text == "done" or f"ranks [{rank}]" in text or f"rank {rank} raised" in text for text in others)
 
 
 def test_the_disk_of_another_host_has_room(tmp_path: Path) -> None:
