@@ -493,7 +493,7 @@ class End:
     """Between two calls; before ``create``; in the ``updater`` at the root; in an ``exchange`` of a random program; in
     a ``save``, of which a load must give the old state or the new one."""
     aside: bool = False
-    """Whether the ranks push by the threads of their stores."""
+    """Whether the threads of the stores push, or write what is saved."""
     comes: bool = False
     """Whether the culprit makes its call after all, and is to raise too."""
     in_peace: bool = False
@@ -557,6 +557,7 @@ ENDS = (
     End("SIGKILL in the updater", _KILL, "death", "SIGKILL", "updater"),
     End("SIGKILL in an exchange", _KILL, "death", "SIGKILL", "exchange"),
     End("SIGKILL in a save", _KILL, "death", "SIGKILL", "save", simulated=Kill),
+    End("SIGKILL in a save with wait=False", _KILL, "death", "SIGKILL", "save", aside=True, simulated=Kill),
     End("SIGKILL while others wait aside", _KILL, "death", "SIGKILL", aside=True, simulated=Kill),
     End("out of memory", _exhaust_memory, "death", "MemoryError"),
     End("sys.exit(0) in the updater", lambda t: sys.exit(0), "death", "", "updater"),

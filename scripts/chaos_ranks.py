@@ -185,14 +185,17 @@ class Trial:
         Program(self.comm, self.task.seed, make, mistakes=False, **options).run(calls=STEPS)
 
     def save(self, end: End) -> None:
-        """Save one new state after the other to the same path; the fault comes at a random moment of a save."""
+        """Save one new state after the other to the same path; the fault comes at a random moment of a save. Of one
+        aside, ranks push before they wait for it.
+        """
         del self.options["root"]
+        shapes = SMALL if self.task.simulated else SHAPES
         kv, path, seconds, delay = mpikv.create(comm=self.comm, **self.options), self.folder / "checkpoint", [], 0.0
         for number in itertools.count():
-            fill(kv, number, SMALL if self.task.simulated else SHAPES)
+            fill(kv, number, shapes)
             if number == CALIBRATIONS:
                 kv.load(path)
-                fill(kv, number, SMALL if self.task.simulated else SHAPES)
+                fill(kv, number, shapes)
                 delay = random.Random(self.task.seed).uniform(0, SAVES) * statistics.median(seconds)
             if kv.is_root:
                 (self.folder / "begun").write_text(str(number))
@@ -202,9 +205,14 @@ class Trial:
                 self.plant(end)
             elif self.odd and number >= CALIBRATIONS:
                 threading.Thread(target=self.plant_unless, args=(saved, delay, end), daemon=True).start()
-            kv.save(path)
+            work = kv.save(path, wait=not end.aside)
+            if work is not None:
+                kv.push({key: np.ones(shape, DTYPES.get(key, np.float32)) for key, shape in shapes.items()})
+                work.wait()
             saved.set()
             seconds.append(time.perf_counter() - began)
+            if kv.is_root:
+                (self.folder / "saved").write_text(str(number))
             delay = max(delay - seconds[-1], 0.0)
 
     def plant_unless(self, saved: threading.Event, delay: float, end: End) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import mmap
 import os
 import re
@@ -12,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,8 @@ from chaos_growth import Resources  # noqa: E402
 
 pytestmark = pytest.mark.deadline(300)
 SIMULATED = [name for name, fault in FAULTS.items() if simulated(fault)]
-SAVES = ["table", "--only", "SIGKILL in a save", "--ranks", "2", "--transports", "shm"]
-
-
-@pytest.fixture(autouse=True)
-def kept_level() -> Iterator[None]:
-    """Simulated ranks of this process leave the level of its log as they need it."""
-    log = logging.getLogger("mpikv")
-    before = log.level
-    yield
-    log.setLevel(before)
+SAVES = ["table", "--ranks", "2", "--transports", "shm", "--only"]
+KILLED, KILLED_ASIDE = "SIGKILL in a save", "SIGKILL in a save with wait=False"
 
 
 LOSSY = """
@@ -149,9 +140,10 @@ def test_a_trial_can_fail(request: pytest.FixtureRequest, kind: str) -> None:
 
 @pytest.mark.one_library
 @pytest.mark.feature("recovery")
+@pytest.mark.parametrize("fault", [KILLED, KILLED_ASIDE])
 @pytest.mark.parametrize(("place", "repeat"), [((), "6"), (("--simulated",), "20")])
-def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], repeat: str) -> None:
-    done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat)
+def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], repeat: str, fault: str) -> None:
+    done = chaos(*SAVES, fault, *place, "--seed", "1", "--repeat", repeat)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{repeat} of {repeat} as promised" in done.stdout
     assert re.search("(old|new) state", done.stdout)
@@ -163,7 +155,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(place: tuple[str, ...], r
 @pytest.mark.one_library
 @pytest.mark.parametrize(("place", "repeat"), [((), "8"), (("--simulated",), "12")])
 def test_a_save_that_is_not_atomic_is_found(tmp_path: Path, place: tuple[str, ...], repeat: str) -> None:
-    done = chaos(*SAVES, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
+    done = chaos(*SAVES, KILLED, *place, "--seed", "1", "--repeat", repeat, scripts=planted(tmp_path, IN_PLACE))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "again:  scripts/chaos table" in done.stdout
 
