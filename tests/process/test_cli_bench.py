@@ -555,6 +555,19 @@ def test_sets_on_several_numbers_of_ranks(bench: Run, tmp_path: Path) -> None:
     assert "private arrays / memcpy, 3 ranks" in done.stdout
 
 
+def test_files_are_measured_and_read_again(bench: Run, tmp_path: Path) -> None:
+    done = bench("--quick", "--suite", "files", "--json", "all.json")
+    assert done.returncode == 0, done.stderr
+    (job,) = json.loads((tmp_path / "all.json").read_text())["jobs"]
+    assert [group["name"] for group in job["groups"]] == list(SUITES["files"])
+    for group in job["groups"]:
+        assert group["wrong"] == group["skipped"] == {}
+        assert len(group["cases"]) == 2 * len(group["comparisons"]) == 8
+        assert all(case["median"] > 0 for case in group["cases"])
+    assert "4 keys of 64 KB: load over the same keys / plain reads" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
+
+
 def test_other_optimizers_and_transports_are_right(bench: Run) -> None:
     done = bench(
         *("--quick", "--only", "many", "--optimizer", "sgd,adam,lamb", "--transport", "mpi"),

@@ -20,6 +20,7 @@ __all__ = ["Options", "parse"]
 SUITES = {
     "latency": ("push-pull", "allreduce", "sizes"),
     "sets": ("resnet50", "bert-base", "many"),
+    "files": ("large-file", "many-file"),
     "torch": ("resnet18", "bert-small", "muon"),
 }
 GROUPS = tuple(name for suite in SUITES.values() for name in suite)
@@ -33,7 +34,7 @@ every result; print the ratios first. All cases are timed in turns within one ru
 most differences: compare ratios, and times within one run only."""
 
 EPILOG = """\
-what is measured (--suite latency is the first three, sets the next three, torch the last three):
+what is measured (--suite latency is the first three, sets the next three, files the next two, torch the last three):
   push-pull  a single key of 64 B and a list of 100, SGD-momentum, beside Comm.Allreduce and an update per key
   allreduce  the sum of one array of 64 MB, beside one Comm.Allreduce
   sizes      push, pull and pushpull of 64 B to 64 MB without an updater, beside Comm.Allreduce
@@ -43,6 +44,10 @@ what is measured (--suite latency is the first three, sets the next three, torch
 These three, with an optimizer: from private arrays to private arrays, and in place, beside Reduce, update and Bcast
 per key, beside PyTorch's gloo with DDP's buckets and a fused update, and beside a copy of the same bytes; and the
 memory of each rank.
+  large-file a checkpoint of 4 keys of 64 MB: save, beside plain writes of the same bytes; save with wait=False until it
+             returns, beside a copy in memory of what a rank owns; load, beside plain reads
+  many-file  the same of 10,000 arrays of 1 to 100 floats
+Files are in the folder for temporary files (TMPDIR), and are read from the page cache.
   resnet18   a training step of a ResNet-18 in PyTorch (45 MB): alone, with mpikv.torch, and with DDP over gloo
   bert-small the same of a transformer with six layers (90 MB)
   muon       an update by PyTorch's Muon: of all matrices, and shared out among ranks

@@ -6,11 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ...protocols import Array
 
-__all__ = ["Case", "Clock", "Contender", "HostClock", "measure"]
+__all__ = ["Case", "Clock", "Contender", "HostClock", "Prepared", "measure"]
 
 SHORT, TURN = 150e-6, 300e-6
 """A case that takes less than the first, in seconds, is repeated within a turn until that takes at least the second."""
@@ -37,6 +37,15 @@ class Contender(Protocol):
 
     def close(self) -> None:
         """Free what the garbage collector does not. Collective."""
+        ...
+
+
+@runtime_checkable
+class Prepared(Contender, Protocol):
+    """A contender that has something to do before each turn, which is not timed."""
+
+    def prepare(self) -> None:
+        """Do it. May be collective."""
         ...
 
 
@@ -80,8 +89,14 @@ class Case:
             step()
         self.steps += self.repeats
 
+    def prepare(self) -> None:
+        """Do what comes before a turn and is not timed."""
+        if isinstance(self.contender, Prepared):
+            self.contender.prepare()
+
     def run_once(self) -> None:
         """Do the work once, outside of the turns."""
+        self.prepare()
         self.contender.step()
         self.steps += 1
 
@@ -120,6 +135,7 @@ def _calibrate(comm: Any, case: Case, clock: Clock) -> None:
 
 def _timed(comm: Any, case: Case, clock: Clock) -> tuple[float, float]:
     """Return the seconds that the slowest rank takes for a turn, and until its calls have returned."""
+    case.prepare()
     comm.Barrier()
     of_ranks = comm.allgather(clock.time(case.run))
     return float(max(took for took, _ in of_ranks)), float(max(returned for _, returned in of_ranks))

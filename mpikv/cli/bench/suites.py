@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .cases import Group
+from .files import one_file
 from .options import SUITES, Options
 from .rules import RULES
 from .sets import whole_set
@@ -25,6 +26,8 @@ def groups(comm: Any, options: Options) -> Iterator[Group]:
             yield one_large_array(comm, options)
         elif name == "sizes":
             yield from sizes(comm, options)
+        elif name in SUITES["files"]:
+            yield one_file(comm, options, name)
         elif name in SUITES["torch"]:
             yield training_steps(comm, options, name)
         else:

@@ -202,7 +202,7 @@ def _together(comm: Any, work: Callable[[], Result]) -> Result:
     problem = ""
     try:
         result = work()
-    except (Skipped, MPIKVError, MemoryError) as error:
+    except (Skipped, MPIKVError, MemoryError, OSError) as error:
         problem = str(error) or type(error).__name__
     problems = comm.allgather(problem)
     if any(problems):
