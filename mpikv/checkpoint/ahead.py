@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -21,7 +20,7 @@ class Ahead(Generic[Item]):
         self._source: Iterator[Item] | None = None
         self._items: list[Item] = []
         self._failure: BaseException | None = None
-        self._process = os.getpid()
+        self._process = present().process
         self._runs = self._stops = False
         self.ended = False
         """Whether all items were made, or no more will be."""
@@ -50,7 +49,7 @@ class Ahead(Generic[Item]):
 
     def stop(self) -> None:
         """End after the item that is being made, and wait for that. Not in a forked child, which has no such thread."""
-        if not self._runs or os.getpid() != self._process:
+        if not self._runs or present().process != self._process:
             return
         with self._changed:
             self._stops = True

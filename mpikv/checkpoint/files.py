@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..cluster.runtime import present
 from ..errors import CheckpointError, Unsupported
 from ..protocols import Array
 from .header import LARGEST_HEADER, Header, parse_header
@@ -65,7 +66,7 @@ class Draft:
         # Until it is whole it is not to be read by more than may read what it replaces.
         mode = 0o666 if self._mode is None else self._mode | 0o600
         self._file = os.open(self._draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        self._maker = os.getpid()
+        self._maker = present().process
         self._lock(self._file)
         self._check_there()
 
@@ -121,7 +122,7 @@ class Draft:
 
     def close(self) -> None:
         """Let go of the file; remove it unless it was committed."""
-        if self._maker == os.getpid() and _is_at(self._file, self._draft):
+        if self._maker == present().process and _is_at(self._file, self._draft):
             with contextlib.suppress(OSError):  # then the next save removes it
                 os.unlink(self._draft)
         for file in (self._file, self._folder):

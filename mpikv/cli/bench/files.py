@@ -19,6 +19,7 @@ from .keysets import KeySet, key_set
 from .options import Options
 from .peers import Memcpy
 from .rounds import Contender
+from .single import shown
 from .stores import open_store
 
 __all__ = ["one_file"]
@@ -40,7 +41,7 @@ def one_file(comm: Any, options: Options, name: str) -> Group:
     """Return the group of that name: of few large keys, or of many small ones. Local."""
     if name == "large-file":
         nbytes = 1 << (16 if options.quick else 26)
-        keys = KeySet(f"4 keys of {nbytes >> 10} KB", ((nbytes // 4,),) * 4)
+        keys = KeySet(f"4 keys of {shown(nbytes)}", ((nbytes // 4,),) * 4)
         bounded = comm.size == 2 and not options.quick
     else:
         keys, bounded = key_set("many", quick=options.quick), False

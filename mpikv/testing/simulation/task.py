@@ -257,6 +257,7 @@ class _Gone:
 
     def __init__(self, task: Task) -> None:
         self._task, self._asked = task, 0
+        self.process = task.process
 
     def __getattr__(self, name: str) -> Any:
         self._asked += 1
