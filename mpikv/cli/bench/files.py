@@ -29,11 +29,12 @@ _ROUNDS, _QUICK_ROUNDS = 15, 3
 # What plain calls write and read at a time: what a rank has read is in its cache when it reads the next.
 _PIECE = 1 << 20
 
+# A load over known keys reads twice, and sums once, before it changes anything: no bound, as plain reads do neither.
 _GOALS = {
     ("save, wait=False", "memcpy"): ("save with wait=False until it returns / memcpy", 2.0),
     ("save", "write"): ("save / plain writes", None),
-    ("load", "read"): ("load over the same keys / plain reads", 2.0),
-    ("load, new store", "read, new memory"): ("load into a new store / plain reads into new memory", None),
+    ("load", "read"): ("load over the same keys / plain reads", None),
+    ("load, new store", "read, new memory"): ("load into a new store / plain reads into new memory", 2.0),
 }
 
 
