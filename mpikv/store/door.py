@@ -147,15 +147,16 @@ class Door:
 
     # --- The end
 
-    def enter_join(self) -> None:
-        """Let in only calls that ranks wait for, unless a pending call has ended the store."""
+    def enter_join(self) -> State:
+        """Let in only calls that ranks wait for, unless a pending call has ended the store; return what it was."""
         self.check_open("join")
-        self.state = State.JOINING
+        before, self.state = self.state, State.JOINING
+        return before
 
-    def leave_join(self) -> None:
-        """Let all calls in again, unless the store has ended."""
+    def leave_join(self, before: State) -> None:
+        """Let in what was let in before, unless the store has ended."""
         if self.state is State.JOINING:
-            self.state = State.OPEN
+            self.state = before
 
     def end(self, why: str) -> None:
         """Let nothing in any more."""

@@ -319,6 +319,8 @@ def test_blocks_in_a_block(kv):
             for _ in range(kv.rank):
                 kv.push("w", np.ones(2))
         assert (kv.pull("w") == 1).all()
+        with pytest.raises(Unsupported, match="wait=False"):  # the outer one goes on
+            kv.push("w", np.ones(2), wait=False)
         for _ in range(kv.size - kv.rank):
             kv.push("w", np.full(2, 2.0))
     np.testing.assert_array_equal(kv.pull("w"), np.full(2, 2.0))
