@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from .checks import check_model, check_options, check_parameter, taken
 from .closures import MeanLoss
 from .comparison import outline, settings_of
 from .data import fill_from_root, tensors_of
+from .failures import raising_on_all
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
 from .weights import Weights
@@ -95,24 +96,16 @@ def attach(
         >>> optimizer.step()
         >>> attached.detach()
     """
-    own = kv is None
-    if kv is None:
-        kv = create()
-    try:
-        return Attached(
-            kv,
-            own,
-            model,
-            optimizer,
-            update=update,
-            compression=compression,
-            bucket_bytes=bucket_bytes,
-            buffers=buffers,
-        )
-    except Exception:  # on every rank: a TypeError, too
-        if own:
-            kv.close()
-        raise
+    return Attached(
+        create() if kv is None else kv,
+        kv is None,
+        model,
+        optimizer,
+        update=update,
+        compression=compression,
+        bucket_bytes=bucket_bytes,
+        buffers=buffers,
+    )
 
 
 class Attached:
@@ -133,55 +126,79 @@ class Attached:
         """Collective. Use :func:`attach`."""
         self.kv = kv
         """The store, for its rank, its size and its other facts."""
-        self._own, self._model = own, model
+        self._model = model
         given = [] if optimizer is None else optimizer
         self._optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+        self._ending = ExitStack()
+        """What ends the attachment, as far as it was made."""
+        if own:
+            self._ending.callback(kv.close)
         try:
-            check_options(kv, update, buffers, bucket_bytes)
-            codec = create_codec(compression)
-            check_model(model, self._optimizers, update == "store", codec is not None)
-        except (MPIKVError, TypeError) as error:
-            kv.raise_on_all_ranks(error, "attach")
-        options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}, compression={codec}"
-        kinds = ", ".join(type(one).__name__ for one in self._optimizers)
-        kv.check_equal("\n".join([f"{options}, optimizer={kinds}", *outline(model)]), "attach")
-        named = dict(model.named_parameters())
-        kv.check_equal("\n".join(["settings", *settings_of(self._optimizers, named)]), "attach")
-        fill_from_root(kv, "*attach/", tensors_of(model))
-        sums = kv
-        if compression is not None:
-            sums = kv.group(range(kv.size)) or kv
-            sums.set_gradient_compression(compression)
-        self._sums = sums
-        number = next(_prefixes.setdefault(kv, count()))
-        self._prefix = f"torch{number}/" if number or len(kv) else ""
-        model_buffers = ModelBuffers(kv, self._prefix, model) if buffers == "root" else None
-        overlaps = not kv.any_rank(not _has_spare_core(kv))
-        weights = Weights(kv, self._prefix, self._optimizers)
-        self._sync = BackwardSync(
-            kv, sums, self._prefix, bucket_bytes if overlaps else None, model_buffers, weights, self._optimizers
-        )
-        self._is_detached = False
-        self._loss = MeanLoss(kv, self._prefix) if self._optimizers else None
-        self._stepped = {id(one): 0 for one in self._optimizers}
-        before, after = map(torch.compiler.disable, (self._before_step, lambda *_: weights.accept()))
-        self._handles = [one.register_step_pre_hook(before) for one in self._optimizers]
-        self._handles += [one.register_step_post_hook(after) for one in self._optimizers]
-        sharded = self._optimizers if update == "store" else []
-        self._sharded = [
-            ShardedStep(
-                kv,
-                self._prefix,
-                one,
-                self._sync.complete,
-                self._check_before_shards,
-                self._mean_loss,
-                weights.accept,
-            )
-            for one in sharded
-        ]
-        self._watch(named)
+            with raising_on_all(kv, "attach"):
+                named = self._agree(update, compression, bucket_bytes, buffers)
+                self._prepare(update, compression, bucket_bytes, buffers)
+                self._watch(named)
+                kv.barrier()  # attached on all ranks, or on none
+        except Exception:
+            with suppress(Exception):  # which would hide the first: all of them come where the store has ended
+                self._ending.close()
+            raise
         kv.before_close.append(self._before_close)
+
+    def _agree(self, update: str, compression: Any, bucket_bytes: int, buffers: str) -> dict[str, Any]:
+        """Refuse what cannot be attached, and give all ranks the root's tensors; return the parameters. Collective."""
+        kv, model, optimizers = self.kv, self._model, self._optimizers
+        check_options(kv, update, buffers, bucket_bytes)
+        codec = create_codec(compression)
+        check_model(model, optimizers, update == "store", codec is not None)
+        packing = None if codec is None else codec.settings()
+        options = f"update={update}, bucket_bytes={bucket_bytes}, buffers={buffers}, compression={packing}"
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        named = dict(model.named_parameters())
+        of_model, of_optimizers = outline(model), settings_of(optimizers, named)
+        kv.check_equal("\n".join([f"{options}, optimizer={kinds}", *of_model]), "attach")
+        kv.check_equal("\n".join(["settings", *of_optimizers]), "attach")
+        fill_from_root(kv, "*attach/", tensors_of(model))
+        return named
+
+    def _prepare(self, update: str, compression: Any, bucket_bytes: int, buffers: str) -> None:
+        """Make what takes part in passes and steps, and what ends it. Collective."""
+        kv, ending, optimizers = self.kv, self._ending, self._optimizers
+        self._sums = kv
+        if compression is not None:
+            sums = kv.group(range(kv.size))
+            assert sums is not None  # as this rank is one of them
+            self._sums = sums
+            ending.callback(sums.close)
+            sums.set_gradient_compression(compression)
+        number = next(_prefixes.setdefault(kv, count()))
+        prefix = self._prefix = f"torch{number}/" if number or len(kv) else ""
+        model_buffers = None
+        if buffers == "root":
+            model_buffers = ModelBuffers(kv, prefix, self._model)
+            ending.callback(model_buffers.release)
+        self._loss = MeanLoss(kv, prefix) if optimizers else None
+        if self._loss is not None:
+            ending.callback(self._loss.release)
+        weights = Weights(kv, prefix, optimizers)
+        ending.callback(weights.release)
+        overlaps = not kv.any_rank(not _has_spare_core(kv))
+        self._sync = BackwardSync(
+            kv, self._sums, prefix, bucket_bytes if overlaps else None, model_buffers, weights, optimizers
+        )
+        ending.callback(self._sync.release)
+        self._stepped = {id(one): 0 for one in optimizers}
+        before, after = map(torch.compiler.disable, (self._before_step, lambda *_: weights.accept()))
+        for one in optimizers:
+            ending.callback(one.register_step_pre_hook(before).remove)
+            ending.callback(one.register_step_post_hook(after).remove)
+        self._sharded: list[ShardedStep] = []
+        for one in optimizers if update == "store" else []:
+            sharded = ShardedStep(
+                kv, prefix, one, self._sync.complete, self._check_before_shards, self._mean_loss, weights.accept
+            )
+            ending.callback(sharded.release)
+            self._sharded.append(sharded)
 
     def __repr__(self) -> str:
         update = "store" if self._sharded else "local"
@@ -203,7 +220,7 @@ class Attached:
             RankMismatch: ranks gave other names, shapes or dtypes.
         """
         self._sync.complete()
-        try:
+        with raising_on_all(self.kv, "add"):
             if self._prefix + name in {gradient.name for gradient in self._sync.gradients}:
                 raise ConfigError(f"add: a parameter {name!r} is attached already; give this one another name")
             if not parameter.requires_grad or not parameter.numel():
@@ -211,10 +228,8 @@ class Attached:
                     f"add: {name!r} is frozen or empty, so it has no gradient; call requires_grad_() first"
                 )
             check_parameter(name, parameter)
-        except MPIKVError as error:
-            self.kv.raise_on_all_ranks(error, "add")
-        fill_from_root(self.kv, "*attach/", {name: parameter})
-        self._watch({name: parameter})
+            fill_from_root(self.kv, "*attach/", {name: parameter})
+            self._watch({name: parameter})
 
     def _watch(self, named: dict[str, Any]) -> None:
         trained = [(name, one) for name, one in named.items() if one.requires_grad and one.numel()]
@@ -225,6 +240,7 @@ class Attached:
         self._sync.weights.watch(named.items())
         for _, one in trained:
             taken[one] = True
+            self._ending.callback(taken.pop, one, None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -320,27 +336,11 @@ class Attached:
         Raises:
             RankMismatch: they differ. A second call ends it all the same.
         """
-        if self._is_detached:
-            return
         self._sync.complete()
         if self._before_close in self.kv.before_close:
             self.kv.before_close.remove(self._before_close)
             self._sync.check_end("detach")
-        self._is_detached = True
-        for handle in self._handles:
-            handle.remove()
-        self._sync.weights.release()
-        for sharded in self._sharded:
-            sharded.release()
-        self._sync.release()
-        if self._loss is not None:
-            self._loss.release()
-        for gradient in self._sync.gradients:
-            del taken[gradient.parameter]
-        if self._sums is not self.kv:
-            self._sums.close()
-        if self._own:
-            self.kv.close()
+        self._ending.close()
 
     def _before_close(self) -> None:
         """Compare, where the store is closed without :meth:`detach`. Collective."""

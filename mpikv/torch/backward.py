@@ -131,8 +131,7 @@ class BackwardSync:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def release(self) -> None:
-        """Remove the hooks, give each gradient memory of its own, and the store's back."""
-        self.complete()
+        """Remove the hooks, give each gradient memory of its own, and the store's back. No pass is cut short."""
         for handle in self._handles:
             handle.remove()
         for gradient in self.gradients:
@@ -147,8 +146,6 @@ class BackwardSync:
         if names:
             self._sums.delete(names)
             self._kv.delete(self._census_key)
-        if self._model_buffers is not None:
-            self._model_buffers.release()
 
     # --- One pass
 

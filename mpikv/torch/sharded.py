@@ -126,14 +126,16 @@ class ShardedStep:
 
     def release(self) -> None:
         """Make the optimizer what it was, with all of the state on every rank. Collective."""
-        state = self._gathered()
         for handle in self._handles:
             handle.remove()
         if self.optimizer.step is self._method:
             self.optimizer.step = self._wrapped
-        self.optimizer.state, self._released = state, True
-        self._kv.delete([part.key for part in self._parts.values()])
-        self._parts.clear()
+        self._released = True
+        try:
+            self.optimizer.state = self._gathered()
+        finally:  # as the other ranks do, who may have put their parts together
+            self._kv.delete([part.key for part in self._parts.values()])
+            self._parts.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:
         """Divide these parameters among ranks. Collective. They have the root's values already."""

@@ -1,0 +1,180 @@
+"""What one rank alone cannot do, of its own work in a collective call, every rank is told of; none waits for it, and
+what was begun is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv import PeerFailed, RankMismatch
+
+from .training import assert_close, assert_equal_over_ranks, attach, network, nn, optim, torch, train
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+
+@pytest.fixture(params=["local", "store"])
+def update(request):
+    return request.param
+
+
+def sgd(model: Any) -> Any:
+    return optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def is_last(kv: Any) -> bool:
+    return kv.rank == kv.size - 1
+
+
+def last_fails(kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
+    """Check that the last rank raises the error of its own, and that the others are told of it."""
+    with pytest.raises(kind if is_last(kv) else PeerFailed, match=pattern) as caught:
+        call()
+    assert type(caught.value) is (kind if is_last(kv) else PeerFailed)
+
+
+def check_trains(kv: Any) -> None:
+    """Train a new model on the same store, as one process does."""
+    model, alone = network(7), network(7)
+    optimizer, own = sgd(model), sgd(alone)
+    attached = attach(model, optimizer, kv=kv)
+    train(model, optimizer, range(3), kv)
+    train(alone, own, range(3))
+    assert_close(model, alone)
+    attached.detach()
+
+
+def planted(*_: Any, **__: Any) -> Any:
+    raise ArithmeticError("planted")
+
+
+# --- attach
+
+
+class Unreadable:
+    """A setting that cannot be compared."""
+
+    @property
+    def __class__(self) -> Any:
+        return planted()
+
+
+def odd_buffers(model: Any, optimizer: Any) -> None:
+    model.named_buffers = planted
+
+
+def odd_setting(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["odd"] = Unreadable()
+
+
+@pytest.mark.parametrize("spoil", [odd_buffers, odd_setting])
+def test_attach_cannot_describe_the_model_of_one_rank(kv, update, spoil):
+    model = network()
+    optimizer = sgd(model)
+    if is_last(kv):
+        spoil(model, optimizer)
+    last_fails(kv, ArithmeticError, "planted", lambda: attach(model, optimizer, kv=kv, update=update))
+    assert not kv.keys()
+    check_trains(kv)
+
+
+@pytest.mark.parametrize(
+    "place", ["backward.BackwardSync.watch", "sharded.ShardedStep.divide", "weights.Weights.watch"]
+)
+def test_attach_is_undone_where_one_rank_fails_midway(kv, monkeypatch, place):
+    model = network()
+    optimizer = sgd(model)
+    step = optimizer.step
+    if is_last(kv):
+        monkeypatch.setattr(f"mpikv.torch.{place}", planted)
+    last_fails(kv, ArithmeticError, "planted", lambda: attach(model, optimizer, kv=kv, update="store"))
+    monkeypatch.undo()
+    assert not kv.keys()
+    assert optimizer.step == step
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    attach(model, optimizer, kv=kv, update="store").detach()
+    check_trains(kv)
+
+
+def test_a_store_of_attach_ends_where_one_rank_fails_midway(comm, monkeypatch):
+    made = []
+    monkeypatch.setattr("mpikv.torch.attached.create", lambda: made.append(mpikv.create(comm=comm)) or made[-1])
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr("mpikv.torch.weights.Weights.watch", planted)
+    with pytest.raises((ArithmeticError, PeerFailed), match="planted"):
+        attach(network())
+    with pytest.raises(mpikv.errors.Closed):
+        made[0].barrier()
+
+
+@dataclass(eq=False, repr=False)
+class Halves:
+    """A codec whose representation is that of an object, with its address."""
+
+    times: float = 1.0
+    elementwise = True
+    feedback = False
+
+    def settings(self) -> str:
+        return f"halves(times={self.times})"
+
+    def nbytes(self, count: int) -> int:
+        return 2 * count
+
+    def encode(self, gradient: Any, payload: Any, residual: Any = None) -> None:
+        payload.view(np.float16)[:] = gradient
+
+    def decode_add(self, payload: Any, total: Any) -> None:
+        total += self.times * payload.view(np.float16)
+
+
+def test_a_codec_of_ones_own(kv):
+    kept = [bytearray(100) for _ in range(kv.rank)]  # so that the codec lies elsewhere on each rank
+    model = network(dtype=torch.float32)
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, compression=Halves())
+    train(model, optimizer, range(3), kv)
+    assert_equal_over_ranks(kv, *model.parameters())
+    attached.detach()
+    with pytest.raises(RankMismatch, match=r"compression.*halves\(times=1.0\).*halves\(times=2.0\)"):
+        attach(model, kv=kv, compression=Halves(1.0 + is_last(kv)))
+    del kept
+
+
+# --- add, detach
+
+
+def test_add_is_given_no_parameter_on_one_rank(kv, update):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, update=update)
+    new = "no parameter" if is_last(kv) else nn.Parameter(torch.ones(2))
+    last_fails(kv, AttributeError, "requires_grad", lambda: attached.add("new", new))
+    train(model, optimizer, range(3), kv)
+    attached.add("new", nn.Parameter(torch.ones(2)))
+    attached.detach()
+
+
+def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, update="store")
+    train(model, optimizer, range(2), kv)
+    if is_last(kv):
+        monkeypatch.setattr("mpikv.torch.sharded._joined", planted)
+        with pytest.raises(ArithmeticError, match="planted"):
+            attached.detach()
+        monkeypatch.undo()
+    else:
+        attached.detach()
+    assert not kv.keys()
+    assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
+    attach(model, sgd(model), kv=kv).detach()
+    check_trains(kv)
