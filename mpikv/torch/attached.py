@@ -21,6 +21,7 @@ from .closures import MeanLoss
 from .comparison import outline, settings_of
 from .data import fill_from_root, tensors_of
 from .failures import raising_on_all
+from .joining import copy_from
 from .model_buffers import ModelBuffers
 from .sharded import ShardedStep
 from .weights import Weights
@@ -271,8 +272,8 @@ class Attached:
         Collective: every rank enters. A rank that leaves takes part in the others' sums with zeros, and the mean is
         over all ranks all the same. When all have left, every rank has the weights, buffers and optimizer state of one
         that made the most steps. Schedules of learning rates, and a ``GradScaler``, are not among them: step these
-        outside of the block, or the ranks' scales and rates differ afterwards. Gradients are exchanged without overlap
-        meanwhile. One model joins at a time: blocks of two attached models, one in the other, end in ``Stalled``.
+        outside of the block, or the ranks' scales and rates differ afterwards. With ``buffers="each"`` each rank keeps
+        its buffers. Gradients are exchanged without overlap meanwhile. One model joins at a time: blocks of two attached models, one in the other, end in ``Stalled``.
 
         Raises:
             Unsupported: with ``update="store"``, where a rank that has left would have to go on updating; or with
@@ -291,38 +292,25 @@ class Attached:
         unsettled = [gradient for gradient in reversed(sync.gradients) if gradient.buffer is None]
         if unsettled:
             sync.settle(unsettled)
-        sync.blocking = True
+        before, sync.blocking = sync.blocking, True
         try:
             with self.kv.join():
                 yield
-            self._catch_up()
+            if self.kv.comm is not None:
+                with raising_on_all(self.kv, "join"):
+                    self._catch_up()
         finally:
-            sync.blocking = False
+            sync.blocking = before
 
     def _catch_up(self) -> None:
-        """Copy model and optimizer state from the rank that has made the most passes."""
-        kv, sync = self.kv, self._sync
-        if kv.comm is None:
-            return
+        """Copy weights, buffers and optimizer state from the rank that has made the most passes. Collective."""
+        kv, sync, model = self.kv, self._sync, self._model
         kv.barrier()  # so that no rank waits in MPI for one that does not come
         numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
-        leader = numbers.index(max(numbers))
-        if sync.brings_buffers:  # they were each rank's own in the block, also those that no state_dict has
-            buffers = list(self._model.buffers())
-            told = kv.comm.bcast([one.detach() for one in buffers], leader)
-            for one, other in zip(buffers, told, strict=True):
-                one.data.copy_(other)
-        if min(numbers) == numbers[leader]:
-            return
-        state = None
-        if kv.rank == leader:
-            state = self._model.state_dict(), [one.state_dict() for one in self._optimizers]
-        state = kv.comm.bcast(state, leader)
-        if numbers[kv.rank] != numbers[leader]:
-            model_state, optimizer_states = state
-            self._model.load_state_dict(model_state)
-            for one, one_state in zip(self._optimizers, optimizer_states, strict=True):
-                one.load_state_dict(one_state)
+        leader, differ = numbers.index(max(numbers)), min(numbers) != max(numbers)
+        # Buffers were each rank's own in the block, also where all ranks have made as many passes.
+        buffers = model.buffers() if sync.brings_buffers else ()
+        copy_from(kv, leader, buffers, model.parameters() if differ else (), self._optimizers if differ else ())
         sync.number, sync.steps, sync.made = numbers[leader]
         sync.weights.forget()
 

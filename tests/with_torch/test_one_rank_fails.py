@@ -178,3 +178,74 @@ def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
     attach(model, sgd(model), kv=kv).detach()
     check_trains(kv)
+
+
+# --- join
+
+
+def uneven(kv: Any, model: Any, optimizer: Any, attached: Any) -> None:
+    """Train with most batches on the last rank."""
+    with attached.join():
+        train(model, optimizer, range(2 + 2 * is_last(kv)), kv)
+
+
+def test_a_rank_cannot_tell_its_state_at_the_end_of_join(kv):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    if is_last(kv):
+        optimizer.state_dict = planted
+    last_fails(kv, ArithmeticError, "planted", lambda: uneven(kv, model, optimizer, attached))
+    check_trains(kv)
+    kv.before_close.clear()
+
+
+def test_a_state_that_cannot_be_sent(kv):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    optimizer.param_groups[0]["rule"] = lambda: None
+    last_fails(kv, AttributeError, "pickle|local object", lambda: uneven(kv, model, optimizer, attached))
+    check_trains(kv)
+    kv.before_close.clear()
+
+
+def test_a_rank_cannot_load_the_state_at_the_end_of_join(kv):
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv)
+    if kv.rank == 0:
+        optimizer.load_state_dict = planted
+    with pytest.raises(PeerFailed if kv.rank else ArithmeticError, match="planted"):
+        uneven(kv, model, optimizer, attached)
+    check_trains(kv)
+    kv.before_close.clear()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_buffers_of_each_rank_stay_its_own_after_a_join(kv, more):
+    torch.manual_seed(10)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, buffers="each")
+    with attached.join():
+        for step in range(2 + more * kv.rank):
+            train(model, optimizer, [step], kv)
+            model[1].running_mean.fill_(kv.rank)
+    assert model[1].running_mean.tolist() == [kv.rank] * 5
+    assert model[1].num_batches_tracked == 2 + more * kv.rank
+    assert_equal_over_ranks(kv, *model.parameters())
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_a_join_in_a_join(kv):
+    """In the outer one gradients are exchanged without overlap all along."""
+    model = network()
+    optimizer = sgd(model)
+    attached = attach(model, optimizer, kv=kv, bucket_bytes=1)
+    with attached.join():
+        with attached.join():
+            train(model, optimizer, range(kv.rank), kv)
+        train(model, optimizer, range(3 - kv.rank), kv)
+    train(model, optimizer, range(2), kv)
+    assert_equal_over_ranks(kv, *model.parameters())
