@@ -98,7 +98,7 @@ def test_attach_is_undone_where_one_rank_fails_midway(kv, monkeypatch, place):
     assert not kv.keys()
     assert optimizer.step == step
     assert not any(one._post_accumulate_grad_hooks for one in model.parameters())
-    assert not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    assert not {*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks}
     attach(model, optimizer, kv=kv, update="store").detach()
     check_trains(kv)
 
