@@ -273,8 +273,8 @@ class Attached:
         over all ranks all the same. When all have left, every rank has the weights, buffers and optimizer state of one
         that made the most steps. Schedules of learning rates, and a ``GradScaler``, are not among them: step these
         outside of the block, or the ranks' scales and rates differ afterwards. With ``buffers="each"`` each rank keeps
-        its buffers. Gradients are exchanged without overlap meanwhile. One model joins at a time: blocks of two attached
-        models, one in the other, end in ``Stalled``.
+        its buffers. Gradients are exchanged without overlap meanwhile. One model joins at a time: blocks of two
+        attached models, one in the other, end in ``Stalled``.
 
         Raises:
             Unsupported: with ``update="store"``, where a rank that has left would have to go on updating; or with

@@ -9,6 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..create import create
 from ..store.kvstore import KVStore
+from .failures import raising_on_all
 
 __all__ = ["broadcast", "sampler"]
 
@@ -46,16 +47,14 @@ def sampler(
     if kv is None:
         with create() as own:
             return sampler(dataset, kv=own, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    try:
+    with raising_on_all(kv, "sampler"):
         share = DistributedSampler(dataset, kv.size, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         told = (
             f"a dataset of {len(dataset)} elements, shuffle={bool(shuffle)}, seed={seed}, drop_last={bool(drop_last)}"
         )
-    except Exception as error:
-        kv.raise_on_all_ranks(error, "sampler")
-    # Ranks would else make unequal numbers of steps, or train on some elements twice.
-    kv.check_equal(told, "sampler")
-    return share
+        # Ranks would else make unequal numbers of steps, or train on some elements twice.
+        kv.check_equal(told, "sampler")
+        return share
 
 
 def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
@@ -73,6 +72,8 @@ def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
 
     Raises:
         RankMismatch: ranks have other tensors.
+        TypeError: ``tensors`` is none of these.
+        PeerFailed: another rank raised one of these.
 
     Example:
         >>> import mpikv.torch, torch
@@ -82,8 +83,9 @@ def broadcast(tensors: Any, *, kv: KVStore | None = None) -> Any:
     if kv is None:
         with create() as own:
             return broadcast(tensors, kv=own)
-    named = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
-    fill_from_root(kv, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
+    with raising_on_all(kv, "broadcast"):
+        named = tensors_of(tensors) if isinstance(tensors, torch.nn.Module) else tensors
+        fill_from_root(kv, "*broadcast/", named if isinstance(named, dict) else dict(enumerate(named)))
     return tensors
 
 

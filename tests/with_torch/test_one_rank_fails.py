@@ -249,3 +249,12 @@ def test_a_join_in_a_join(kv):
         train(model, optimizer, range(3 - kv.rank), kv)
     train(model, optimizer, range(2), kv)
     assert_equal_over_ranks(kv, *model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "pattern"), [(None, TypeError, "not iterable"), ([1.0], AttributeError, "float")], ids=repr
+)
+def test_broadcast_is_given_no_tensors_on_one_rank(kv, wrong, kind, pattern):
+    tensors = wrong if is_last(kv) else [torch.ones(2, 2)]
+    last_fails(kv, kind, pattern, lambda: mpikv.torch.broadcast(tensors, kv=kv))
+    check_trains(kv)
