@@ -24,6 +24,7 @@ import torch
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
 from .comparison import plain, settings_of
+from .failures import raising_on_all
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
 from .tensors import row_of
@@ -388,7 +389,8 @@ class BackwardSync:
         self._census[_HEAD:] = brought
         names, values, outs = [self._census_key], [self._census], [self._totals]
         if self._model_buffers is not None and not self.blocking:
-            self._model_buffers.add_to(names, values, outs)
+            with raising_on_all(self._kv, "backward"):
+                self._model_buffers.add_to(names, values, outs)
         self._kv.pushpull(names, values, outs)
         if len(names) > 1 and self._model_buffers is not None:
             self._model_buffers.take()

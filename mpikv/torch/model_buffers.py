@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..errors import Unsupported
 from ..store.kvstore import KVStore
 
 __all__ = ["ModelBuffers"]
@@ -17,17 +18,19 @@ class ModelBuffers:
     def __init__(self, kv: KVStore, prefix: str, model: Any) -> None:
         """Collective."""
         self._kv, self._is_root = kv, kv.is_root
-        self._places: dict[Any, list[tuple[Any, str]]] = {}
-        """By dtype, the buffers' modules and names: a module may put another tensor in the place."""
-        for module in model.modules():
+        self._places: dict[Any, list[tuple[Any, str, str]]] = {}
+        """By dtype, the buffers' modules, names there and whole names: a module may put another tensor in the place."""
+        for path, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.numel():
-                    self._places.setdefault(buffer.dtype, []).append((module._buffers, name))
-        sizes = {dtype: sum(one.numel() for one in self._tensors(dtype)) for dtype in self._places}
-        self._rows = [torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()]
+                    whole = f"{path}.{name}".removeprefix(".")
+                    _check_apart(whole, buffer)
+                    self._places.setdefault(buffer.dtype, []).append((module._buffers, name, whole))
+        self._lengths = {dtype: list(map(_length, self._tensors(dtype))) for dtype in self._places}
+        self._rows = [torch.zeros(sum(lengths), dtype=dtype) for dtype, lengths in self._lengths.items()]
         """What this rank contributes: zeros, but on the root."""
         self._outs = [torch.zeros_like(row) for row in self._rows]
-        self._keys = [f"{prefix}*buffers/{dtype}" for dtype in sizes]
+        self._keys = [f"{prefix}*buffers/{dtype}" for dtype in self._places]
         if self._keys:
             kv.init(self._keys, self._rows)
 
@@ -37,10 +40,17 @@ class ModelBuffers:
             self._kv.delete(self._keys)
 
     def add_to(self, keys: list[str], values: list[Any], outs: list[Any]) -> None:
-        """Add the buffers to the arguments of a ``pushpull``."""
-        if self._is_root:
-            for dtype, row in zip(self._places, self._rows, strict=True):
-                torch.cat([one.reshape(-1) for one in self._tensors(dtype)], out=row)
+        """Add the buffers to the arguments of a ``pushpull``.
+
+        Raises:
+            Unsupported: one is of another length by now.
+        """
+        for dtype, row in zip(self._places, self._rows, strict=True):
+            tensors = self._tensors(dtype)
+            if (found := list(map(_length, tensors))) != self._lengths[dtype]:
+                raise self._fault(dtype, found)
+            if self._is_root:
+                torch.cat([one.reshape(-1) for one in tensors], out=row)
         keys += self._keys
         values += self._rows
         outs += self._outs
@@ -52,8 +62,29 @@ class ModelBuffers:
         for dtype, out in zip(self._places, self._outs, strict=True):
             # As data: a graph that is alive has saved the buffers, and would refuse to go on when they have changed.
             tensors = [one.data for one in self._tensors(dtype)]
-            parts = out.split([one.numel() for one in tensors])
+            parts = out.split(self._lengths[dtype])
             torch._foreach_copy_(tensors, [part.view_as(one) for part, one in zip(parts, tensors, strict=True)])
 
     def _tensors(self, dtype: Any) -> list[Any]:
-        return [buffers[name] for buffers, name in self._places[dtype]]
+        return [buffers.get(name) for buffers, name, _ in self._places[dtype]]
+
+    def _fault(self, dtype: Any, found: list[int]) -> Unsupported:
+        changes = zip(self._places[dtype], self._lengths[dtype], found, strict=True)
+        (_, _, name), before, now = next(change for change in changes if change[1] != change[2])
+        return Unsupported(
+            f"the buffer {name!r} has {now} elements, and had {before} when the model was attached; call detach(), and "
+            "attach the model as it is now, or pass buffers='each', if ranks may have buffers of their own"
+        )
+
+
+def _length(buffer: Any) -> int:
+    return 0 if buffer is None else buffer.numel()
+
+
+def _check_apart(name: str, buffer: Any) -> None:
+    """Raise Unsupported where elements share their memory, to which nothing can be copied."""
+    if any(length > 1 and not stride for length, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        raise Unsupported(
+            f"the buffer {name!r} has strides {buffer.stride()} for shape {tuple(buffer.shape)}, so that elements "
+            "share memory; register tensor.clone(), or pass buffers='each', if ranks may have buffers of their own"
+        )

@@ -69,11 +69,11 @@ def differ(kv: Any, call: Callable[[], Any], others: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def check_trains(kv: Any, model: Any, optimizer: Any) -> None:
+def check_trains(kv: Any, model: Any, optimizer: Any, make: Callable[[], Any] = network) -> None:
     """Train on, as one process that begins where the root is."""
     state = deepcopy([model.state_dict(), optimizer.state_dict()])
     model_state, optimizer_state = state if kv.comm is None else kv.comm.bcast(state, 0)
-    alone = network()
+    alone = make()
     alone.load_state_dict(model_state)
     own = type(optimizer)(alone.parameters(), lr=0.1)
     own.load_state_dict(optimizer_state)
@@ -532,6 +532,50 @@ def test_a_parameter_in_two_optimizers(kv):
 def test_compression_of_doubles(kv, update):
     model = network()
     fails(kv, Unsupported, "'0.weight' is torch.float64", lambda: attach(model, kv=kv, compression="bf16"))
+
+
+def grown(model: Any) -> None:
+    model[1].seen = torch.ones(5)
+
+
+def removed(model: Any) -> None:
+    model[1].seen = None
+
+
+def with_a_buffer() -> Any:
+    model = network()
+    model[1].register_buffer("seen", torch.ones(2), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("change", [grown, removed])
+@pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
+def test_a_buffer_that_changed_its_length(kv, update, change, passes):
+    model = with_a_buffer()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update)
+    train(model, optimizer, range(passes), kv)
+    before = model[1].seen
+    change(model)
+    optimizer.zero_grad()
+    pattern = r"the buffer '1.seen' has [05] elements, and had 2 .*buffers='each'"
+    fails(kv, Unsupported, pattern, lambda: loss_of(model, 0, kv).backward())
+    if not is_last(kv):
+        model[1].seen = before
+    if kv.size > 1:
+        optimizer.zero_grad()
+        last_fails(kv, Unsupported, "the buffer '1.seen'", *[lambda: loss_of(model, 0, kv).backward()] * 2)
+    model[1].seen = before
+    optimizer.zero_grad()
+    check_trains(kv, model, optimizer, with_a_buffer)
+
+
+def test_a_buffer_whose_elements_share_memory(kv):
+    model = network()
+    model.register_buffer("mask", torch.ones(1, 1).expand(2, 3))
+    fails(kv, Unsupported, "the buffer 'mask' has strides .*clone.*buffers='each'", lambda: attach(model, kv=kv))
+    attach(model, kv=kv, buffers="each").detach()
+    check_attaches(kv)
 
 
 # --- Ranks that are not in step
