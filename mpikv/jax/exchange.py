@@ -10,6 +10,7 @@ import atexit
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -54,7 +55,8 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") 
 
     It may be called in ``jax.jit``, where the exchange takes place when the compiled function runs, and keeps its place
     among the others. It cannot be differentiated or mapped by ``jax.vmap``, which raise ValueError: exchange gradients
-    that have been computed, as :func:`value_and_grad` does.
+    that have been computed, as :func:`value_and_grad` does. Nor can ``jax.pmap`` and ``jax.shard_map`` of several
+    devices call it, each of which would make a call.
 
     While a compiled function runs, its exchanges use the store: before you call methods of the store yourself, wait for
     the result by ``jax.block_until_ready``. The functions of this module do so.
@@ -74,7 +76,7 @@ def pushpull(kv: KVStore, tree: Tree, *, average: bool = False, name: str = "") 
 
     Raises:
         ConfigError: the store has an updater, or makes no sums, as ``dist_async``.
-        Unsupported: it is called in ``jax.jit`` with JAX before 0.7.2.
+        Unsupported: it is called in ``jax.jit`` with JAX before 0.7.2, or in ``jax.pmap`` or ``jax.shard_map``.
         ValueMismatch: a leaf's dtype cannot be summed, or has no mean, as int32.
         TypeError: a leaf is no array and no number; ``name`` is no string.
         RankMismatch: ranks gave other trees, names, or values of ``average``.
@@ -285,6 +287,13 @@ def _check_compiling() -> None:
         raise Unsupported(
             f"JAX {jax.__version__} ends the process where a compiled function has a product of matrices and a call of "
             "the host; take JAX 0.7.2 or newer, or exchange arrays outside of jax.jit"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if (devices := prod(mesh.shape[axis] for axis in mesh.manual_axes)) > 1:
+        raise Unsupported(
+            f"jax.pmap and jax.shard_map would call the host from each of {devices} devices, in no order, so that "
+            "ranks add up different things; exchange arrays outside of them: jax.jit takes arrays that are spread over "
+            "devices"
         )
 
 

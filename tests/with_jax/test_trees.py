@@ -241,6 +241,22 @@ def test_versions_that_cannot_compile_a_call(kv, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+def test_several_devices_would_each_make_a_call(kv):
+    """It is seen where the function is traced, for which the devices need not be there."""
+
+    def total(devices):
+        spec = jax.sharding.PartitionSpec("d")
+        mesh = jax.sharding.AbstractMesh((devices,), ("d",))
+        mapped = jax.shard_map(lambda x: mpikv_jax.pushpull(kv, x), mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.eval_shape(mapped, jax.ShapeDtypeStruct((4,), jnp.float32))
+
+    with pytest.raises(Unsupported, match="from each of 2 devices, in no order"):
+        total(2)
+    assert total(1).shape == (4,)
+    assert (mpikv_jax.pushpull(kv, jnp.ones(2)) == kv.size).all()
+
+
+@pytest.mark.ranks(2)
 def test_an_exchange_has_no_derivative(kv):
     def total(x):
         return mpikv_jax.pushpull(kv, x).sum()
