@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,13 @@ class MeanLoss:
         self._kv.delete(self._key)
 
     def of(self, loss: Any) -> Any:
-        """Return the mean of a number, or of a tensor of one, in its own form and without its graph; what is neither,
-        such as None, as it is. Collective where it is a number.
+        """Return the mean of a number, or of a tensor or an array of one, without its graph; a tensor stays one, of its
+        form. What is neither, such as None, is returned as it is. Collective where it is a number.
         """
         is_tensor = isinstance(loss, torch.Tensor) and loss.numel() == 1
-        if not (is_tensor or isinstance(loss, (int, float))):
+        if not (is_tensor or isinstance(loss, Real) or (isinstance(loss, np.ndarray) and loss.size == 1)):
             return loss
-        self._row[0] = loss.detach() if is_tensor else loss
+        self._row[:] = loss.item() if is_tensor else loss
         self._kv.pushpull(self._key, self._row, self._row)
         mean = self._row.item() / self._kv.size
         return torch.full_like(loss, mean, requires_grad=False) if is_tensor else mean
