@@ -64,7 +64,8 @@ def attach(
             updates its part, has the state of that part alone, and sends the new weights to the others, which moves
             twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has all of the state.
             Hooks of the optimizer's own step see the parts.
-        compression: as in :meth:`mpikv.KVStore.set_gradient_compression`; of gradients alone.
+        compression: as in :meth:`mpikv.KVStore.set_gradient_compression`; of gradients alone, which have to be finite:
+            with a ``GradScaler``, a backward whose gradients overflow raises ``NotFinite`` on every rank.
         bucket_bytes: how many bytes of gradients are added up in one call, once the first, smaller call was made. Where
             all ranks are on one host and one has no core to spare for such calls, there is one, at the end of backward.
         buffers: ``root``: after each backward every rank's buffers, such as the running means of batch normalization,
@@ -217,8 +218,10 @@ class Attached:
         once.
 
         Raises:
-            ConfigError: it is attached already.
+            ConfigError: it is attached already, or frozen.
+            Unsupported: it is not on the host, or cannot be compressed.
             RankMismatch: ranks gave other names, shapes or dtypes.
+            PeerFailed: another rank raised one of these.
         """
         self._sync.complete()
         with raising_on_all(self.kv, "add"):
@@ -228,7 +231,7 @@ class Attached:
                 raise ConfigError(
                     f"add: {name!r} is frozen or empty, so it has no gradient; call requires_grad_() first"
                 )
-            check_parameter(name, parameter)
+            check_parameter(name, parameter, self._sums is not self.kv)
             fill_from_root(self.kv, "*attach/", {name: parameter})
             self._watch({name: parameter})
 

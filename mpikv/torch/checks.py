@@ -19,6 +19,7 @@ __all__ = ["check_model", "check_options", "check_parameter", "taken"]
 
 _UPDATES = ("local", "store")
 _BUFFERS = ("root", "each")
+_COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 taken: Any = WeakTensorKeyDictionary()
 """The parameters that have hooks."""
@@ -52,9 +53,7 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
                 f"{name!r} has no shape yet, as its module is a lazy one; run one forward pass before attach"
             )
     for name, parameter in named.items():
-        check_parameter(name, parameter)
-        if compressed:
-            _check_compressible(name, parameter)
+        check_parameter(name, parameter, compressed)
 
 
 def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
@@ -90,15 +89,13 @@ def _check_shared(optimizers: Sequence[Any]) -> None:
         seen |= own
 
 
-def _check_compressible(name: str, parameter: Any) -> None:
-    if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+def check_parameter(name: str, parameter: Any, compressed: bool) -> None:
+    """Raise an error unless a parameter can be attached."""
+    if parameter in taken:
+        raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
+    check_dense(name, parameter)
+    if compressed and parameter.requires_grad and parameter.dtype not in _COMPRESSIBLE:
         raise Unsupported(
             f"the parameter {name!r} is {parameter.dtype}, and compression is for float32, float16 and bfloat16; "
             "convert the model, or leave compression out"
         )
-
-
-def check_parameter(name: str, parameter: Any) -> None:
-    if parameter in taken:
-        raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
-    check_dense(name, parameter)

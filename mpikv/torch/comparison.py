@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .data import tensors_of
@@ -36,7 +37,7 @@ def settings_of(optimizers: Sequence[Any], named: Mapping[str, Any]) -> list[str
 
 def plain(value: Any) -> Any:
     """Return what ranks can compare of an optimizer's setting: of an object its kind, as it lies elsewhere on each."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return list(map(plain, value))

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mpikv
-from mpikv import ConfigError, PeerFailed, RankMismatch, Stalled, Unsupported
+from mpikv import ConfigError, NotFinite, PeerFailed, RankMismatch, Stalled, Unsupported
 
 from .training import (
     assert_close,
@@ -532,6 +533,21 @@ def test_a_parameter_in_two_optimizers(kv):
 def test_compression_of_doubles(kv, update):
     model = network()
     fails(kv, Unsupported, "'0.weight' is torch.float64", lambda: attach(model, kv=kv, compression="bf16"))
+    attached = attach(model.float(), kv=kv, compression="bf16")
+    late = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    fails(kv, Unsupported, "'late' is torch.float64", lambda: attached.add("late", late))
+
+
+def test_a_scaler_whose_gradients_overflow_in_a_codec(kv, update):
+    model = network(dtype=torch.float32)
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update=update, compression="bf16")
+    train(model, optimizer, range(2), kv)
+    optimizer.zero_grad()
+    with pytest.raises((NotFinite, PeerFailed), match="infinite"):
+        (loss_of(model, 2, kv) * (float("inf") if is_last(kv) else 1.0)).backward()
+    train(model, optimizer, range(2), kv)
+    assert_equal_over_ranks(kv, *model.parameters())
 
 
 def grown(model: Any) -> None:
@@ -861,13 +877,13 @@ def test_a_rank_that_leaves_out_a_step_on_all_weights(kv):
 
 
 @SEVERAL
-def test_ranks_with_other_learning_rates(kv, update):
+@pytest.mark.parametrize("form", [float, np.float32, np.float64, torch.tensor])
+def test_ranks_with_other_learning_rates(kv, update, form):
     model = network()
     optimizer = sgd(model)
     attach(model, optimizer, kv=kv, update=update)
     train(model, optimizer, range(2), kv)
-    if is_last(kv):
-        optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.param_groups[0]["lr"] = form(0.2 if is_last(kv) else 0.1)
     loss_of(model, 2, kv).backward()
     optimizer.step()
     optimizer.zero_grad()
