@@ -20,6 +20,7 @@ import torch
 from ..errors import Unsupported
 from ..protocols import Array
 from ..store.kvstore import KVStore
+from .failures import raising_on_all
 from .tensors import row_of, tensor_over
 
 __all__ = ["ShardedStep", "check_shardable"]
@@ -197,7 +198,7 @@ class ShardedStep:
             loss = self._mean_loss(loss)
         groups = self.optimizer.param_groups
         changed = [self._parts[one] for group in groups for one in _with_gradient(group)]
-        with self._shards_in_place():
+        with self._shards_in_place(), raising_on_all(self._kv, "optimizer.step"):  # as hooks of the user's may raise
             self._wrapped()
         if changed:
             self._exchange(changed)

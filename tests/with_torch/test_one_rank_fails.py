@@ -180,6 +180,25 @@ def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
     check_trains(kv)
 
 
+# --- A step in shards
+
+
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_a_hook_of_a_step_in_shards_fails_on_one_rank(kv, when):
+    model = network()
+    optimizer = sgd(model)
+    attach(model, optimizer, kv=kv, update="store")
+    train(model, optimizer, range(2), kv)
+    if is_last(kv):
+        handle = getattr(optimizer, f"register_step_{when}_hook")(planted)
+    last_fails(kv, ArithmeticError, "planted", lambda: train(model, optimizer, range(2, 3), kv))
+    if is_last(kv):
+        handle.remove()
+    mpikv.torch.broadcast(model, kv=kv)  # as ranks have updated their parts, and told nobody
+    train(model, optimizer, range(3, 6), kv)
+    assert_equal_over_ranks(kv, *model.parameters())
+
+
 # --- join
 
 
