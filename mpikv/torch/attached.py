@@ -79,7 +79,7 @@ def attach(
             has made a step before.
         Unsupported: the optimizer cannot run on parts of the weights; a tensor is not on the host, or is sparse.
         RankMismatch: ranks have other models or options.
-        PeerFailed: another rank raised one of these.
+        PeerFailed: another rank raised one of these, or an error of its model or optimizer. Then none is attached.
 
     Later calls raise these on every rank, too: a backward where ranks are in different passes, a sparse gradient, a
     parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged. The ranks
@@ -142,7 +142,7 @@ class Attached:
                 self._watch(named)
                 kv.barrier()  # attached on all ranks, or on none
         except Exception:
-            with suppress(Exception):  # which would hide the first: all of them come where the store has ended
+            with suppress(Exception):  # where the store has ended, which would hide the error that tells why
                 self._ending.close()
             raise
         kv.before_close.append(self._before_close)
