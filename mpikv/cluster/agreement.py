@@ -187,8 +187,8 @@ class Agreement:
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
-                    f"rank {rank} calls {other.text} while others have left join(); those ranks take part only in "
-                    f"{_JOINABLE}"
+                    f"rank {rank} calls {other.text} while others have left join(), and take part only in "
+                    f"{', '.join(_JOINABLE)}; every rank must enter join(), and make other calls outside of it"
                 )
                 raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
 
@@ -258,8 +258,8 @@ def _between(left: str | None, right: str | None) -> str:
         return f"{left or right}, only in the {'first' if right is None else 'second'} of these calls"
     (name, options), (other_name, other_options) = map(_options_of, (left, right))
     if name != other_name or len(options) != len(other_options):
-        return f"{left}, {right}"
-    return f"{name}: {'; '.join(f'{a}, {b}' for a, b in zip(options, other_options, strict=True) if a != b)}"
+        return f"{left} against {right}"
+    return f"{name}: {'; '.join(f'{a} against {b}' for a, b in zip(options, other_options, strict=True) if a != b)}"
 
 
 def _options_of(text: str) -> tuple[str, list[str]]:

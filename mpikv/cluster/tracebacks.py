@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import pairwise
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -94,8 +95,11 @@ def print_lines(text: str, prefix: str) -> None:
 
 
 def place_of(error: BaseException) -> str:
-    """Return where an error was raised, for the end of a line: in a caller's code, if it passed any."""
+    """Return where an error was raised, for the end of a line: in a caller's code, if it passed any, and rather there
+    than in a library from which the caller has come here, as torch.
+    """
     entries = list(_callers(error.__traceback__))
+    entries = [entry for entry in entries if not _is_installed(entry.tb_frame)] or entries
     frames = traceback.extract_tb(entries[-1], 1) if entries else traceback.extract_tb(error.__traceback__)
     return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
@@ -151,6 +155,10 @@ def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
     return f"{name}.".startswith(f"{_PACKAGE}.") and not name.startswith(_CALLERS)
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return bool({"site-packages", "dist-packages"} & {*Path(frame.f_code.co_filename).parts})
 
 
 def _is_library(frame: FrameType) -> bool:

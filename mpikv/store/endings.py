@@ -10,7 +10,7 @@ from functools import cache
 
 from ..cluster.shutdown import await_shutdown, disown_mpi, end_job, fail_at_end, leave_mpi
 from ..cluster.windows import forget_windows, free_leftovers
-from ..errors import Stalled, notes
+from ..errors import Stalled, notes, text_of
 from .kvstore import lost_stores, open_stores
 
 __all__ = ["prepare_endings", "tell_unseen"]
@@ -73,7 +73,7 @@ def _complain(error: BaseException) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    text = "; ".join([repr(error), *notes(error)])
+    text = "; ".join([f"{type(error).__name__}: {text_of(error)}", *notes(error)])
     sys.stderr.write(f"mpikv: at the end of the program: {text}\n")
     sys.stderr.flush()
 

@@ -158,7 +158,7 @@ class Attached:
         kinds = ", ".join(type(one).__name__ for one in optimizers)
         named = dict(model.named_parameters())
         of_model, of_optimizers = outline(model), settings_of(optimizers, named)
-        kv.check_equal("\n".join([f"{options}, optimizer={kinds}", *of_model]), "attach")
+        kv.check_equal("\n".join([f"{options}, optimizer={kinds or None}", *of_model]), "attach")
         kv.check_equal("\n".join(["settings", *of_optimizers]), "attach")
         fill_from_root(kv, "*attach/", tensors_of(model))
         return named
@@ -342,8 +342,9 @@ class Attached:
     def statistics(self) -> dict[str, Any]:
         """Return what is known of the exchange. Local.
 
-        ``passes``: how many backward passes were exchanged; ``bucket_bytes``: the bytes of each bucket, in the order in
-        which they are sent; ``seconds_waited``: how long ends of passes have waited for other ranks and for sums.
+        ``passes``: how many backward passes of this rank were exchanged; ``bucket_bytes``: the bytes of each bucket, in
+        the order in which they are sent; ``seconds_waited``: how long ends of passes have waited for other ranks and
+        for sums.
         """
         sync = self._sync
         return {

@@ -283,9 +283,9 @@ def test_other_calls(watched):
     both = lambda first, second: lambda: kv.pull([first, second])  # noqa: E731
     pattern = rf"pull\(\['weight', 'bias'\]\); {ranks} pull\(\['bias', 'weight'\]\)"
     differ(pattern, both("weight", "bias"), both("bias", "weight"))
-    pattern = r".*item 0: 'new' float64\[3\], 'new' float64\[4\]"
+    pattern = r".*item 0: 'new' float64\[3\] against 'new' float64\[4\]"
     differ(pattern, lambda: kv.init("new", np.ones(3)), lambda: kv.init("new", np.ones(4)))
-    pattern = r".*item 0: 'new' float64\[3\], 'new' float32\[3\]"
+    pattern = r".*item 0: 'new' float64\[3\] against 'new' float32\[3\]"
     differ(pattern, lambda: kv.init("new", np.ones(3)), lambda: kv.init("new", np.ones(3, np.float32)))
     differ(r"init.*'new'.*'other'", lambda: kv.init("new", np.ones(3)), lambda: kv.init("other", np.ones(3)))
     pattern = r".*priority \[1\], only in the second of these calls"
@@ -304,7 +304,7 @@ def test_long_lists_in_another_order(watched):
     kv.init(keys, [np.zeros(2)] * 8)
     watched.keys, watched.inside = kv.keys(), watched.internals()
     swapped = [*keys[:3], keys[4], keys[3], *keys[5:]]
-    pattern = r"item \d: 'k3' float64\[2\], 'k4' float64\[2\]"
+    pattern = r"item \d: 'k3' float64\[2\] against 'k4' float64\[2\]"
     watched.fails(RankMismatch, pattern, lambda: kv.pull(swapped if watched.odd else keys))
 
 
@@ -456,11 +456,11 @@ def test_a_buffer_and_an_array(buffered, verb):
     call = getattr(kv, verb)
     value = np.ones(3, np.float32)
     calls = rf"rank 0 calls {verb}\('bias'\); rank {last} calls {verb}\('bias'\)"
-    pattern = rf"{calls} \(item \d: from the buffers, whole arrays\)"
+    pattern = rf"{calls} \(item \d: from the buffers against whole arrays\)"
     buffered.fails(
         RankMismatch, pattern, lambda: call("bias"), odd=(RankMismatch, pattern, lambda: call("bias", value))
     )
-    pattern = pattern.replace("from the buffers, whole arrays", "whole arrays, from the buffers")
+    pattern = pattern.replace("from the buffers against whole arrays", "whole arrays against from the buffers")
     buffered.fails(
         RankMismatch, pattern, lambda: call("bias", value), odd=(RankMismatch, pattern, lambda: call("bias"))
     )
@@ -922,9 +922,13 @@ def test_a_forked_child_makes_no_store_of_all_ranks(transport, comm):
 @pytest.mark.parametrize(
     ("option", "values", "said"),
     [
-        ("wd", (0.0, 0.25), r"\(item 0: updater SGD: wd=0\.0, wd=0\.25\)"),
-        ("begin_num_update", (0, 1), r"\(item 0: updater SGD: begin_num_update=0, begin_num_update=1\)"),
-        ("wd_mult", ({"w": 1.0}, {"w": 1.0, "v": 2.0}), r"\(item 0: updater SGD\(begin.*, updater SGD\(begin.*\)\)"),
+        ("wd", (0.0, 0.25), r"\(item 0: updater SGD: wd=0\.0 against wd=0\.25\)"),
+        ("begin_num_update", (0, 1), r"\(item 0: updater SGD: begin_num_update=0 against begin_num_update=1\)"),
+        (
+            "wd_mult",
+            ({"w": 1.0}, {"w": 1.0, "v": 2.0}),
+            r"\(item 0: updater SGD\(begin.* against updater SGD\(begin.*\)\)",
+        ),
     ],
 )
 def test_only_what_differs_is_shown(transport, comm, option, values, said):
@@ -940,7 +944,7 @@ def test_only_what_differs_is_shown(transport, comm, option, values, said):
 def test_shapes_that_differ_are_shown_whole(transport, comm):
     with (
         mpikv.create(transport=transport) as kv,
-        pytest.raises(RankMismatch, match=r"\(item 0: 'w' float64\[3, 4\], 'w' float64\[3, 5\]\)"),
+        pytest.raises(RankMismatch, match=r"\(item 0: 'w' float64\[3, 4\] against 'w' float64\[3, 5\]\)"),
     ):
         kv.init("w", np.ones((3, 4 + (kv.rank > 0))))
 

@@ -617,7 +617,7 @@ def test_a_sys_exit_that_nobody_has_seen():
     """The other ranks would wait for the end of one that does not come to its own."""
     ended = run(UNSEEN_EXIT, 30)
     assert ended.returncode == 1
-    assert "at the end of the program: SystemExit(0); updating key 'w'; in push('w')" in ended.stderr
+    assert "at the end of the program: SystemExit: 0; updating key 'w'; in push('w')" in ended.stderr
 
 
 @pytest.mark.processes

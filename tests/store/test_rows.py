@@ -426,8 +426,8 @@ def test_ranks_that_differ(comm, which):
         if kv.size > 1 or which not in errors:
             wanted = errors.get(which, mpikv.ValueMismatch if last else mpikv.PeerFailed)
             told = {
-                "kind": r"\(item \d: rows, whole arrays\)",
-                "init": r"rows, overwrite \[\], whole arrays, overwrite \[\]",
+                "kind": r"\(item \d: rows against whole arrays\)",
+                "init": r"rows, overwrite \[\] against whole arrays, overwrite \[\]",
             }
             with pytest.raises(wanted, match=told.get(which)):
                 calls[which]()

@@ -205,11 +205,13 @@ def test_check_equal(kv):
     kv.check_equal("a text")
     with pytest.raises(RankMismatch, match=r"check_equal\(of rank 0\).*check_equal\(of another\)"):
         kv.check_equal("of rank 0" if kv.is_root else "of another")
-    with pytest.raises(RankMismatch, match=r"check_equal\(a list\) \(item 2: 2 b, 2 c\); nothing"):
+    with pytest.raises(RankMismatch, match=r"check_equal\(a list\) \(item 2: 2 b against 2 c\); nothing"):
         kv.check_equal(f"a list\n1 a\n2 {'b' if kv.is_root else 'c'}\n3 d")
     kv.check_equal("")
     lines = ["settings", "lr 0.1", f"momentum {0.5 if kv.is_root else 0.9}", "nesterov False"]
-    with pytest.raises(RankMismatch, match=r"check_equal\(settings\) \(item 2: momentum 0.5, momentum 0.9\); nothing"):
+    with pytest.raises(
+        RankMismatch, match=r"check_equal\(settings\) \(item 2: momentum 0.5 against momentum 0.9\); nothing"
+    ):
         kv.check_equal("\n".join(lines))
 
 

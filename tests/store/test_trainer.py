@@ -852,7 +852,9 @@ def test_batches_of_other_sizes(comm):
     with kv:
         trainer.start()
         trainer.set_grads({"w": np.ones(1)})
-        with pytest.raises(mpikv.RankMismatch, match=r"\(item 0: updater SGD: rescale_grad=0\.5, rescale_grad=0\.25\)"):
+        with pytest.raises(
+            mpikv.RankMismatch, match=r"\(item 0: updater SGD: rescale_grad=0\.5 against rescale_grad=0\.25\)"
+        ):
             trainer.step(4 if kv.rank else 2)
 
 

@@ -30,5 +30,5 @@ kv.abandon("another rank may wait for this one")
 def test_what_nobody_has_seen_is_told_and_the_exit_status_too(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "mpikv: at the end of the program: ValueError('bad'); updating key 'w'" in done.stderr
+    assert "mpikv: at the end of the program: ValueError: bad; updating key 'w'" in done.stderr
     assert "for which nobody has waited" in done.stderr

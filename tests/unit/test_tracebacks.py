@@ -228,3 +228,12 @@ def test_what_was_raised_on_the_way_is_not_left_out(capsys):
         lines, _ = printed(capsys, error, 3)
     assert any("KeyError: 'mine'" in line for line in lines)
     assert lines[0] == "[rank 3/9] Traceback (most recent call last):"
+
+
+def test_the_place_of_an_error_is_the_callers_line_and_none_of_an_installed_library(tmp_path: Path, kv) -> None:
+    library: dict = {}
+    text = "def calls(store):\n    store.push('missing', [1.0])\n"
+    exec(compile(text, str(tmp_path / "site-packages" / "library.py"), "exec"), library)
+    with pytest.raises(mpikv.KeyNotInitialized) as caught:
+        library["calls"](kv)
+    assert re.match(f" at {re.escape(__file__)}:[0-9]+ in test_the_place_of", tracebacks.place_of(caught.value))

@@ -162,11 +162,11 @@ def test_a_structure_of_one_rank_differs(kv, run):
     last, x = kv.rank == kv.size - 1, jnp.ones(2)
     total = run(lambda tree: mpikv_jax.pushpull(kv, tree))
     for mine, other, pattern in [
-        ({"a": [x, x]}, {"a": (x, x)}, r"\['a'\] is a list of 2, \['a'\] is a tuple of 2"),
-        ({"a": [x, None]}, {"a": [x, ()]}, r"\['a'\]\[1\] is None, \['a'\]\[1\] is a tuple of 0"),
-        ((x, {"b": x}), (x, OrderedDict(b=x)), r"\(1\) is a dict of 1, \(1\) is an OrderedDict of 1"),
-        (Pair(x, x), Pair(x, jnp.ones(3)), r"\.second is float32\[2\], \.second is float32\[3\]"),
-        ({"w": x}, {"v": x}, r"\['w'\] is float32\[2\], \['v'\] is float32\[2\]"),
+        ({"a": [x, x]}, {"a": (x, x)}, r"\['a'\] is a list of 2 against \['a'\] is a tuple of 2"),
+        ({"a": [x, None]}, {"a": [x, ()]}, r"\['a'\]\[1\] is None against \['a'\]\[1\] is a tuple of 0"),
+        ((x, {"b": x}), (x, OrderedDict(b=x)), r"\(1\) is a dict of 1 against \(1\) is an OrderedDict of 1"),
+        (Pair(x, x), Pair(x, jnp.ones(3)), r"\.second is float32\[2\] against \.second is float32\[3\]"),
+        ({"w": x}, {"v": x}, r"\['w'\] is float32\[2\] against \['v'\] is float32\[2\]"),
     ]:
         with pytest.raises((RankMismatch, jax.errors.JaxRuntimeError), match=pattern):
             jax.block_until_ready(total(other if last else mine))

@@ -239,12 +239,18 @@ def test_ranks_have_other_optimizers(kv, update):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda model: optim.SGD(model.parameters(), 0.01), r"SGD, group 0: lr 0.1, SGD, group 0: lr 0.01\b"),
-        (lambda model: optim.SGD(model.parameters(), 0.1, weight_decay=0.5), "weight_decay 0, .*weight_decay 0.5"),
-        (lambda model: optim.SGD(reversed([*model.parameters()]), 0.1), "SGD, group 0: 0.weight, SGD, group 0: 2.bias"),
+        (lambda model: optim.SGD(model.parameters(), 0.01), r"SGD, group 0: lr 0.1 against SGD, group 0: lr 0.01\b"),
+        (
+            lambda model: optim.SGD(model.parameters(), 0.1, weight_decay=0.5),
+            "weight_decay 0 against .*weight_decay 0.5",
+        ),
+        (
+            lambda model: optim.SGD(reversed([*model.parameters()]), 0.1),
+            "SGD, group 0: 0.weight against SGD, group 0: 2.bias",
+        ),
         (
             lambda model: optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], 0.1),
-            "SGD, group 0: 2.weight, SGD, group 1: lr 0.1",
+            "SGD, group 0: 2.weight against SGD, group 1: lr 0.1",
         ),
     ],
     ids=["lr", "weight_decay", "order", "groups"],
@@ -273,7 +279,7 @@ def test_ranks_with_other_models_are_told_what_differs(kv):
     """And not all of a large model."""
     model = nn.Sequential(*(nn.Linear(3, 4 if place == 7 and is_last(kv) else 3) for place in range(50)))
     with pytest.raises(
-        RankMismatch, match=r"7.weight float32\[3, 3\] trained, 7.weight float32\[4, 3\] trained"
+        RankMismatch, match=r"7.weight float32\[3, 3\] trained against 7.weight float32\[4, 3\] trained"
     ) as caught:
         attach(model, kv=kv)
     assert "8.weight" not in str(caught.value)
