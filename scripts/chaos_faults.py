@@ -328,7 +328,7 @@ MISTAKES = (
         "one element more in init",
         lambda s: s.kv.init(s.new, np.ones(4)),
         lambda s: s.kv.init(s.new, np.ones(5)),
-        r"init\({new}\).*{new} float64\[[45]\], {new} float64\[[45]\]",
+        r"init\({new}\).*{new} float64\[[45]\] against {new} float64\[[45]\]",
     ),
     _refused(
         "same bytes, another dtype, in push",
@@ -340,7 +340,7 @@ MISTAKES = (
         "same bytes, another dtype, in init",
         lambda s: s.kv.init(s.new, np.ones(4)),
         lambda s: s.kv.init(s.new, np.ones(4, np.int64)),
-        r"init\({new}\).*{new} (float64|int64)\[4\], {new} (float64|int64)\[4\]",
+        r"init\({new}\).*{new} (float64|int64)\[4\] against {new} (float64|int64)\[4\]",
         needs=NO_OPTIMIZER,
     ),
     Mistake(

@@ -128,7 +128,7 @@ def _simulate(task: Task, folder: Path) -> None:
     except Exception as error:
         status, output = 1, "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     (folder / "output").write_text(output)
-    sys.exit(status)
+    os._exit(status)  # a thread of the pool has forked, which would wait for itself at an orderly end
 
 
 def _faults(task: Task, seed: int) -> tuple[Fault, ...]:

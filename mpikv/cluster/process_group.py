@@ -66,6 +66,8 @@ class ProcessGroup:
         """Answers other hosts that ask about this one. Called by ranks that wait."""
         self._listening = threading.Lock()
         self.host_comm: Any = None
+        self._control: Any = None
+        """For what ranks tell each other of failures, and at the end."""
         self.ranks_of_hosts: tuple[tuple[int, ...], ...] = ((0,),)
         if self.comm:
             self._join_hosts(simulate_ranks_per_host, insists)
@@ -74,6 +76,8 @@ class ProcessGroup:
             self.local_rank, self.hosts, self.host_ranks = 0, (present().host,), (0,)
 
     def _join_hosts(self, simulate_ranks_per_host: int, insists: bool) -> None:
+        # Where a rank came late to a sum, others have a part of it pending, which MPI may match with what comes next.
+        self._control = self.comm.Dup()
         machine = self._join_machine(insists)
         # A launcher may bind each rank to cores of its own.
         cores = len(set().union(*machine.allgather(tuple(os.sched_getaffinity(0)))))
@@ -138,11 +142,11 @@ class ProcessGroup:
         joined = np.empty(starts[-1], np.uint8)
         joined[starts[self.rank] : starts[self.rank + 1]] = mine.view(np.uint8)
         parts = [joined, (sizes, starts[:-1]), self.mpi.BYTE]
-        self._complete(self.comm.Iallgatherv(self.mpi.IN_PLACE, parts))
+        self._complete(self._control.Iallgatherv(self.mpi.IN_PLACE, parts))
         return joined
 
     def _complete(self, request: Any) -> None:
-        complete(request, self.comm, range(self.size), self._timeout)
+        complete(request, self._control, range(self.size), self._timeout)
 
     def translated(self, doing: str) -> TranslatedErrors:
         """Raise what MPI raises as TransportError."""
@@ -223,7 +227,8 @@ class ProcessGroup:
             self.host_comm.Free()
             # What was told and not received would be found in the next communicator, which takes its number.
             told = np.array([self._has_spoken])
-            self._complete(self.comm.Iallreduce(self.mpi.IN_PLACE, told, self.mpi.LOR))
+            self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, told, self.mpi.LOR))
+            self._control.Free()
             with self._listening:  # a watchdog may be about to
                 comm, self.comm, self.host_comm = self.comm, None, None
             if not told[0]:

@@ -396,8 +396,7 @@ class BackwardSync:
             self._model_buffers.take()
         ranks, *found, _ = self._totals[:_HEAD].tolist()
         if found != [ranks * own for own in self._census[1 : _HEAD - 1].tolist()]:
-            named = {gradient.name: gradient.parameter for gradient in self.gradients}
-            here = "\n".join([self._describe(number), *settings_of(self._optimizers, named)])
+            here = self._describe(number)
             self._restart()  # on every rank, so that all can go on
             if not self.blocking:
                 self._check_same(here, "backward")
@@ -406,15 +405,17 @@ class BackwardSync:
             )
 
     def _describe(self, number: int) -> str:
-        """Return what must be the same on every rank, in two lines."""
+        """Return what must be the same on every rank, a line for each part."""
         place = "a pass that an exception has ended" if number == _CUT else f"pass {number}"
-        return f"{place}, {self.made} steps\nstamp of their settings {self.steps:06x}"
+        settings = settings_of(self._optimizers, {one.name: one.parameter for one in self.gradients})
+        # The stamp comes last: it shows only that settings were others in an earlier step.
+        return "\n".join([f"{place}, {self.made} steps", *settings, f"stamp of earlier settings {self.steps:06x}"])
 
     def _check_same(self, text: str, verb: str) -> None:
         try:
             self._kv.check_equal(text, verb)
         except RankMismatch as error:
-            error.args = (f"{verb}: {_ADVICE}: {error}",)
+            error.args = (f"{verb}: {_ADVICE}: {str(error).removeprefix(f'{verb}: ')}",)
             raise
 
     def check_end(self, verb: str) -> None:

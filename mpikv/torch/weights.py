@@ -117,7 +117,8 @@ class Weights:
         try:
             kv.check_equal(f"other than on the root: {_some(differ)}" if differ else "as on the root", verb)
         except RankMismatch as error:
-            error.args = (f"{verb}: weights or states are not the same on all ranks; {_ADVICE}: {error}",)
+            found = str(error).removeprefix(f"{verb}: ")
+            error.args = (f"{verb}: weights or states are not the same on all ranks; {_ADVICE}: {found}",)
             raise
 
     def _find_other_weights(self) -> list[str]:

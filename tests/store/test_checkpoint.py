@@ -536,7 +536,7 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
             store.optimizer.momentum = 0.5 if kv.is_root else 0.25
         error = outcome(kv.save, folder / "checkpoint")
         assert isinstance(error, RankMismatch)
-        assert "momentum=0.5, momentum=0.25" in str(error)
+        assert "momentum=0.5 against momentum=0.25" in str(error)
         assert os.listdir(folder) == []
         kv.barrier()
         (folder / f"{kv.rank}").mkdir()
@@ -544,7 +544,7 @@ def test_another_setting_on_one_rank(comm, folder, monkeypatch):
         alone.save("checkpoint")
         error = outcome(kv.load, "checkpoint")
         assert isinstance(error, RankMismatch)
-        assert "momentum=0.5, momentum=0.25" in str(error)
+        assert "momentum=0.5 against momentum=0.25" in str(error)
 
 
 def test_a_store_whose_calls_are_not_compared(comm, folder):

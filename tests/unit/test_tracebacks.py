@@ -232,7 +232,7 @@ def test_what_was_raised_on_the_way_is_not_left_out(capsys):
 
 def test_the_place_of_an_error_is_the_callers_line_and_none_of_an_installed_library(tmp_path: Path, kv) -> None:
     library: dict = {}
-    text = "def calls(store):\n    store.push('missing', [1.0])\n"
+    text = "def calls(store):\n    store.pull('missing')\n"
     exec(compile(text, str(tmp_path / "site-packages" / "library.py"), "exec"), library)
     with pytest.raises(mpikv.KeyNotInitialized) as caught:
         library["calls"](kv)
