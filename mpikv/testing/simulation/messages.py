@@ -293,8 +293,10 @@ class Communicator:
         self._check_rank("bcast from", root)
         return _unpacked(self.together("bcast from", _packed(value), lambda given: [given[root]] * len(given), root))
 
-    def Dup(self) -> Any:
-        return self.Split(0, self.rank)
+    def Dup(self) -> Communicator:
+        members, hosts = self._shared.members, self.library.hosts
+        shared = self.together("Dup", None, lambda given: [_Shared(members, hosts)] * len(given))
+        return Communicator(shared, self.rank, self.library)
 
     def Idup(self) -> tuple[Communicator, Request]:
         members, hosts = self._shared.members, self.library.hosts
