@@ -84,13 +84,12 @@ class StatusBoard:
         slot = np.dtype([*numbers, ("text", "u1", _TEXT)])
         board = group.windows.allocate(slot.itemsize * len(self._ranks))
         self._look_at(board.view(slot))
+        mine = self._slots[group.local_rank]
+        mine["pid"] = mine["thread"] = present().process
         if group.size > 1:
-            mine = self._slots[group.local_rank]
-            mine["pid"] = mine["thread"] = present().process
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
         self.said = b""
         """What this rank's slot says."""
-        self._closed = False
 
     def _look_at(self, slots: Array) -> None:
         place = self._ranks.index(self._rank)
@@ -166,14 +165,12 @@ class StatusBoard:
 
     def gone(self) -> tuple[int, ...]:
         """Return the ranks of this host whose processes have ended."""
-        if self._closed or len(self._slots) == 1:
-            return ()
         slots = zip(self._ranks, self._slots, strict=True)
         return tuple(rank for rank, slot in slots if _state(int(slot["pid"])) in ("gone", "dead"))
 
     def close(self) -> None:
         """Let go of the shared memory, but not of what it says: whoever still has to wait tells it."""
-        views, self._closed = (self.number, self._note), True
+        views = self.number, self._note
         self._look_at(self._slots.copy())
         for view in views:
             view.release()
