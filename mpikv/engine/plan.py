@@ -424,8 +424,14 @@ class Planner:
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
         """Return arrays beside which kernels look at others, if they do."""
-        kernels, here = self.kernels, self.transport.memory.is_host
-        return kernels.bind_list(arrays) if here and isinstance(kernels, ListKernels) else None
+        kernels = self._list_kernels
+        return None if kernels is None else kernels.bind_list(arrays)
+
+    @lazy
+    def _list_kernels(self) -> ListKernels | None:
+        """Return the kernels, if they look at lists. Asked once: for each plan it would take as long as all else."""
+        here = self.transport.memory.is_host
+        return self.kernels if here and isinstance(self.kernels, ListKernels) else None
 
     @lazy
     def current(self) -> bool:

@@ -458,7 +458,7 @@ class Communicator:
         message = self._find(source, tag)
         if message is not None and status is not None:
             status.source, status._nbytes = message.source, len(message.body)
-        return _looked(message is not None)
+        return message is not None if self._scheduler.choosing else _looked(message is not None)
 
     def Improbe(self, source: int, tag: int, status: Any) -> _Found | None:
         self._check("Improbe")
@@ -503,9 +503,10 @@ class _Found:
 
 def _looked(found: T) -> T:
     """Tell the scheduler of a rank that has looked for something in vain; return what it has found."""
-    here: Any = runtime.present()
-    if not found and here.world is not None:
-        here.poll()
+    if not found:
+        here: Any = runtime.present()
+        if here.world is not None:
+            here.poll()
     return found
 
 

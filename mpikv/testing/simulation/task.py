@@ -172,9 +172,9 @@ class Task:
         """Take note that it has looked in vain for what others may bring. A task that does nothing else waits until a
         message comes, or for a while: longer, the longer it has looked.
         """
-        now, looks = self.now(), self._looks + 1
         if self.scheduler.choosing:
             return
+        now, looks = self.scheduler.now, self._looks + 1
         if looks == 1:
             self._looks_since = now
         elif looks > _LOOKS:
