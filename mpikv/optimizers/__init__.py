@@ -101,17 +101,21 @@ __all__ = [
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 
 # Loaded when first asked for, as a program needs one or two.
-_MODULES = {
-    "adadelta": ("AdaDelta",),
-    "adagrad": ("AdaGrad",),
-    "adam": ("Adam", "AdamW", "Adamax", "Nadam"),
-    "ftrl": ("FTRL",),
-    "layerwise": ("LAMB", "LARS"),
-    "rmsprop": ("RMSProp",),
-    "sgd": ("SGD", "Test"),
-    "signum": ("Signum",),
+_PLACES = {
+    "AdaDelta": "adadelta",
+    "AdaGrad": "adagrad",
+    "Adam": "adam",
+    "AdamW": "adam",
+    "Adamax": "adam",
+    "FTRL": "ftrl",
+    "LAMB": "layerwise",
+    "LARS": "layerwise",
+    "Nadam": "adam",
+    "RMSProp": "rmsprop",
+    "SGD": "sgd",
+    "Signum": "signum",
+    "Test": "sgd",
 }
-_PLACES = {name: module for module, names in _MODULES.items() for name in names}
 _OWN = {name.lower(): name for name in _PLACES}
 _REGISTERED: dict[str, type[Optimizer]] = {}
 

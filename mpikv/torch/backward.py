@@ -23,7 +23,7 @@ import torch
 
 from ..errors import MPIKVError, NotFinite, PeerFailed, RankMismatch, Unsupported, noted, text_of
 from ..store.kvstore import KVStore
-from .comparison import plain, settings_of
+from .comparison import check_equal, plain, settings_of
 from .failures import raising_on_all
 from .gradients import Bucket, Gradient, fill_buckets
 from .model_buffers import ModelBuffers
@@ -399,7 +399,7 @@ class BackwardSync:
             here = self._describe(number)
             self._restart()  # on every rank, so that all can go on
             if not self.blocking:
-                self._check_same(here, "backward")
+                check_equal(self._kv, here, "backward", _ADVICE)
             raise RankMismatch(
                 f"backward: {_ADVICE}; rank {self._kv.rank} of {self._kv.size} is in {here.splitlines()[0]}"
             )
@@ -411,18 +411,11 @@ class BackwardSync:
         # The stamp comes last: it shows only that settings were others in an earlier step.
         return "\n".join([f"{place}, {self.made} steps", *settings, f"stamp of earlier settings {self.steps:06x}"])
 
-    def _check_same(self, text: str, verb: str) -> None:
-        try:
-            self._kv.check_equal(text, verb)
-        except RankMismatch as error:
-            error.args = (f"{verb}: {_ADVICE}: {str(error).removeprefix(f'{verb}: ')}",)
-            raise
-
     def check_end(self, verb: str) -> None:
         """See that all ranks have made as many passes and steps, and have the same weights, unless a rank has changed
         its own since the last step, as for an export. Collective.
         """
-        self._check_same(self._describe(self.number), verb)
+        check_equal(self._kv, self._describe(self.number), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)
 

@@ -8,9 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import RankMismatch
+from ..store.kvstore import KVStore
 from .data import tensors_of
 
-__all__ = ["outline", "plain", "settings_of"]
+__all__ = ["check_equal", "outline", "plain", "settings_of"]
+
+
+def check_equal(kv: KVStore, text: str, verb: str, advice: str) -> None:
+    """Raise RankMismatch on all ranks, with advice before what differs, unless they give one text. Collective."""
+    try:
+        kv.check_equal(text, verb)
+    except RankMismatch as error:
+        error.args = (f"{verb}: {advice}: {str(error).removeprefix(f'{verb}: ')}",)
+        raise
 
 
 def outline(model: Any) -> list[str]:

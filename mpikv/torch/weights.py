@@ -15,8 +15,8 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..errors import RankMismatch
 from ..store.kvstore import KVStore
+from .comparison import check_equal
 from .data import fill_from_root
 
 __all__ = ["Weights"]
@@ -114,12 +114,8 @@ class Weights:
         ]
         if kv.any_rank(bool((own != roots).any())):
             differ += self._find_other_weights()
-        try:
-            kv.check_equal(f"other than on the root: {_some(differ)}" if differ else "as on the root", verb)
-        except RankMismatch as error:
-            found = str(error).removeprefix(f"{verb}: ")
-            error.args = (f"{verb}: weights or states are not the same on all ranks; {_ADVICE}: {found}",)
-            raise
+        here = f"other than on the root: {_some(differ)}" if differ else "as on the root"
+        check_equal(kv, here, verb, f"weights or states are not the same on all ranks; {_ADVICE}")
 
     def _find_other_weights(self) -> list[str]:
         """Compare all numbers with the root's. Collective."""

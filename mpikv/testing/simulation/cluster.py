@@ -118,15 +118,19 @@ class _Run:
     def results(self) -> list[Any]:
         """Return what the ranks have returned, or raise the first failure."""
         first = self._failures[0][1] if self._failures else self._ended
+        if first is not None:
+            raise self._explained(first)
+        if missed := self._missed():
+            warnings.warn(missed, Missed, stacklevel=3)
+        return self._results
+
+    def _missed(self) -> str:
+        """Return what is said of faults that have not struck, nothing where all have."""
         missed = [
             each for each in self._cluster.faults if isinstance(each, Timed | Differ) and each not in self._struck
         ]
-        text = f"{missed} did not strike in {self._cluster!r}: ranks came to {self._points} scheduling points"
-        if first is not None:
-            raise self._explained(first, [text] if missed else [])
-        if missed:
-            warnings.warn(text, Missed, stacklevel=3)
-        return self._results
+        told = f"{missed} did not strike in {self._cluster!r}: ranks came to {self._points} scheduling points"
+        return told if missed else ""
 
     def _run(self, rank: int) -> None:
         task: Any = runtime.present()
@@ -172,7 +176,7 @@ class _Run:
         else:
             self._scheduler.full.add(task.host)
 
-    def _explained(self, error: BaseException, missed: Sequence[str]) -> BaseException:
+    def _explained(self, error: BaseException) -> BaseException:
         """Add how to have a failure again, the other failures, and what the ranks did last."""
         noted(error, f"in {self._cluster!r}")
         for rank, other in self._failures:
@@ -182,8 +186,8 @@ class _Run:
                 noted(error, f"rank {rank} raised this")
         if self._ended is not None and self._ended is not error:
             noted(error, f"then {self._ended}")
-        for text in missed:
-            noted(error, text)
+        if missed := self._missed():
+            noted(error, missed)
         for task in self._scheduler.ended.values():
             noted(error, task.story())
         return error

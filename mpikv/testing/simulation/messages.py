@@ -458,7 +458,7 @@ class Communicator:
         message = self._find(source, tag)
         if message is not None and status is not None:
             status.source, status._nbytes = message.source, len(message.body)
-        return message is not None if self._scheduler.choosing else _looked(message is not None)
+        return _looked(message is not None)
 
     def Improbe(self, source: int, tag: int, status: Any) -> _Found | None:
         self._check("Improbe")
