@@ -2,8 +2,9 @@
 
     mpikv run -n 4 scripts/bench_async.py                          100,000 random pushes, which take minutes
     mpikv run -n 4 scripts/bench_async.py --pushes 4000 --rate-seconds 1
+    mpikv run -n 2 scripts/bench_async.py --only answers
 
-Three parts, each printed by the first rank; the exit status is 1 if a promise was broken:
+Four parts, each printed by the first rank; the exit status is 1 if a promise was broken:
 
 *exact*: ranks push random integers to random keys, so that the sums are known exactly. Each push also counts its rank
 in a vector of clocks, which is pulled now and then: by how much do they differ at that moment? That is measured
@@ -13,6 +14,9 @@ by what was applied, not by what the store says of itself.
 A step is a sleep of some milliseconds for work, so that ranks that share cores do not slow each other by that.
 
 *idle*: the share of a core that the thread of a rank takes while nobody asks for anything.
+
+*answers*: the time of a push and a pull of 8 KiB from another rank, while the owner sleeps, computes in numpy, or runs
+pure Python. All other ranks sleep.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +34,7 @@ import mpikv
 
 SLOWER = 10
 LOOK_EVERY = 20
+ELEMENTS_OF_ANSWERS = 1024
 
 
 def stream(seed: int, rank: int, pushes: int, keys: int) -> tuple[Any, Any]:
@@ -126,7 +132,7 @@ def rates(options: argparse.Namespace) -> list[str]:
         return [f"rates   a fast rank, {1000 * options.work:.0f} ms of work per step, no bound: {text}"]
 
 
-def idle(seconds: float) -> list[str]:
+def idle(seconds: float = 2.0) -> list[str]:
     """Measure what a rank takes while it sleeps in an open store."""
     with mpikv.create("dist_async") as kv:
         kv.barrier()
@@ -137,8 +143,50 @@ def idle(seconds: float) -> list[str]:
         return [f"idle    the first rank's thread takes {share:.2f} % of a core"]
 
 
+def run_python() -> None:
+    """Take some milliseconds in Python alone."""
+    for number in range(100_000):
+        number * number
+
+
+OWNERS: dict[str, Callable[[], object]] = {
+    "sleeps": partial(time.sleep, 0.01),
+    "computes in numpy": partial(np.sqrt, np.ones(200_000)),
+    "runs pure Python": run_python,
+}
+
+
+def answers(options: argparse.Namespace) -> list[str]:
+    """Time what the last rank asks of the first, which does something else."""
+    with mpikv.create("dist_async") as kv:
+        kv.init("w", np.zeros(ELEMENTS_OF_ANSWERS))
+        kv.init(list(OWNERS), [np.zeros(4)] * len(OWNERS))
+        kv.set_optimizer("test", learning_rate=1.0, rescale_grad=-1.0)
+        gradient, out = np.ones(ELEMENTS_OF_ANSWERS), np.empty(ELEMENTS_OF_ANSWERS)
+        for name, work in OWNERS.items():
+            took = []
+            kv.barrier()
+            started = time.perf_counter()
+            while (now := time.perf_counter()) < started + options.rate_seconds:
+                if kv.is_root:
+                    work()
+                elif kv.rank < kv.size - 1:
+                    time.sleep(0.01)
+                elif now < started + 0.9 * options.rate_seconds:  # the owner still works when the last is answered
+                    kv.pushpull("w", gradient, out=out)
+                    took.append(time.perf_counter() - now)
+            if took:
+                kv.push(name, np.percentile(took, [50, 90, 99, 100]))
+        kv.barrier()
+        rows = [f"{name:18}" + "".join(f"{1e3 * each:9.2f}" for each in kv.pull(name)) for name in OWNERS]
+        return [
+            f"answers ms, the owner        {'p50':>9}{'p90':>9}{'p99':>9}{'most':>9}",
+            *(f"        {row}" for row in rows),
+        ]
+
+
 def main() -> int:
-    """Run all parts."""
+    """Run all parts, or one."""
     parser = argparse.ArgumentParser(description="Measure asynchronous mode with one slow rank.")
     add = parser.add_argument
     add("--pushes", type=int, default=100_000, help="pushes of all ranks together; default: 100000")
@@ -148,11 +196,12 @@ def main() -> int:
     add("--work", type=float, default=0.01, help="seconds of sleep in a step of the rates; default: 0.01")
     add("--rate-seconds", type=float, default=8.0, help="how long each rate is measured; default: 8")
     add("--seed", type=int, default=0)
+    add("--only", choices=("exact", "rates", "idle", "answers"), help="one part; default: all")
     options = parser.parse_args()
-    lines, right = exact(options)
-    parts: list[Callable[[], list[str]]] = [lambda: rates(options), lambda: idle(2.0)]
-    for part in parts:
-        lines += part()
+    lines, right = exact(options) if options.only in (None, "exact") else ([], True)
+    for name, part in (("rates", partial(rates, options)), ("idle", idle), ("answers", partial(answers, options))):
+        if options.only in (None, name):
+            lines += part()
     with mpikv.create() as kv:
         if kv.is_root:
             print("\n".join(lines), flush=True)
