@@ -11,7 +11,7 @@ array([1., 1., 1.])
 import importlib
 import typing
 
-from . import optimizers, schedules
+from . import optimizers
 from .cluster.background import Work
 from .create import create
 from .errors import (
@@ -38,7 +38,7 @@ from .store.plugins import KVStoreBase
 from .store.scope import Scope
 
 if typing.TYPE_CHECKING:
-    from . import codecs
+    from . import codecs, schedules
     from .async_store.async_kvstore import AsyncKVStore
     from .checkpoint import SaveWork
     from .store.capture import CapturedStep
@@ -96,8 +96,8 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name == "codecs":
-        return importlib.import_module(".codecs", __name__)
+    if name in ("codecs", "schedules"):
+        return importlib.import_module(f".{name}", __name__)
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)

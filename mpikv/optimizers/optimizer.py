@@ -17,7 +17,6 @@ from ..arrays.float16 import narrow, widen
 from ..errors import ConfigError, Unsupported
 from ..options import count, flag, number
 from ..protocols import Array, Key, Slots
-from ..schedules import Schedule, beginning_with
 from .options import MULTIPLIERS, SCHEDULER, Multipliers, describe, rate, unknown_option
 
 __all__ = ["BLOCK", "Block", "Optimizer", "Step"]
@@ -192,6 +191,8 @@ class Optimizer:
 
     def _give_to_scheduler(self, value: float) -> None:
         """Have a scheduler begin with a rate, which its user gave beside it."""
+        from ..schedules import Schedule, beginning_with
+
         scheduler, where = self.lr_scheduler, f"{type(self).__name__}: learning_rate={value!r}"
         before = getattr(scheduler, "base_lr", None)
         if self._has_rate:  # it is set later, and not where the optimizer is made
@@ -222,7 +223,7 @@ class Optimizer:
         derived = {
             "rescale": self.rescale_grad / ranks,
             "by_key": bool(factors) or type(self).step is not Optimizer.step,
-            "opaque": self.lr_scheduler is not None and type(self.lr_scheduler).__module__ != Schedule.__module__,
+            "opaque": self.lr_scheduler is not None and _is_own(self.lr_scheduler),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -483,6 +484,14 @@ class Optimizer:
         options = {name: getattr(self, name) for name in self.options()}
         options |= {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return _copy, (type(self), options)
+
+
+def _is_own(scheduler: object) -> bool:
+    """Return whether a scheduler is of the user's making."""
+    # Few programs load them.
+    from .. import schedules
+
+    return type(scheduler).__module__ != schedules.__name__
 
 
 _signature = cache(signature)

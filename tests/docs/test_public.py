@@ -110,7 +110,7 @@ def test_examples_are_true(module: ModuleType) -> None:
 
 def test_import_leaves_out_what_few_programs_need() -> None:
     """It is there all the same, and a name is the same object however it is reached."""
-    late = ["async_store", "checkpoint", "codecs", "store.capture", "train"]
+    late = ["async_store", "checkpoint", "codecs", "schedules", "store.capture", "train"]
     code = (
         "import json, sys, mpikv\n"
         f"print(json.dumps([name for name in {late} if f'mpikv.{{name}}' in sys.modules]))\n"
