@@ -34,8 +34,11 @@ class Operands:
     def __init__(self, exchange: Exchange, rows: Rows) -> None:
         self._exchange, self._rows, self._memory = exchange, rows, exchange.transport.memory
         self._plans = exchange.values.plans
-        self._gpu = self._memory.gpu if isinstance(self._memory, DeviceMemory) else None
-        self._kind: Any = np.ndarray if self._gpu is None else self._gpu.kind
+        self._kind: Any = np.ndarray
+        self._plain: Callable[[Plan, Any, Any, bool, bool], Sequence[Any] | None] = self._plain_here
+        if isinstance(self._memory, DeviceMemory):
+            self._kind = self._memory.gpu.kind
+            self._plain = partial(self._plain_there, self._memory.gpu)
         # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
         self._known_apart: dict[int, ref[Array]] = {}
 
@@ -117,28 +120,24 @@ class Operands:
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
         return self._plain(plan, key, given, filled, filled or len(plan.buckets) > 1)
 
-    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
-        """Return the one array per key if that is what was given: of the store's memory, of the values' shapes and
-        dtypes, and if asked for, writable, and apart from the memory of values.
-
-        That is how training calls the store, thousands of times; None sends all else to where more forms are known.
-        """
-        if self._gpu is not None:
-            arrays = self._one_each(plan, key, given, False, False)
-            return None if arrays is None else self._plain_there(self._gpu, arrays, apart)
-        return self._one_each(plan, key, given, writable, apart)
-
-    def _plain_there(self, gpu: Gpu, arrays: Sequence[Any], apart: bool) -> Sequence[Any] | None:
-        """Return arrays of a GPU, which can all be written, if they are of this one."""
-        if not all(map(_is_contiguous, arrays)) or gpu.addresses(arrays) is None:
+    def _plain_there(
+        self, gpu: Gpu, plan: Plan, key: Any, given: Any, writable: bool, apart: bool
+    ) -> Sequence[Any] | None:
+        """Return the same of arrays of a GPU, which can all be written, if they are of this one."""
+        arrays = self._plain_here(plan, key, given, False, False)
+        if arrays is None or not all(map(_is_contiguous, arrays)) or gpu.addresses(arrays) is None:
             return None
         if apart and not self._exchange.values.lie_apart(gpu, arrays):
             return None
         # Of its own: the arrays are kept until the GPU has done with them, whatever becomes of the caller's list.
         return tuple(arrays)
 
-    def _one_each(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
-        """Return the one array per key, if that is what was given."""
+    def _plain_here(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
+        """Return the one array per key if that is what was given: of the store's memory, of the values' shapes and
+        dtypes, and if asked for, writable, and apart from the memory of values.
+
+        That is how training calls the store, thousands of times; None sends all else to where more forms are known.
+        """
         kind = self._kind
         if type(given) is kind:
             if (
