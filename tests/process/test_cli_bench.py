@@ -531,7 +531,8 @@ def test_latency_is_measured_on_two_ranks(bench: Run, tmp_path: Path) -> None:
             assert len(case["seconds"]) == group["rounds"] == 3
             assert case["median"] == np.median(case["seconds"]) > 0
             assert case["steps"] >= 4 * case["repeats"]
-    assert [case["name"] for case in groups["sizes/64"]["cases"]] == ["push", "pull", "pushpull", "Allreduce"]
+    names = ["push", "pull", "push, pull", "pushpull", "Allreduce"]
+    assert [case["name"] for case in groups["sizes/64"]["cases"]] == names
     if has_plot:
         assert (tmp_path / "sums.png").read_bytes().startswith(b"\x89PNG")
 

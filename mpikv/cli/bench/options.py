@@ -37,7 +37,7 @@ EPILOG = """\
 what is measured (--suite latency is the first three, sets the next three, files the next two, torch the last three):
   push-pull  a single key of 64 B and a list of 100, SGD-momentum, beside Comm.Allreduce and an update per key
   allreduce  the sum of one array of 64 MB, beside one Comm.Allreduce
-  sizes      push, pull and pushpull of 64 B to 64 MB without an updater, beside Comm.Allreduce
+  sizes      push, pull, both in turns, and pushpull of 64 B to 64 MB without an updater, beside Comm.Allreduce
   resnet50   the 161 arrays of a ResNet-50 (102 MB) in one pushpull
   bert-base  the 199 arrays of a BERT-base (438 MB)
   many       10,000 arrays of 1 to 100 floats

@@ -136,17 +136,19 @@ def _details(job: Report, ranks: str) -> Iterator[str]:
 
 
 def _size_rows(sizes: Iterable[Report]) -> Iterator[tuple[str, ...]]:
-    verbs = "push", "pull", "pushpull", "Allreduce"
-    yield "size", *verbs, "pushpull / Allreduce", *(f"GB/s, {verb}" for verb in verbs[:3])
+    verbs, peers = ("push", "pull", "pushpull"), ("push, pull", "Allreduce")
+    cases = *verbs, *peers
+    yield "size", *cases, *(f"pushpull / {peer}" for peer in peers), *(f"GB/s, {verb}" for verb in verbs)
     for group in sizes:
         medians = {case["name"]: case["median"] for case in group["cases"]}
-        times = [medians.get(verb) for verb in verbs]
-        *_, ours, peer = times
         yield (
             group["title"].removeprefix("sum of "),
-            *("" if time is None else seconds_text(time) for time in times),
-            "" if ours is None or peer is None else f"{ours / peer:.2f}",
-            *("" if time is None else f"{4e-9 * group['elements'] / time:.3g}" for time in times[:3]),
+            *(seconds_text(medians[case]) if case in medians else "" for case in cases),
+            *(
+                f"{medians['pushpull'] / medians[peer]:.2f}" if {"pushpull", peer} <= medians.keys() else ""
+                for peer in peers
+            ),
+            *(f"{4e-9 * group['elements'] / medians[verb]:.3g}" if verb in medians else "" for verb in verbs),
         )
 
 

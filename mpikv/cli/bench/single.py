@@ -22,9 +22,9 @@ _SIZES, _QUICK_SIZES = tuple(64 << 2 * power for power in range(11)), (64, 1 << 
 
 
 def sizes(comm: Any, options: Options) -> list[Group]:
-    """Return a group for each size: push, pull and pushpull without an updater, beside one Allreduce."""
+    """Return a group for each size: push and pull, alone and in turns, and pushpull, beside one Allreduce."""
     return [
-        _sum(comm, options, f"sizes/{nbytes}", nbytes, ("push", "pull", "pushpull"), [])
+        _sum(comm, options, f"sizes/{nbytes}", nbytes, ("push", "pull", "push, pull", "pushpull"), [])
         for nbytes in (_QUICK_SIZES if options.quick else _SIZES)
     ]
 
