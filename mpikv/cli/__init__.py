@@ -1,4 +1,6 @@
-"""The subcommands of ``mpikv``, with the parts of ``run`` (launchers, job, rank, watch) and ``bench``.
+"""The subcommands of ``mpikv``: ``run``, ``bench``, ``info`` and ``trace``.
+
+``launchers``, ``job``, ``rank`` and ``watch`` are parts of ``run``. ``trace`` joins the files that ``store`` writes.
 
 It may import all of the package, and prints.
 """

@@ -1,6 +1,7 @@
 """What stands for a gradient on the wire: codecs, pure array code without ranks and keys. It imports ``arrays``.
 
-Each format rounds, clips and packs here by itself, NaN and infinities included: ``bf16``, too, which needs no package.
+``feedback`` adds what was left out of a gradient to the next one. Each format rounds, clips and packs here by itself,
+NaN and infinities included: ``bf16``, too, which needs no package.
 
 ======== ========================================= ============================================
 name     options                                   bytes for n elements of a float32 value

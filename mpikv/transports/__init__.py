@@ -1,9 +1,9 @@
 """How bytes move between ranks, and which way is taken.
 
-Here: shared memory with single copies between processes (``cma``), MPI, NCCL, and ``hierarchical``, which sums
-inside of each host first; requests to one rank (``rpc``); the choice among them; what is tried before NCCL is believed
-and what looks after it (``preflight``, ``watchdog``). It imports ``memory``, and waits as ``cluster.waiting`` does. It
-never sees a key.
+Here: the way of one rank alone (``local``), shared memory with single copies between processes (``cma``), MPI, NCCL,
+and ``hierarchical``, which sums inside of each host first; requests to one rank (``rpc``); the choice among them; what
+is tried before NCCL is believed and what looks after it (``preflight``, ``watchdog``). It imports ``memory``, and waits
+as ``cluster.waiting`` does. It never sees a key.
 """
 
 from __future__ import annotations
