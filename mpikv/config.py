@@ -207,6 +207,8 @@ def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
 LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN"})
 # Begins the name of the file, in the directory that MPIKV_RUN names, in which a rank writes which files it shares.
 FILES = "files."
+# Begins the name of the file there by which a rank says that its script has ended well without starting MPI.
+UNSTARTED = "unstarted."
 # The name of the file there in which a rank says why it ends the job.
 GIVEN_UP = "given-up"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from ..config import GIVEN_UP, aborts
+from ..config import GIVEN_UP, UNSTARTED, aborts
 from .watch import Death, Watch
 
 __all__ = ["Job", "run_job"]
@@ -31,27 +31,41 @@ GRACE = 4.0
 # that look alike must be for their order to be believed.
 _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
+# Seconds for which a rank may go on after another that has not started MPI.
+_PATIENCE = 5.0
+
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Of <sys/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def run_job(command: Sequence[str], environ: Mapping[str, str], size: int, *, one_host: bool) -> tuple[int, str]:
+def run_job(
+    command: Sequence[str], environ: Mapping[str, str], size: int, *, one_host: bool, tell: Callable[[str], None]
+) -> tuple[int, str]:
     """Run the launcher's command line to its end; return the exit status and, where it is not 0, the reason.
+
+    ``tell`` is given what the user should know while the job runs.
 
     The status is that of the rank that failed first; 1 where a rank left before the end of its script although the
     launcher reports success; 128 + s where this process received the signal s; else the launcher's own.
     """
     with tempfile.TemporaryDirectory(prefix="mpikv-run-") as directory:
         watch = Watch(Path(directory))
-        job = Job(command, {**environ, "MPIKV_RUN": directory})
+        job, told = Job(command, {**environ, "MPIKV_RUN": directory}), set[int]()
 
         def bereft() -> None:
             # Open MPI's launcher waits for hosts that it cannot reach any more, and MPICH's may overlook a rank that
             # leaves in silence, for which the others then wait.
             if aborts(environ) and _failures(_recorded(Path(directory)), watch.deaths):
                 job.end_soon()
+            if absent := _without_mpi(Path(directory)) - told:
+                told.update(absent)
+                ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
+                tell(
+                    f"{ranks} ended more than {_PATIENCE:g} s ago without starting MPI; a rank that starts it, as by "
+                    "mpikv.create(), waits for all: start it on every rank, or end the job with Ctrl-C"
+                )
 
         status = watch.wait(job.process, bereft)
         if job.received is None:
@@ -86,6 +100,12 @@ def _recorded(directory: Path) -> dict[int, Death]:
     files = [path for path in directory.iterdir() if path.name.isdigit()]
     ends = [Death(int(path.name), path.stat().st_mtime_ns, int(path.read_text() or "1")) for path in files]
     return {end.rank: end for end in ends}
+
+
+def _without_mpi(directory: Path) -> set[int]:
+    """Return the ranks whose scripts have ended well, a while ago, without starting MPI."""
+    before = time.time() - _PATIENCE
+    return {int(path.suffix[1:]) for path in directory.glob(UNSTARTED + "*") if path.stat().st_mtime < before}
 
 
 def _given_up(directory: Path, failures: Sequence[Death]) -> str:

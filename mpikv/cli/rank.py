@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..cluster.tracebacks import place_of, print_last, print_lines
 from ..cluster.waiting import until_read
-from ..config import FILES, aborts, launch_of
+from ..config import FILES, UNSTARTED, aborts, launch_of
 from ..store.endings import tell_unseen
 from .watch import PREFIX, shared_files
 
@@ -135,7 +135,14 @@ def _record(rank: int, status: int, process: int) -> None:
     if os.getpid() == process and (directory := _directory()):
         if status:
             (directory / f"{FILES}{rank}").write_text("\n".join(shared_files(process)))
+        elif not _has_started_mpi():
+            (directory / f"{UNSTARTED}{rank}").touch()
         (directory / str(rank)).write_text(str(status))
+
+
+def _has_started_mpi() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _directory() -> Path | None:
@@ -147,8 +154,8 @@ def _directory() -> Path | None:
 def _abort(status: int) -> None:
     """End all ranks. Returns where nobody can be told but by this process's own exit status."""
     until_read([stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None])
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():
+    if _has_started_mpi():
+        mpi = sys.modules["mpi4py.MPI"]
         if not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(status)
     elif "MPIKV_RUN" in os.environ and "PMI_FD" in os.environ:

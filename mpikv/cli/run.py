@@ -230,7 +230,9 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if left := remove_leftovers():
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = len(hosts) == 1 if hosts else slurm is None or (slurm.here and len(slurm.tasks) == 1)
-    status, reason = run_job(plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host)
+    status, reason = run_job(
+        plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host, tell=_note
+    )
     # Launchers then kill the ranks: MPICH's by the one signal, Open MPI's by the other.
     if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) and has_lost_reader():
         return UNREAD

@@ -238,7 +238,7 @@ def killed_rank(folder: Path, text: str) -> tuple[int, str]:
     """Run a script on a rank that is its own launcher."""
     script = folder / "script.py"
     script.write_text(f"import mmap, os, signal, sys, time\n{text}\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    return run_job([sys.executable, "-m", "mpikv.cli.rank", str(script)], os.environ, 1, one_host=True)
+    return run_job([sys.executable, "-m", "mpikv.cli.rank", str(script)], os.environ, 1, one_host=True, tell=print)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the system cannot tell who died")

@@ -600,6 +600,20 @@ def test_a_rank_that_leaves_silently_is_no_success(tmp_path: Path, library: Libr
     assert done.returncode == 1, done.stderr
 
 
+def test_a_rank_that_never_starts_mpi_is_named(tmp_path: Path, library: Library) -> None:
+    """The others wait in the start of MPI, until somebody ends the job."""
+    text = f"{RANK}\nif rank == 1: raise SystemExit\nimport mpikv; mpikv.create()"
+    job = start("run", "-n", "3", script(tmp_path, text))
+    assert job.stderr is not None
+    try:
+        said = next(line for line in job.stderr if "rank 1" in line)
+    finally:
+        job.send_signal(signal.SIGTERM)
+        done = finish(job)
+    assert said.startswith("mpikv run: rank 1 ended more than 5 s ago without starting MPI;")
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_a_launch_inside_a_launch(tmp_path: Path, library: Library) -> None:
     inner = script(tmp_path, "from mpi4py import MPI; print('size', MPI.COMM_WORLD.size)", "inner.py")
     call = [sys.executable, "-m", "mpikv", "run", "-n", "2", inner]
@@ -733,7 +747,7 @@ def test_terminal_is_read_and_its_interrupt_ends_the_job(tmp_path: Path, library
 )
 def test_exit_status(command: str, status: int, reason: str) -> None:
     before: Mapping[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True)
+    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True, tell=print)
     assert (found, text.startswith(reason)) == (status, True)
     assert before == {number: signal.getsignal(number) for number in before}
 
@@ -743,7 +757,7 @@ def test_a_launcher_that_overlooks_a_death_is_ended() -> None:
     announce = 'printf "$! $(uname -n)" >$MPIKV_RUN/rank'
     command = f"sleep 60 & {announce}.0; sleep 0.5 & {announce}.1; wait"
     began = time.monotonic()
-    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True)
+    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True, tell=print)
     assert (found, text.startswith("rank 1 ")) == (1, True), text
     assert time.monotonic() - began < 15
 
