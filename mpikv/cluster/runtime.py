@@ -30,11 +30,9 @@ class Peer(Protocol):
 
     def state(self) -> str:
         """Return ``running`` or ``gone``."""
-        ...
 
     def frames(self, thread: int) -> list[tuple[str, str, str]]:
         """Return file, line and function of each frame of a thread, the innermost first."""
-        ...
 
 
 class Runtime(Protocol):
@@ -52,23 +50,18 @@ class Runtime(Protocol):
     @property
     def process(self) -> int:
         """The number of this rank's process."""
-        ...
 
     def peer(self, process: int) -> Peer | None:
         """Return the simulated rank that is the process of a number; None for a real one."""
-        ...
 
     def now(self) -> float:
         """Return seconds since some moment; they never go back."""
-        ...
 
     def give_way(self) -> None:
         """Let another thread or process have the core."""
-        ...
 
     def sleep(self, seconds: float) -> None:
         """Return after so many seconds."""
-        ...
 
     def nap(self, seconds: float, until: float = math.inf, ready: Callable[[], bool] | None = None) -> bool:
         """Return soon: after so many seconds, or when ``ready()`` may be true, but not after the time ``until``.
@@ -76,23 +69,18 @@ class Runtime(Protocol):
         Returns:
             Whether ``ready()`` is known to be true.
         """
-        ...
 
     def thread(self, run: Callable[[], None], name: str) -> threading.Thread:
         """Return a daemon thread that has not started."""
-        ...
 
     def lock(self) -> Any:
         """Return a lock, as ``threading.Lock()`` does."""
-        ...
 
     def condition(self) -> Any:
         """Return a condition variable, as ``threading.Condition()`` does."""
-        ...
 
     def event(self) -> Any:
         """Return an event, as ``threading.Event()`` does."""
-        ...
 
 
 class _System:

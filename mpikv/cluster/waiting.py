@@ -28,7 +28,6 @@ class Waits(Protocol):
 
     def until(self, ready: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         """Return when ``ready()`` is true, or raise :class:`~mpikv.errors.Stalled`."""
-        ...
 
 
 class Waiting:

@@ -25,20 +25,16 @@ class ElementwiseCodec(Protocol):
     @property
     def elementwise(self) -> Literal[True]:
         """What tells it from a :class:`TensorCodec`."""
-        ...
 
     @property
     def feedback(self) -> bool:
         """Whether :meth:`encode` needs a residual, which the store keeps: a float32 of every element, at first zero."""
-        ...
 
     def settings(self) -> str:
         """Describe the codec so that two ranks' descriptions are equal exactly when their payloads are."""
-        ...
 
     def nbytes(self, count: int) -> int:
         """Return how many bytes the payload of ``count`` elements takes, whatever their values."""
-        ...
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
         """Write all bytes of the payload (uint8, aligned to 8 bytes, of :meth:`nbytes`). ``gradient`` is not written.
@@ -46,11 +42,9 @@ class ElementwiseCodec(Protocol):
         With ``feedback``, the gradient and the residual together are encoded, and what the payload does not say of them
         is left in ``residual``; without, it is None.
         """
-        ...
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add what the payload says to ``total``, flat and float32, which has as many elements as were encoded."""
-        ...
 
 
 class Sum(NamedTuple):
@@ -84,20 +78,16 @@ class TensorCodec(Protocol):
     @property
     def elementwise(self) -> Literal[False]:
         """What tells it from a :class:`ElementwiseCodec`."""
-        ...
 
     @property
     def feedback(self) -> bool:
         """As :attr:`ElementwiseCodec.feedback`."""
-        ...
 
     def settings(self) -> str:
         """As :meth:`ElementwiseCodec.settings`."""
-        ...
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
         """Return what is to be kept for a value of this shape between exchanges, the same on every rank."""
-        ...
 
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
@@ -106,7 +96,6 @@ class TensorCodec(Protocol):
 
         ``gradient`` is flat and may be overwritten. ``residual`` as in :meth:`ElementwiseCodec.encode`.
         """
-        ...
 
 
 Codec: TypeAlias = "ElementwiseCodec | TensorCodec"

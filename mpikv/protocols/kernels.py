@@ -29,17 +29,14 @@ class Kernels(Protocol):
     @property
     def rules(self) -> Sequence[str]:
         """The names of the optimizers that have compiled code. All others run in numpy."""
-        ...
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
         """Compile what the updater, with its present options, needs for values of this dtype, unless it is there: what
         :meth:`bind_adding` needs, or else :meth:`bind`.
         """
-        ...
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return what :meth:`Updater.bind` does. It heeds the options that the updater has when it is called."""
-        ...
 
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
@@ -49,7 +46,6 @@ class Kernels(Protocol):
 
         The arrays are flat and contiguous, of the size and the dtype of the value.
         """
-        ...
 
 
 class BoundList(Protocol):
@@ -61,15 +57,12 @@ class BoundList(Protocol):
         """Return whether each of the others is contiguous, and of the class, the shape and the dtype of its array; if
         asked for, also writable, or over memory of its own.
         """
-        ...
 
     def take(self, others: Sequence[Any]) -> bool:
         """Copy what the others hold to the arrays; return False where others do not fit, and some may be copied."""
-        ...
 
     def give(self, others: Sequence[Any]) -> bool:
         """Copy what the arrays hold to the others; return False as :meth:`take` does."""
-        ...
 
 
 @runtime_checkable
@@ -78,7 +71,6 @@ class ListKernels(Kernels, Protocol):
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
         """Return these arrays of numpy's own class, bound; or None where it gains nothing."""
-        ...
 
 
 class StepTable(Protocol):
@@ -89,11 +81,9 @@ class StepTable(Protocol):
 
     def fits(self, step: Any) -> bool:
         """Return whether what was queued with a row is the update that this step asks for, but for its numbers."""
-        ...
 
     def write(self, steps: Sequence[Any]) -> None:
         """Queue that the first rows be these steps, from the updates on that are queued next."""
-        ...
 
 
 @runtime_checkable
@@ -102,7 +92,6 @@ class GpuKernels(Kernels, Protocol):
 
     def has_rule(self, updater: Updater) -> bool:
         """Return whether there is compiled code for an updater, which then is an optimizer. Others are Python."""
-        ...
 
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
@@ -110,19 +99,16 @@ class GpuKernels(Kernels, Protocol):
         """Return a function of a step for each of some ranges, which follow one another and end at ``ends``, that makes
         one update of each: what functions that :meth:`~Kernels.bind` returns for each would do.
         """
-        ...
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
         """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
         does. It heeds the options that the updater has when it is called.
         """
-        ...
 
     def codec(self, codec: Codec) -> Codec:
         """Return what does on arrays of the GPU what a codec does on the host's, with the same bits, compiled when this
         returns; or the codec itself, where there is no kernel for it.
         """
-        ...
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
         """Return memory for ``count`` steps of an optimizer with its present options, which has a rule, and compile its
@@ -131,4 +117,3 @@ class GpuKernels(Kernels, Protocol):
         Raises:
             MemoryError: there is too little.
         """
-        ...

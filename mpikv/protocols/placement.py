@@ -34,7 +34,6 @@ class Placement(Protocol):
         none reaches beyond. An element's owner depends on its place in its block alone, never on the call, because its
         optimizer state lives with its owner.
         """
-        ...
 
     def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
         """Return a function of ``send`` and ``total`` that sums a range over ranks: it returns the addends of the sum
@@ -42,10 +41,8 @@ class Placement(Protocol):
 
         Where the transport's library adds this sum, the only addend is ``total`` itself; else ``total`` was not used.
         """
-        ...
 
     def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
         """Return a function that gives every rank the owners' values of a range, which lie in ``value``. The function
         is collective.
         """
-        ...

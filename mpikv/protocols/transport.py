@@ -39,12 +39,10 @@ class Transport(Protocol):
     @property
     def memory(self) -> Memory:
         """Where all arrays lie that it is given and that it returns."""
-        ...
 
     @property
     def control(self) -> Transport:
         """The transport of the same ranks that moves arrays of the host: this one, unless it moves a GPU's."""
-        ...
 
     rank: int
     size: int
@@ -67,12 +65,10 @@ class Transport(Protocol):
         """Memory (uint8, ``limit`` bytes each) in which to prepare sends. Using it is never required; a sum, or an
         all_to_all, whose ``send`` is the beginning of ``send_buffers[slot]`` saves a copy.
         """
-        ...
 
     @property
     def slot(self) -> int:
         """The index of the send buffer for the next sum or all_to_all, and only that one."""
-        ...
 
     def allocate(self, nbytes: int) -> Array:
         """Return zeroed memory for values: ``nbytes`` of uint8, aligned to 64 bytes, owned by the transport until it
@@ -80,23 +76,18 @@ class Transport(Protocol):
 
         Raises MemoryError on every rank if one has too little.
         """
-        ...
 
     def reclaim(self) -> None:
         """Give back what was allocated and over which no rank has an array any more; what one still has stays."""
-        ...
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         """Sum every rank's ``send`` at the root. ``recv`` is ignored on the other ranks."""
-        ...
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         """Sum every rank's ``send`` at every rank, with the same bits on each."""
-        ...
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         """Sum every rank's ``send``; rank r receives the r-th part, of ``counts[r]`` elements."""
-        ...
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Pass bytes on: rank r receives the r-th part of every rank's ``send``, of ``counts[r]`` bytes.
@@ -106,7 +97,6 @@ class Transport(Protocol):
 
         Returns what each rank sent to this one, in rank order, which may be read until the next exchange of data.
         """
-        ...
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         """Fill ``buffer`` on every rank: its r-th part, of ``counts[r]`` elements, is rank r's. In place.
@@ -114,17 +104,14 @@ class Transport(Protocol):
         It is the same range of allocated memory on every rank, or private memory on every rank. Of memory that
         ranks share, nobody may still read what the last fence has shown.
         """
-        ...
 
     def broadcast(self, buffer: Array, root: int) -> None:
         """Copy the root's ``buffer`` to every rank's, in place. Of memory, see :meth:`all_gather`."""
-        ...
 
     def fence(self, send_ready: bool = False) -> None:
         """Make what any rank wrote to allocated memory visible to the ranks that share it. ``send_ready`` as in
         :meth:`agree`.
         """
-        ...
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         """Return whether every rank passed the same token, in [0, 2**62). Also a barrier and a fence.
@@ -134,8 +121,6 @@ class Transport(Protocol):
 
         Raises :class:`~mpikv.errors.Stalled` on the ranks that wait when another does not come before the deadline.
         """
-        ...
 
     def close(self) -> None:
         """Release all memory. Collective, idempotent."""
-        ...
