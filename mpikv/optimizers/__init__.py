@@ -25,13 +25,10 @@ array([0.9, 0.9, 0.9, 0.9], dtype=float32)
     class Lion(Optimizer):
         coupled = False
         spares = 2
+        states = ("mean",)
         learning_rate: float | None = rate(1e-4)
         beta1: float = number(0.9, "[0, 1)")
         beta2: float = number(0.99, "[0, 1)")
-
-        @property
-        def states(self):
-            return ("mean",)
 
         def rule(self, step, block):
             (mean,), (direction, term) = block.state, block.spare

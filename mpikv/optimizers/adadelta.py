@@ -35,16 +35,14 @@ class AdaDelta(Optimizer):
     array([0.99684])
     """
 
+    states = ("gradient", "delta")
+
     learning_rate: float | None = rate(1.0)
     """Factor of the step, in [0, inf), default 1 as in the paper."""
     rho: float = number(0.9, "[0, 1)")
     """Share of both averages that is kept, in [0, 1), default 0.9."""
     epsilon: float = number(1e-6, "(0, inf)")
     """Added under both roots; it makes the first step possible. In (0, inf), default 1e-6."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("gradient", "delta")
 
     def rule(self, step: Step, block: Block) -> None:
         (squares, delta_squares), (spare,) = block.state, block.spare

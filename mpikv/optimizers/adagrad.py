@@ -34,14 +34,12 @@ class AdaGrad(Optimizer):
     array([-0.5,  0.5])
     """
 
+    states = ("history",)
+
     learning_rate: float | None = rate(0.01)
     """In [0, inf), default 0.01."""
     epsilon: float = number(1e-6, "(0, inf)")
     """Added to the root against division by zero, in (0, inf), default 1e-6."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("history",)
 
     def rule(self, step: Step, block: Block) -> None:
         (history,), (spare,) = block.state, block.spare

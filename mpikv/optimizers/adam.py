@@ -11,7 +11,7 @@ from ..options import flag, number
 from ..protocols import Array
 from .optimizer import Block, Optimizer, Step
 from .options import rate
-from .parts import average, descend
+from .parts import average, average_squares, descend
 
 __all__ = ["Adam", "AdamW", "Adamax", "Moments", "Nadam"]
 
@@ -19,6 +19,8 @@ __all__ = ["Adam", "AdamW", "Adamax", "Moments", "Nadam"]
 @dataclass(kw_only=True, eq=False, repr=False)
 class Moments(Optimizer):
     """What Adam and its kin have in common: averages of the gradient and of its square, and their options."""
+
+    states = ("mean", "variance")
 
     learning_rate: float | None = rate(0.001)
     """In [0, inf), default 0.001."""
@@ -29,23 +31,14 @@ class Moments(Optimizer):
     epsilon: float = number(1e-8, "(0, inf)")
     """Added to the corrected root against division by zero, in (0, inf), default 1e-8."""
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("mean", "variance")
-
     def correction(self, count: int) -> tuple[float, ...]:
         return 1.0 - self.beta1**count, math.sqrt(1.0 - self.beta2**count)
 
     def update_averages(self, block: Block) -> Array:
         """Update both averages by the gradient; return that of the gradient."""
-        (mean, variance), (spare,), gradient = block.state, block.spare, block.gradient
-        np.multiply(mean, self.beta1, out=mean)
-        np.multiply(gradient, 1.0 - self.beta1, out=spare)
-        np.add(mean, spare, out=mean)
-        np.multiply(variance, self.beta2, out=variance)
-        np.multiply(gradient, gradient, out=spare)
-        np.multiply(spare, 1.0 - self.beta2, out=spare)
-        np.add(variance, spare, out=variance)
+        (mean, variance), (spare,) = block.state, block.spare
+        average(mean, block.gradient, self.beta1, spare)
+        average_squares(variance, block.gradient, self.beta2, spare)
         return mean
 
     def root(self, step: Step, block: Block) -> Array:
@@ -207,6 +200,8 @@ class Adamax(Optimizer):
     array([-0.1,  0. ])
     """
 
+    states = ("mean", "largest")
+
     learning_rate: float | None = rate(0.002)
     """In [0, inf), default 0.002."""
     beta1: float = number(0.9, "[0, 1)")
@@ -215,10 +210,6 @@ class Adamax(Optimizer):
     """Share of the maximum that is kept, in [0, 1), default 0.999."""
     epsilon: float = number(1e-8, "(0, inf)")
     """Added to the gradient's magnitude against division by zero, in (0, inf), default 1e-8."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("mean", "largest")
 
     def correction(self, count: int) -> tuple[float, ...]:
         return (1.0 - self.beta1**count,)

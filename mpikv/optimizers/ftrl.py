@@ -40,6 +40,7 @@ class FTRL(Optimizer):
 
     coupled = False
     spares = 2
+    states = ("z", "n")
 
     learning_rate: float | None = rate(0.1)
     """Alpha of the paper, in [0, inf), default 0.1."""
@@ -47,10 +48,6 @@ class FTRL(Optimizer):
     """L1 penalty, in [0, inf), default 0.01. Spelled as in MXNet. The L2 penalty is ``wd``."""
     beta: float = number(1.0, "(0, inf)")
     """Slows the first steps, in (0, inf), default 1."""
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        return ("z", "n")
 
     def rule(self, step: Step, block: Block) -> None:
         if not step.rate:
