@@ -19,6 +19,7 @@ import numpy as np
 from .errors import ConfigError, brief, known_names, text_of
 
 __all__ = [
+    "check_choice",
     "check_float32",
     "check_names",
     "check_number",

@@ -46,7 +46,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Seconds that ranks may differ in reaching the end of the program after a failure.
 _LAST_STEPS = 1.0
 _CAPABILITIES = {"optimizer": True, "sparse": True, "compression": True, "async": False, "gpu": False}
-_CAPABILITIES_OF_GPUS = {**_CAPABILITIES, "gpu": True}
 _CLOSE = Call("close", digest("close"))
 # Looked up once: the class of an enum finds its members slowly.
 _ENDED = State.ENDED
@@ -222,8 +221,7 @@ class KVStore(KVStoreBase):
         """
         if str(capability).lower() not in _CAPABILITIES:
             raise ConfigError(known_names("capability", capability, _CAPABILITIES))
-        known = _CAPABILITIES if self._memory.is_host else _CAPABILITIES_OF_GPUS
-        return known[capability.lower()]
+        return {**_CAPABILITIES, "gpu": not self._memory.is_host}[capability.lower()]
 
     def statistics(self) -> dict[str, Any]:
         """Return what the store has found out about itself. Local.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -98,37 +98,27 @@ def attach(
         >>> optimizer.step()
         >>> attached.detach()
     """
-    return Attached(
-        create() if kv is None else kv,
-        kv is None,
-        model,
-        optimizer,
-        update=update,
-        compression=compression,
-        bucket_bytes=bucket_bytes,
-        buffers=buffers,
-    )
+    options = _Options(update, compression, bucket_bytes, buffers)
+    return Attached(create() if kv is None else kv, kv is None, model, optimizer, options)
+
+
+class _Options(NamedTuple):
+    """Those of :func:`attach`."""
+
+    update: str
+    compression: Any
+    bucket_bytes: int
+    buffers: str
 
 
 class Attached:
     """A model whose gradients are averaged over the ranks of a store. Made by :func:`attach`."""
 
-    def __init__(
-        self,
-        kv: KVStore,
-        own: bool,
-        model: Any,
-        optimizer: Any,
-        *,
-        update: str,
-        compression: Any,
-        bucket_bytes: int,
-        buffers: str,
-    ) -> None:
+    def __init__(self, kv: KVStore, own: bool, model: Any, optimizer: Any, options: _Options) -> None:
         """Collective. Use :func:`attach`."""
         self.kv = kv
         """The store, for its rank, its size and its other facts."""
-        self._model = model
+        self._model, self._options = model, options
         given = [] if optimizer is None else optimizer
         self._optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
         self._ending = ExitStack()
@@ -137,8 +127,8 @@ class Attached:
             self._ending.callback(kv.close)
         try:
             with raising_on_all(kv, "attach"):
-                named = self._agree(update, compression, bucket_bytes, buffers)
-                self._prepare(update, compression, bucket_bytes, buffers)
+                named = self._agree()
+                self._prepare()
                 self._watch(named)
                 kv.barrier()  # attached on all ranks, or on none
         except Exception:
@@ -147,9 +137,10 @@ class Attached:
             raise
         kv.before_close.append(self._before_close)
 
-    def _agree(self, update: str, compression: Any, bucket_bytes: int, buffers: str) -> dict[str, Any]:
+    def _agree(self) -> dict[str, Any]:
         """Refuse what cannot be attached, and give all ranks the root's tensors; return the parameters. Collective."""
         kv, model, optimizers = self.kv, self._model, self._optimizers
+        update, compression, bucket_bytes, buffers = self._options
         check_options(kv, update, buffers, bucket_bytes)
         codec = create_codec(compression)
         check_model(model, optimizers, update == "store", codec is not None)
@@ -163,9 +154,10 @@ class Attached:
         fill_from_root(kv, "*attach/", tensors_of(model))
         return named
 
-    def _prepare(self, update: str, compression: Any, bucket_bytes: int, buffers: str) -> None:
+    def _prepare(self) -> None:
         """Make what takes part in passes and steps, and what ends it. Collective."""
         kv, ending, optimizers = self.kv, self._ending, self._optimizers
+        update, compression, bucket_bytes, buffers = self._options
         self._sums = kv
         if compression is not None:
             sums = kv.group(range(kv.size))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..errors import ConfigError, Unsupported, a_kind, known_names
-from ..options import check_whole
+from ..errors import ConfigError, Unsupported, a_kind
+from ..options import check_choice, check_whole
 from ..store.kvstore import KVStore
 from .data import tensors_of
 from .sharded import check_shardable
@@ -17,8 +17,6 @@ from .tensors import check_dense
 
 __all__ = ["check_model", "check_options", "check_parameter", "taken"]
 
-_UPDATES = ("local", "store")
-_BUFFERS = ("root", "each")
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
 taken: Any = WeakTensorKeyDictionary()
@@ -26,10 +24,8 @@ taken: Any = WeakTensorKeyDictionary()
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
-    if update not in _UPDATES:
-        raise ConfigError(known_names("update", update, _UPDATES))
-    if buffers not in _BUFFERS:
-        raise ConfigError(known_names("buffers", buffers, _BUFFERS))
+    check_choice("update", update, ("local", "store"))
+    check_choice("buffers", buffers, ("root", "each"))
     check_whole("bucket_bytes", bucket_bytes, 1)
     if not kv._assigns or kv.compression is not None:
         raise ConfigError(

@@ -11,14 +11,14 @@ import numpy as np
 
 from ..arrays.arrays import accumulator, castable, is_array, is_immutable, lies_on_host, local_sum, source
 from ..engine.keys import flatten
-from ..errors import ConfigError, ValueMismatch, a_kind, known_names
+from ..errors import ConfigError, ValueMismatch, a_kind
 from ..memory.host import HOST, HostMemory
+from ..options import check_choice
 from ..protocols import Array, Gpu
 from .array_location import Located, added_up, readable, writable
 
 __all__ = ["Parameter", "first_names", "name_parameters"]
 
-_REQUESTS = ("write", "add", "null")
 # How hard to look for whether two parameters have elements in common, in numpy's units.
 _MOST_WORK = 100_000
 
@@ -90,9 +90,7 @@ class Parameter:
 
     @grad_req.setter
     def grad_req(self, request: str) -> None:
-        if request not in _REQUESTS:
-            raise ConfigError(known_names("grad_req", request, _REQUESTS))
-        self._grad_req = request
+        self._grad_req = check_choice("grad_req", request, ("write", "add", "null"))
 
     @property
     def grad(self) -> Array | None:
