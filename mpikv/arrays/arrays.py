@@ -7,6 +7,7 @@ the rest through DLPack. No array library but numpy is ever imported here.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
@@ -34,6 +35,7 @@ __all__ = [
     "is_array",
     "is_immutable",
     "is_read_only",
+    "lies_elsewhere",
     "lies_on_host",
     "local_sum",
     "name_of",
@@ -72,6 +74,11 @@ def is_array(value: object) -> TypeGuard[Any]:
 def lies_on_host(value: Any) -> bool:
     """Return whether the memory of an array of any library is the host's."""
     return isinstance(value, (np.ndarray, np.generic)) or int(value.__dlpack_device__()[0]) in _HOST_DEVICES
+
+
+def lies_elsewhere(value: object) -> bool:
+    """Return whether the value is an array, and its memory is not the host's, but a GPU's."""
+    return type(value) is not np.ndarray and is_array(value) and not lies_on_host(value)
 
 
 def is_immutable(out: Any) -> bool:
@@ -183,14 +190,7 @@ def _torch(tensor: Any) -> Array:
     if str(tensor.dtype) != "torch.bfloat16":
         return tensor.numpy()  # type: ignore[no-any-return]
     # numpy cannot take torch's bfloat16 in any way but as the bytes of another 2-byte type.
-    return tensor.view(_sibling(tensor, "int16")).numpy().view(bfloat16())  # type: ignore[no-any-return]
-
-
-def _sibling(tensor: Any, name: str) -> Any:
-    """Return torch's dtype of that name without importing torch."""
-    import sys
-
-    return getattr(sys.modules["torch"], name)
+    return tensor.view(sys.modules["torch"].int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
 
 
 def bfloat16() -> np.dtype[Any]:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays.arrays import check_apart, check_mutable, is_array, lies_on_host, source, storable, target
+from ..arrays.arrays import check_apart, check_mutable, lies_elsewhere, source, storable, target
 from ..errors import Unsupported
 from ..protocols import Array, Gpu, Workspace
 from .stream_order import GpuOrder
@@ -28,7 +28,7 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
         TypeError: not an array.
         Unsupported: it lies on a GPU of which this process has no store.
     """
-    if isinstance(value, np.ndarray) or not is_array(value) or lies_on_host(value):
+    if not lies_elsewhere(value):
         return source(value), None
     for gpu in tuple(_GPUS):
         if gpu.owns(value):
@@ -79,7 +79,7 @@ class DeviceMemory:
         # That owns() knows it for an array is nothing that types can say.
         if self.gpu.owns(value):
             return value  # type: ignore[no-any-return]
-        if is_array(value) and not lies_on_host(value):
+        if lies_elsewhere(value):
             return self._adopted(value)
         array = source(value)
         storable(array.dtype)  # of another kind nothing can be there
@@ -87,8 +87,7 @@ class DeviceMemory:
         return self.gpu.upload(array)
 
     def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        here = self.gpu.owns(value) or (is_array(value) and not lies_on_host(value))
-        array = self.source(value) if here else source(value)
+        array = self.source(value) if self.gpu.owns(value) or lies_elsewhere(value) else source(value)
         return array.shape, array.dtype
 
     def target(self, out: Any) -> Array:
@@ -96,7 +95,7 @@ class DeviceMemory:
             if not out.flags.c_contiguous:
                 check_apart(out)
             return out  # type: ignore[no-any-return]
-        if is_array(out) and not lies_on_host(out):
+        if lies_elsewhere(out):
             check_mutable(out)
             there = self._adopted(out)
             check_apart(there)

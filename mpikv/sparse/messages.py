@@ -82,7 +82,7 @@ class Packed:
         asked, _ = self._passing.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label))
         # What was asked may be overwritten by the first message of the answers. They are rows alone, copied here: who
         # asked knows in which order.
-        answers = [[rows.reshape(-1) for rows in take(_numbers_in(part, kinds))] for part in asked]
+        answers = [_aligned(take(_numbers_in(part, kinds))) for part in asked]
         received, _ = self._passing.to_each(answers, ("answer", label))
         return [
             [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
@@ -129,7 +129,7 @@ class Split:
         # A rank is sent what it has asked for.
         answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
         return [
-            [] if rank == self._rank else _split_aligned(part, [ids.size for ids in numbers], kinds)
+            [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
             for rank, (part, numbers) in enumerate(zip(answers, wanted, strict=True))
         ]
 
@@ -166,11 +166,7 @@ def _paired(numbers: Sequence[Array], rows: Sequence[Array]) -> list[Selected]:
 
 def _numbers_in(packed: Array, kinds: Sequence[Kind]) -> list[Array]:
     """Return the numbers of a message that has no rows."""
-    return [ids for ids, _ in _unpack(packed, _only_numbers(kinds))]
-
-
-def _only_numbers(kinds: Sequence[Kind]) -> list[Kind]:
-    return [Kind(0, np.dtype(np.float64)) for _ in kinds]
+    return [ids for ids, _ in _unpack(packed, [Kind(0, np.dtype(np.float64))] * len(kinds))]
 
 
 def _nbytes(every: Sequence[Array], kinds: Sequence[Kind]) -> int:
@@ -198,28 +194,23 @@ def _unpack(packed: Array, kinds: Sequence[Kind]) -> list[Selected]:
     ]
 
 
-def _split(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) -> list[Array]:
-    """Return so many rows of each value."""
-    take = _taker(packed)
-    return [_rows_of(take, count, kind) for count, kind in zip(counts, kinds, strict=False)]
-
-
 def _aligned(rows: Sequence[Array]) -> Part:
     """Return rows as flat arrays, those of the widest elements first, which then all lie where a GPU can read them."""
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
 
-def _split_aligned(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) -> list[Array]:
+def _split(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) -> list[Array]:
     """Return so many rows of each value, of which :func:`_aligned` has chosen the order; of no values none."""
+    take = _taker(packed)
     order = sorted(range(len(counts)), key=lambda item: -kinds[item].dtype.itemsize)
-    rows = _split(packed, [counts[item] for item in order], [kinds[item] for item in order])
-    return [each for _, each in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
+    rows = {item: _rows_of(take, counts[item], kinds[item]) for item in order}
+    return [rows[item] for item in range(len(counts))]
 
 
 def _together(told: Sequence[Sequence[Array]], rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
     """Return the numbers that each rank has sent, each with its rows."""
     return [
-        _paired(numbers, _split_aligned(values, [ids.size for ids in numbers], kinds))
+        _paired(numbers, _split(values, [ids.size for ids in numbers], kinds))
         for numbers, values in zip(told, rows, strict=True)
     ]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 
-from ..arrays.arrays import is_array, is_immutable, lies_on_host, source, target
+from ..arrays.arrays import is_immutable, lies_elsewhere, source, target
 from ..cluster.agreement import PreparedCall
 from ..cluster.tracebacks import hidden_from_pytest
 from ..engine.keys import Form, parse
@@ -215,7 +215,7 @@ class AllReduce(Wrapped):
 
 def _is_of_gpu(array: Any) -> bool:
     """Return whether an array lies on a GPU, and can be written there."""
-    return type(array) is not np.ndarray and is_array(array) and not lies_on_host(array) and not is_immutable(array)
+    return lies_elsewhere(array) and not is_immutable(array)
 
 
 @KVStoreBase.register

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..arrays.arrays import is_array, lies_on_host
+from ..arrays.arrays import lies_elsewhere
 from ..cluster.agreement import Call, PreparedCall
 from ..cluster.background import Work
 from ..engine.keys import leaves, parse
@@ -326,7 +326,7 @@ def _lack_of(memory: DeviceMemory, given: Fixed, plan: Plan, sources: Arrays | N
 def _lack_of_source(memory: DeviceMemory, given: Sequence[Any], arrays: Sequence[Any]) -> str:
     if len(given) > 1:
         return "several arrays are added up in memory that is taken each time"
-    if not is_array(given[0]) or lies_on_host(given[0]):
+    if not lies_elsewhere(given[0]):
         return "an array that is pushed is the host's"
     there = memory.source(given[0])
     if there.size and memory.gpu.address(there) != memory.gpu.address(arrays[0]):

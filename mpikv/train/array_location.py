@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.arrays import check_mutable, is_array, lies_on_host, source, target
+from ..arrays.arrays import check_mutable, lies_elsewhere, source, target
 from ..compute.cuda.gpu import gpu_of
 from ..protocols import Array, Gpu
 
@@ -57,7 +57,7 @@ def readable(value: Any) -> Located:
         TypeError: not an array.
         Unsupported, TransportUnavailable: it lies where it cannot be used.
     """
-    return _on_gpu(value) if _lies_elsewhere(value) else Located(source(value), None)
+    return _on_gpu(value) if lies_elsewhere(value) else Located(source(value), None)
 
 
 def writable(value: Any) -> Located:
@@ -67,7 +67,7 @@ def writable(value: Any) -> Located:
         TypeError: not an array, or one that cannot be written.
         Unsupported, TransportUnavailable: it lies where it cannot be used.
     """
-    if not _lies_elsewhere(value):
+    if not lies_elsewhere(value):
         return Located(target(value), None)
     check_mutable(value)
     return _on_gpu(value)
@@ -83,10 +83,6 @@ def added_up(gpu: Gpu, arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
         with gpu.current():  # which need not be that of the thread's present GPU
             np.add(total, term, out=total)
     return total
-
-
-def _lies_elsewhere(value: Any) -> bool:
-    return type(value) is not np.ndarray and is_array(value) and not lies_on_host(value)
 
 
 def _on_gpu(value: Any) -> Located:
