@@ -18,17 +18,14 @@ from .errors import ConfigError, a_kind
 from .options import choice, count, flag, number, settle_fields
 
 __all__ = [
-    "Allocation",
     "Config",
     "Launch",
     "advise_start",
-    "find_allocation",
     "keeps_frames",
     "launch_of",
     "nccl_host",
     "nccl_settings",
     "offered_protocols",
-    "parse_counts",
     "slice_bytes",
     "updates_on_kvstore",
     "wants_slices",
@@ -322,57 +319,6 @@ def offered_protocols(environ: Mapping[str, str] = os.environ) -> set[str]:
 def demands_munge(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the launcher's PMIx takes no rank that does not show it a credential of munge."""
     return environ.get("PMIX_SECURITY_MODE") == "munge"
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """What Slurm has set aside for a job."""
-
-    tasks: tuple[int, ...]
-    """How many tasks each node takes."""
-    cpus: tuple[int, ...]
-    """How many CPUs the job has on each node."""
-    size: int
-    """The tasks of the job."""
-    here: bool
-    """Whether this process runs on a node of the job. Under ``salloc`` it may run elsewhere."""
-
-    @property
-    def cores(self) -> int:
-        """The CPUs of the tasks of a node, where each task has as many as the one that has fewest."""
-        each = (cpus // max(1, tasks) for cpus, tasks in zip(self.cpus, self.tasks, strict=False))
-        return max(self.tasks) * min(each, default=1)
-
-
-def parse_counts(variable: str, text: str) -> tuple[int, ...]:
-    """Return the numbers, one for each node, that Slurm writes in short.
-
-    >>> parse_counts("SLURM_TASKS_PER_NODE", "2(x3),1")
-    (2, 2, 2, 1)
-
-    Raises:
-        ConfigError: the text has another form.
-    """
-    runs = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]+)\))?", part) for part in text.split(",")]
-    if not all(runs):
-        raise ConfigError(f"{variable}={text!r} is not in Slurm's form, such as '2(x3),1' for nodes of 2, 2, 2 and 1")
-    return tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or "1")))
-
-
-def find_allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
-    """Return what Slurm has set aside for the job of this process, or None outside of a job.
-
-    >>> find_allocation({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2,1"}).size
-    3
-    """
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    tasks, cpus = (
-        parse_counts(name, environ[name]) if name in environ else (1,)
-        for name in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")
-    )
-    size = tasks_set_aside(environ) if "SLURM_NTASKS" in environ else sum(tasks)
-    return Allocation(tasks, cpus, size, "SLURMD_NODENAME" in environ)
 
 
 # What 'srun --mpi=' takes for each library that may work by it, and on which condition. Cray's says MPICH, too.

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
-from ..config import find_allocation
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
+from .allocation import find_allocation
 from .job import run_job
 from .output import UNREAD, has_lost_reader
 from .parser import Parser

@@ -7,14 +7,12 @@ import warnings
 
 import pytest
 
+from mpikv.cli.allocation import Allocation, find_allocation, parse_counts
 from mpikv.config import (
-    Allocation,
     Config,
     advise_start,
-    find_allocation,
     launch_of,
     offered_protocols,
-    parse_counts,
     place_on_host,
     tasks_set_aside,
 )
