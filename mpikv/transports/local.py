@@ -9,20 +9,17 @@ import numpy as np
 from ..errors import settled
 from ..memory.host import HOST
 from ..protocols import Array, Memory
+from .unshared import Unshared
 
 __all__ = ["LocalTransport"]
 
 
-class LocalTransport:
+class LocalTransport(Unshared):
     """The transport of a store with a single rank."""
 
     name = "local"
     rank = 0
     size = 1
-    shared = False
-    sharing_size = 1
-    sharing_rank = 0
-    single_copy = False
 
     def __init__(self, limit: int, memory: Memory = HOST) -> None:
         self.limit, self.memory = limit, memory
@@ -39,9 +36,6 @@ class LocalTransport:
         except MemoryError as error:
             settled(error)  # every rank knows it
             raise
-
-    def reclaim(self) -> None:
-        pass  # it goes back with the last array over it
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         return self.allreduce(send, recv)
@@ -64,9 +58,6 @@ class LocalTransport:
 
     def broadcast(self, buffer: Array, root: int) -> None:
         pass  # the root has it
-
-    def fence(self, send_ready: bool = False) -> None:
-        pass
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         return True

@@ -25,6 +25,7 @@ from ..memory.host import HOST
 from ..protocols import Array, Memory
 from .allocation import allocate_collectively
 from .requests import Requests
+from .unshared import Unshared
 
 __all__ = ["MpiTransport"]
 
@@ -33,14 +34,10 @@ __all__ = ["MpiTransport"]
 _FEW_RANKS = 3
 
 
-class MpiTransport:
+class MpiTransport(Unshared):
     """The transport for ranks on several hosts."""
 
     name = "mpi"
-    shared = False
-    sharing_size = 1
-    sharing_rank = 0
-    single_copy = False
 
     def __init__(
         self, group: ProcessGroup, limit: int, waiting: Waits, *, gathers: bool = False, memory: Memory = HOST
@@ -69,9 +66,6 @@ class MpiTransport:
 
     def allocate(self, nbytes: int) -> Array:
         return allocate_collectively(self._group, self.agree, partial(zeros, huge_pages=True), nbytes)
-
-    def reclaim(self) -> None:
-        pass  # it goes back with the last array over it
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):
@@ -105,9 +99,6 @@ class MpiTransport:
         with self._group.translated("broadcast"):
             for begin in range(0, whole.size, self.limit):
                 self._requests.complete(self._comm.Ibcast(whole[begin : begin + self.limit], root))
-
-    def fence(self, send_ready: bool = False) -> None:
-        pass
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         # All are equal exactly when the largest token is the smallest; one maximum finds both.

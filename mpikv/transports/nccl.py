@@ -31,6 +31,7 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array, Memory, Transport
 from .allocation import allocate_collectively
 from .preflight import preflight, shown
+from .unshared import Unshared
 from .watchdog import Watchdog, Work
 
 __all__ = ["WIRES", "NcclTransport", "Wire", "last_error"]
@@ -101,14 +102,10 @@ WIRES = {
 _NATIVE = {"float16": Wire("float16", "NCCL_FLOAT16"), "bfloat16": Wire("bfloat16", "NCCL_BFLOAT16")}
 
 
-class NcclTransport:
+class NcclTransport(Unshared):
     """The transport for ranks with a GPU each. All its calls that move data are made on the stream of ``memory``."""
 
     name = "nccl"
-    shared = False
-    sharing_size = 1
-    sharing_rank = 0
-    single_copy = False
 
     def __init__(
         self,
@@ -246,9 +243,6 @@ class NcclTransport:
     def _for_messages(self, nbytes: int) -> Array:
         what = f"messages (bucket_bytes is {self.limit})"
         return allocate_collectively(self._group, self.control.agree, self.memory.zeros, nbytes, what=what)
-
-    def reclaim(self) -> None:
-        pass  # it goes back with the last array over it
 
     # --- Sums
 
@@ -406,9 +400,6 @@ class NcclTransport:
         return parts
 
     # --- Agreement and ends
-
-    def fence(self, send_ready: bool = False) -> None:
-        pass
 
     def agree(self, token: int, send_ready: bool = False) -> bool:
         self._check()
