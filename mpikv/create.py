@@ -291,7 +291,12 @@ def _rendezvous(request: _Request, group: ProcessGroup, bucket_bytes: int | None
         if request.kind.storeless and all(cupy for *_, cupy in told):
             waiting = Waiting(settings.timeout, settings.warn_after, board.warn)
             waits = AbortableWaiting(group, waiting, listening=False)
-        parts = _Parts(group, settings, board, *_open_transport(group, settings, device, board, waits), waits)
+        if device is None:
+            transport, kernels = open_transport(group, settings, board.warn, HostMemory(gpu_of), waits), None
+        else:
+            nccl = find_nccl() if group.size > 1 else None
+            transport, kernels = open_gpu_transport(group, settings, device, nccl, board.warn), device.gpu.kernels()
+        parts = _Parts(group, settings, board, transport, kernels, waits)
     except Exception as error:
         problem = error
     _compare(group, {}, problem)  # one host may have less memory than another
@@ -371,20 +376,6 @@ def _log_place(name: str, device: DeviceMemory | None, lack: str, expected: bool
     where = device.gpu.name if device else f"the host, because a rank reports: {lack}"
     level = logging.WARNING if expected and device is None else logging.INFO
     logging.getLogger("mpikv").log(level, "store %r is on %s", name, where)
-
-
-def _open_transport(
-    group: ProcessGroup,
-    settings: Config,
-    device: DeviceMemory | None,
-    board: StatusBoard,
-    waits: AbortableWaiting | None,
-) -> tuple[Transport, GpuKernels | None]:
-    """Return the transport, and the kernels of its memory where that is a GPU's. Collective."""
-    if device is None:
-        return open_transport(group, settings, board.warn, HostMemory(gpu_of), waits), None
-    nccl = find_nccl() if group.size > 1 else None
-    return open_gpu_transport(group, settings, device, nccl, board.warn), device.gpu.kernels()
 
 
 # --- What a store is made of

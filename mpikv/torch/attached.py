@@ -305,7 +305,7 @@ class Attached:
         numbers = kv.comm.allgather((sync.number, sync.steps, sync.made))
         leader, differ = numbers.index(max(numbers)), min(numbers) != max(numbers)
         # Buffers were each rank's own in the block, also where all ranks have made as many passes.
-        buffers = model.buffers() if sync.brings_buffers else ()
+        buffers = model.buffers() if self._options.buffers == "root" else ()
         copy_from(kv, leader, buffers, model.parameters() if differ else (), self._optimizers if differ else ())
         sync.number, sync.steps, sync.made = numbers[leader]
         sync.weights.forget()

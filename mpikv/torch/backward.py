@@ -114,13 +114,9 @@ class BackwardSync:
         # system, from which the rest of backward would take it again, page by page.
         self._made: list[Any] = []
         self._sent = 0
+        self._census_key = f"{prefix}*census"
         self._totals = np.zeros(0, np.int64)
         self._census = self._totals
-
-    @property
-    def brings_buffers(self) -> bool:
-        """Whether each pass gives all ranks the root's buffers of the model."""
-        return self._model_buffers is not None
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Add up the gradients of these parameters from the next pass on."""
@@ -370,10 +366,6 @@ class BackwardSync:
         self._totals = np.zeros(_HEAD + len(self.gradients), np.int64)
         kv.init(self._census_key, self._totals, overwrite=True)
         self._census = kv.buffer(self._census_key)
-
-    @property
-    def _census_key(self) -> str:
-        return f"{self._prefix}*census"
 
     def _take_census(self, brought: Sequence[bool]) -> None:
         """Find out whether all ranks are in the same pass, and which gradients no rank has."""
