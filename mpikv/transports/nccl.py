@@ -250,9 +250,8 @@ class NcclTransport(Unshared):
         if self._gathers:
             return self._terms(send, [send.size if rank == root else 0 for rank in range(self.size)])
 
-        def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
-            address = 0 if into is None else self._gpu.address(into)
-            self._call(comm.reduce, self._gpu.address(source), address, source.size, *self._sort(wire), root)
+        def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
+            self._call(comm.reduce, source, into, count, *self._sort(wire), root)
 
         return self._sum("reduce", send, recv if self.rank == root else None, start)
 
@@ -260,10 +259,8 @@ class NcclTransport(Unshared):
         if self._gathers:
             return self._terms(send, None)
 
-        def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
-            assert into is not None
-            addresses = self._gpu.address(source), self._gpu.address(into)
-            self._call(comm.allReduce, *addresses, source.size, *self._sort(wire))
+        def start(comm: Any, wire: Wire, source: int, into: int, count: int) -> None:
+            self._call(comm.allReduce, source, into, count, *self._sort(wire))
 
         return self._sum("allreduce", send, recv, start)
 
@@ -288,18 +285,16 @@ class NcclTransport(Unshared):
         if self._gathers:
             return self._terms(send, counts)
 
-        def start(comm: Any, wire: Wire, source: Array, into: Array | None) -> None:
-            assert into is not None
-            address, target = self._gpu.address(source), self._gpu.address(into)
+        def start(comm: Any, wire: Wire, source: int, into: int, _: int) -> None:
             if len(set(counts)) == 1:
-                self._call(comm.reduceScatter, address, target, counts[0] * wire.each, *self._sort(wire))
+                self._call(comm.reduceScatter, source, into, counts[0] * wire.each, *self._sort(wire))
                 return
             with self._grouped():
                 for rank, count in enumerate(counts):
                     if count:
-                        mine = target if rank == self.rank else 0
-                        self._call(comm.reduce, address, mine, count * wire.each, *self._sort(wire), rank)
-                    address += count * wire.each * source.itemsize
+                        mine = into if rank == self.rank else 0
+                        self._call(comm.reduce, source, mine, count * wire.each, *self._sort(wire), rank)
+                    source += count * wire.each * wire.kind.itemsize
 
         return self._sum("reduce_scatter", send, recv, start)
 
@@ -316,9 +311,11 @@ class NcclTransport(Unshared):
         name: str,
         send: Array,
         recv: Array | None,
-        start: Callable[[Any, Wire, Array, Array | None], None],
+        start: Callable[[Any, Wire, int, int, int], None],
     ) -> Sequence[Array]:
-        """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'."""
+        """Run a summing collective in a type that NCCL sums exactly, which may be wider than the arrays'. ``start`` is
+        given the addresses of arrays of that type, 0 for one that this rank does not receive, and their size.
+        """
         wire = self._wires[send.dtype.name]
 
         def run(comm: Any) -> None:
@@ -327,12 +324,13 @@ class NcclTransport(Unshared):
                 source = self._wide[0].view(wire.kind)[: send.size]
                 self.memory.copy((source,), (send,))
             into = recv if recv is None else _as_wire(recv, wire)
+            wide = None
             if recv is not None and into is None:
-                into = self._wide[1].view(wire.kind)[: recv.size]
-                start(comm, wire, source, into)
-                self.memory.copy((recv,), (into,))
-            else:
-                start(comm, wire, source, into)
+                into = wide = self._wide[1].view(wire.kind)[: recv.size]
+            address = self._gpu.address
+            start(comm, wire, address(source), 0 if into is None else address(into), source.size)
+            if recv is not None and wide is not None:
+                self.memory.copy((recv,), (wide,))
 
         self._queue(f"{name} of {send.size} {send.dtype}", run)
         self.slot = 1 - self.slot
@@ -571,10 +569,8 @@ def _failure(error: Exception, call: str) -> MPIKVError:
     about = f", with {call} in flight" if call else ""
     if isinstance(error, Stalled):
         failure: MPIKVError = Stalled(f"{error}{about}", error.missing)
-    elif isinstance(error, PeerFailed):
-        failure = PeerFailed(f"{error}{about}")
     else:
-        failure = TransportError(f"{error}{about}")
+        failure = (PeerFailed if isinstance(error, PeerFailed) else TransportError)(f"{error}{about}")
     failure.__cause__ = error.__cause__ or error
     return failure
 
