@@ -16,8 +16,19 @@ __all__ = ["Bfloat16", "Float16"]
 _WORDS = Scratch(BLOCK, np.uint32)
 
 
+class _Cast:
+    """What both have in common."""
+
+    elementwise: ClassVar[Literal[True]] = True
+    feedback: ClassVar[Literal[False]] = False
+
+    def nbytes(self, count: int) -> int:
+        """Return two per element."""
+        return 2 * count
+
+
 @dataclass(frozen=True)
-class Float16:
+class Float16(_Cast):
     """Sends float16: 11 significant bits, from 6e-8 to 65504. What is larger is sent as the largest.
 
     With :class:`~mpikv.codecs.ErrorFeedback` the rest follows with later pushes.
@@ -31,17 +42,11 @@ class Float16:
         [0.0999755859375, 65504.0]
     """
 
-    elementwise: ClassVar[Literal[True]] = True
-    feedback: ClassVar[Literal[False]] = False
     largest: ClassVar[float] = 65504.0
 
     def settings(self) -> str:
         """Return the name."""
         return "fp16()"
-
-    def nbytes(self, count: int) -> int:
-        """Return two per element."""
-        return 2 * count
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the gradient in half precision."""
@@ -56,7 +61,7 @@ class Float16:
 
 
 @dataclass(frozen=True)
-class Bfloat16:
+class Bfloat16(_Cast):
     """Sends bfloat16: 8 significant bits, over all of float32's range. Needs no package.
 
     Example:
@@ -68,17 +73,11 @@ class Bfloat16:
         [0.10009765625, 9.972771014849226e+19]
     """
 
-    elementwise: ClassVar[Literal[True]] = True
-    feedback: ClassVar[Literal[False]] = False
     largest: ClassVar[float] = 255 * 2.0**120
 
     def settings(self) -> str:
         """Return the name."""
         return "bf16()"
-
-    def nbytes(self, count: int) -> int:
-        """Return two per element."""
-        return 2 * count
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None = None) -> None:
         """Write the upper halves of the gradient, rounded."""
