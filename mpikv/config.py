@@ -17,20 +17,6 @@ from typing import Any
 from .errors import ConfigError, a_kind
 from .options import choice, count, flag, number, settle_fields
 
-__all__ = [
-    "Config",
-    "Launch",
-    "advise_start",
-    "keeps_frames",
-    "launch_of",
-    "nccl_host",
-    "nccl_settings",
-    "offered_protocols",
-    "slice_bytes",
-    "updates_on_kvstore",
-    "wants_slices",
-]
-
 TRANSPORTS = ("auto", "hierarchical", "local", "mpi", "shm")
 PLACEMENTS = ("auto", "replicated", "root", "sharded")
 KERNELS = ("numba", "numpy")

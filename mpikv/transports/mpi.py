@@ -69,24 +69,38 @@ class MpiTransport(Unshared):
 
     def reduce(self, send: Array, recv: Array, root: int) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):
-            return self._gather(send, [send.size if rank == root else 0 for rank in range(self.size)])
+            return self.all_to_all(send, [send.size if rank == root else 0 for rank in range(self.size)])
         received = recv if self.rank == root else None
         return self._sum("reduce", send, received, lambda *arrays, op: self._comm.Ireduce(*arrays, op, root))
 
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         if self._gathers or self._few_halves(send):
-            return self._gather(send, None)
+            return self.all_to_all(send, None)
         return self._sum("allreduce", send, recv, lambda *arrays, op: self._comm.Iallreduce(*arrays, op))
 
     def reduce_scatter(self, send: Array, recv: Array, counts: Sequence[int]) -> Sequence[Array]:
         if self._gathers or _is_half(send):
-            return self._gather(send, counts)
+            return self.all_to_all(send, counts)
         return self._sum(
             "reduce_scatter", send, recv, lambda *arrays, op: self._comm.Ireduce_scatter(*arrays, counts, op)
         )
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        return self._gather(send, counts)
+        """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
+        if counts is None:
+            nbytes, starts = [send.nbytes] * self.size, [0] * self.size
+        else:
+            nbytes, starts = _laid_out(counts, send.itemsize)
+        mine = nbytes[self.rank]
+        received = self._gathered[: self.size * mine]
+        with self._group.translated("alltoall"):
+            self._requests.complete(
+                self._comm.Ialltoallv(
+                    [send.view(np.uint8), (nbytes, starts), self._mpi.BYTE],
+                    [received, ([mine] * self.size, [rank * mine for rank in range(self.size)]), self._mpi.BYTE],
+                )
+            )
+        return [part.view(send.dtype) for part in received.reshape(self.size, mine)]
 
     def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
         nbytes, starts = _laid_out(counts, buffer.itemsize)
@@ -128,23 +142,6 @@ class MpiTransport(Unshared):
         if recv is not None and wide_recv is not None and wide_recv is not recv:
             np.copyto(recv, wide_recv, casting="unsafe")
         return () if recv is None else (recv,)
-
-    def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
-        if counts is None:
-            nbytes, starts = [send.nbytes] * self.size, [0] * self.size
-        else:
-            nbytes, starts = _laid_out(counts, send.itemsize)
-        mine = nbytes[self.rank]
-        received = self._gathered[: self.size * mine]
-        with self._group.translated("alltoall"):
-            self._requests.complete(
-                self._comm.Ialltoallv(
-                    [send.view(np.uint8), (nbytes, starts), self._mpi.BYTE],
-                    [received, ([mine] * self.size, [rank * mine for rank in range(self.size)]), self._mpi.BYTE],
-                )
-            )
-        return [part.view(send.dtype) for part in received.reshape(self.size, mine)]
 
     def _few_halves(self, send: Array) -> bool:
         """Return whether a rank that receives all of every rank's is sent less than in float32, summed on the way."""

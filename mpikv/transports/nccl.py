@@ -304,7 +304,7 @@ class NcclTransport(Unshared):
         if wide != send.dtype:
             narrow, send = send, self._wide[0].view(wide)[: send.size]
             self.memory.copy((send,), (narrow,))
-        return self._gather(send, counts)
+        return self.all_to_all(send, counts)
 
     def _sum(
         self,
@@ -342,34 +342,6 @@ class NcclTransport(Unshared):
     # --- Bytes
 
     def all_to_all(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
-        return self._gather(send, counts)
-
-    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
-        nbytes = [count * buffer.itemsize for count in counts]
-        address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
-
-        def run(comm: Any) -> None:
-            if len(set(nbytes)) == 1:
-                self._call(comm.allGather, address + self.rank * nbytes[0], address, nbytes[0], byte)
-                return
-            place = address
-            with self._grouped():
-                for rank, length in enumerate(nbytes):
-                    if length:
-                        self._call(comm.broadcast, place, place, length, byte, rank)
-                    place += length
-
-        self._queue(f"all_gather of {buffer.size} {buffer.dtype}", run)
-
-    def broadcast(self, buffer: Array, root: int) -> None:
-        address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
-
-        def run(comm: Any) -> None:
-            self._call(comm.broadcast, address, address, buffer.nbytes, byte, root)
-
-        self._queue(f"broadcast of {buffer.size} {buffer.dtype}", run)
-
-    def _gather(self, send: Array, counts: Sequence[int] | None) -> Sequence[Array]:
         """Return every rank's part for this one, where rank r is sent ``counts[r]`` elements; or all of all."""
         elements = counts or [send.size] * self.size
         starts = [0 if counts is None else sum(elements[:rank]) for rank in range(self.size)]
@@ -396,6 +368,31 @@ class NcclTransport(Unshared):
         self._queue(f"all_to_all of {send.size} {send.dtype}", run)
         self.slot = 1 - self.slot
         return parts
+
+    def all_gather(self, buffer: Array, counts: Sequence[int]) -> None:
+        nbytes = [count * buffer.itemsize for count in counts]
+        address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
+
+        def run(comm: Any) -> None:
+            if len(set(nbytes)) == 1:
+                self._call(comm.allGather, address + self.rank * nbytes[0], address, nbytes[0], byte)
+                return
+            place = address
+            with self._grouped():
+                for rank, length in enumerate(nbytes):
+                    if length:
+                        self._call(comm.broadcast, place, place, length, byte, rank)
+                    place += length
+
+        self._queue(f"all_gather of {buffer.size} {buffer.dtype}", run)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        address, byte = self._gpu.address(buffer), self._nccl.NCCL_UINT8
+
+        def run(comm: Any) -> None:
+            self._call(comm.broadcast, address, address, buffer.nbytes, byte, root)
+
+        self._queue(f"broadcast of {buffer.size} {buffer.dtype}", run)
 
     # --- Agreement and ends
 
