@@ -19,13 +19,13 @@ from .. import __version__
 from ..checkpoint import Kind, Source, inspect
 from ..cluster.connecting import connect
 from ..cluster.process_group import ProcessGroup
-from ..compute.cuda.gpu import survey
 from ..compute.kernels import find_kernels
 from ..config import TRANSPORTS, Config, Launch, advise_start, launch_of, visible_gpus
 from ..errors import MPIKVError
 from ..protocols import Key
 from ..transports import choose
 from .allocation import find_allocation
+from .gpus import survey
 from .launchers import core_count, environment, find_launcher, find_library
 
 __all__ = ["main"]

@@ -11,7 +11,7 @@ from ..config import nccl_host, nccl_settings
 from ..errors import TransportUnavailable, settled
 from ..protocols import Gpu
 
-__all__ = ["preflight"]
+__all__ = ["preflight", "shown"]
 
 # From this version on NCCL lets ranks share a GPU where it is told to.
 _SHARING = 23000

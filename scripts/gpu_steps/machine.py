@@ -38,8 +38,8 @@ def versions() -> Numbers:
     """List the GPUs, the driver, and the versions of libraries."""
     import cupy
 
+    from mpikv.cli.gpus import survey
     from mpikv.cli.launchers import environment, find_launcher, find_library
-    from mpikv.compute.cuda.gpu import survey
     from mpikv.errors import MPIKVError
 
     found = survey()

@@ -16,7 +16,7 @@ from .step import ROOT, Numbers, count_gpus, said_by
 def tests(ranks: int) -> Callable[[], Numbers]:
     def run() -> Numbers:
         """Run the tests of tests/gpu/real; some must pass, and none may be skipped for want of a GPU."""
-        from mpikv.compute.cuda.gpu import survey
+        from mpikv.cli.gpus import survey
 
         if problems := survey().problems:
             raise AssertionError("; ".join(problems))

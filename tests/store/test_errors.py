@@ -26,8 +26,8 @@ from mpikv import (
     ValueMismatch,
     optimizers,
 )
+from mpikv.cli.gpus import survey
 from mpikv.cli.launchers import clean
-from mpikv.compute.cuda.gpu import survey
 
 GPU_NAMES = ("nccl", "dist_device_sync", "dist_sync_device")
 NO_GPU = "the package CuPy .*pip install|no GPU can be used here|pip install 'nvidia-nccl"

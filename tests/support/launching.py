@@ -34,9 +34,9 @@ from typing import Any
 
 import pytest
 
+from mpikv.cli.gpus import survey
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
 from mpikv.cluster.runtime import present
-from mpikv.compute.cuda.gpu import survey
 from mpikv.config import visible_gpus
 from mpikv.errors import MPIKVError
 from mpikv.testing.simulation.errors import Ended

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...compute.cuda.gpu import survey
 from ...config import TRANSPORTS, visible_gpus
 from ...errors import known_names
+from ..gpus import survey
 from ..parser import Parser
 from .rules import RULES
 

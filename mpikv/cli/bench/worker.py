@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ... import create
-from ...compute.cuda.gpu import survey
 from ...config import visible_gpus
 from ...errors import MPIKVError
+from ..gpus import survey
 from ..launchers import clean, environment
 from . import machine
 from .cases import Factory, Group, Skipped

@@ -31,10 +31,9 @@ from ...errors import TransportError, TransportUnavailable, Unsupported, a_kind,
 from ...protocols import Array, Event, GpuKernels, Graph, Stream
 from . import copies, norms
 from . import rows as cuda_rows
-from .nccl_faults import faults_of
 from .sharing import share_gpus
 
-__all__ = ["CupyGpu", "Found", "Staging", "choose_gpu", "find_gpu", "find_nccl", "gpu_of", "has_cupy", "survey"]
+__all__ = ["CupyGpu", "Staging", "choose_gpu", "count_gpus", "find_cupy", "find_gpu", "find_nccl", "gpu_of", "has_cupy"]
 
 _INSTALL = "pip install 'mpikv[cuda13]', or 'mpikv[cuda12]' where the driver is older than 580"
 # DLPack's kDLCUDA and kDLCUDAManaged, memory that moves to whoever uses it.
@@ -79,8 +78,8 @@ def find_gpu(local_rank: int, local_size: int, *, sharing: bool = False, visible
     if sharing:
         launch = launch_of()
         share_gpus(launch.rank if launch else local_rank)
-    cupy = _find_cupy()
-    ordinal = choose_gpu(_count(cupy, visible), local_rank, local_size, sharing, visible)
+    cupy = find_cupy()
+    ordinal = choose_gpu(count_gpus(cupy, visible), local_rank, local_size, sharing, visible)
     try:
         gpu = CupyGpu(cupy, ordinal)
         gpu.use()
@@ -118,7 +117,7 @@ def find_nccl() -> Any:
     Raises:
         TransportUnavailable: CuPy or the library is missing.
     """
-    cupy = _find_cupy()
+    cupy = find_cupy()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         from cupy.cuda import nccl
@@ -153,45 +152,13 @@ def gpu_of(value: Any) -> CupyGpu:
     if kind not in (_DEVICE, _MANAGED):
         raise Unsupported(f"the array is on an unknown DLPack device ({kind}, {ordinal}); copy it to the host")
     if ordinal not in _known.gpus:
-        cupy = _find_cupy("arrays of GPUs")
+        cupy = find_cupy("arrays of GPUs")
         try:
             _known.gpus[ordinal] = CupyGpu(cupy, ordinal)
         except cupy.cuda.runtime.CUDARuntimeError as error:
             text = f"the array is on cuda:{ordinal}, which cannot be used here: {error}"
             raise TransportUnavailable(text) from error
     return _known.gpus[ordinal]
-
-
-class Found(NamedTuple):
-    """What of a GPU store there is here."""
-
-    cupy: str | None
-    nccl: str | None
-    devices: list[str]
-    problems: list[str]
-    """What is missing, each as its error would say."""
-    warnings: list[str]
-    """What is known to be wrong with what is there, each with what to do."""
-
-
-def survey(visible: str | None = None) -> Found:
-    """Return the versions of CuPy and NCCL, the names of the GPUs, and what is missing. Makes nothing on a GPU."""
-    try:
-        cupy = _find_cupy()
-    except TransportUnavailable as error:
-        return Found(None, None, [], [str(error)], [])
-    nccl, devices, problems, faults = None, [], [], list[str]()
-    try:
-        number = find_nccl().get_version()
-        faults = faults_of(number, cupy.cuda.runtime.runtimeGetVersion() // 1000)
-        nccl = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    except TransportUnavailable as error:
-        problems.append(str(error))
-    try:
-        devices = [_name(cupy, ordinal) for ordinal in range(_count(cupy, visible))]
-    except TransportUnavailable as error:
-        problems.append(str(error))
-    return Found(cupy.__version__, nccl, devices, problems, faults)
 
 
 def has_cupy() -> bool:
@@ -204,7 +171,12 @@ def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _find_cupy(what: str = "sums on GPUs") -> Any:
+def find_cupy(what: str = "sums on GPUs") -> Any:
+    """Return the module ``cupy``. Local.
+
+    Raises:
+        TransportUnavailable: it is missing.
+    """
     try:
         import cupy
     except ImportError as error:
@@ -216,8 +188,12 @@ def _find_cupy(what: str = "sums on GPUs") -> Any:
     return cupy
 
 
-def _count(cupy: Any, visible: str | None) -> int:
-    """Return how many GPUs this process sees, 1 at least."""
+def count_gpus(cupy: Any, visible: str | None) -> int:
+    """Return how many GPUs this process sees, 1 at least. Local.
+
+    Raises:
+        TransportUnavailable: it sees none.
+    """
     why, advice = "the driver sees none", "nvidia-smi lists the GPUs of this host"
     try:
         if count := cupy.cuda.runtime.getDeviceCount():
@@ -234,11 +210,6 @@ def _count(cupy: Any, visible: str | None) -> int:
         f"CuPy {cupy.__version__} is installed, but no GPU can be used here ({why}{told}); {advice}, or use "
         "'dist_sync' with host arrays"
     )
-
-
-def _name(cupy: Any, ordinal: int) -> str:
-    name = cupy.cuda.runtime.getDeviceProperties(ordinal)["name"]
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
 
 def _translated(method: Method) -> Method:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpikv.compute.cuda.gpu import survey
+from mpikv.cli.gpus import survey
 from mpikv.config import launch_of, visible_gpus
 from mpikv.testing.gpus import sharing
 

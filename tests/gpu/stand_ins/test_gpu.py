@@ -24,8 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikv import codecs, optimizers
+from mpikv.cli.gpus import survey
 from mpikv.cli.info import _gpu_rows
-from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of, survey
+from mpikv.compute.cuda.gpu import _THREAD_LOCAL, CupyGpu, Staging, choose_gpu, find_gpu, find_nccl, gpu_of
 from mpikv.compute.cuda.loading import _by_address
 from mpikv.compute.cuda.sharing import sharing
 from mpikv.config import Launch, visible_gpus
@@ -156,7 +157,7 @@ def test_versions_of_nccl_with_known_faults(monkeypatch, version, said):
     standin.__version__ = "14"
     standin.cuda.runtime.runtimeGetVersion = lambda: 12090
     monkeypatch.setitem(sys.modules, "cupy", standin)
-    monkeypatch.setattr("mpikv.compute.cuda.gpu.find_nccl", lambda: SimpleNamespace(get_version=lambda: version))
+    monkeypatch.setattr("mpikv.cli.gpus.find_nccl", lambda: SimpleNamespace(get_version=lambda: version))
     found = survey()
     assert (found.nccl, found.problems) == (f"2.{version // 100 % 100}.{version % 100}", [])
     assert len(found.warnings) == bool(said)

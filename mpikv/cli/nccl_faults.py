@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..transports.preflight import shown
+
 __all__ = ["faults_of"]
 
 
@@ -49,8 +51,7 @@ def faults_of(version: int, cuda: int) -> list[str]:
     ([], 1, 0)
     """
     return [
-        f"NCCL {version // 10000}.{version // 100 % 100}.{version % 100}: {fault.text}; pip install "
-        f"'nvidia-nccl-cu{cuda}{fault.wanted}'"
+        f"NCCL {shown(version)}: {fault.text}; pip install 'nvidia-nccl-cu{cuda}{fault.wanted}'"
         for fault in _FAULTS
         if fault.first <= version <= fault.last
     ]
