@@ -220,13 +220,10 @@ class Optimizer:
         ranks = self._ranks or 1 if self.average else 1
         # The factors are missing while the first options are set.
         factors = getattr(self, "lr_mult", None) or getattr(self, "wd_mult", None)
-        derived = {
-            "rescale": self.rescale_grad / ranks,
-            "by_key": bool(factors) or type(self).step is not Optimizer.step,
-            "opaque": self.lr_scheduler is not None and _is_own(self.lr_scheduler),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+        opaque = self.lr_scheduler is not None and _is_own(self.lr_scheduler)
+        object.__setattr__(self, "rescale", self.rescale_grad / ranks)
+        object.__setattr__(self, "by_key", bool(factors) or type(self).step is not Optimizer.step)
+        object.__setattr__(self, "opaque", opaque)
 
     def sums_over(self, ranks: int) -> None:
         """Take note that sums are those of so many ranks; 0: an update is by one rank's gradient, as in

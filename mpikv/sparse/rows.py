@@ -219,9 +219,7 @@ class Rows:
         kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
         def ready(told: Sequence[Sequence[Array]]) -> None:
-            every = [[ids for ids, _ in mine], *told]
-            counts = [(ids.size, kind.nbytes) for numbers in every for ids, kind in zip(numbers, kinds, strict=False)]
-            self._reserve(sum(count * (nbytes + 8) + 3 * ALIGNMENT for count, nbytes in counts), held)
+            self._reserve(_room_for([[ids for ids, _ in mine], *told], kinds, copies=1, arrays=3), held)
 
         if self._transport.size == 1:
             ready(())
@@ -334,23 +332,17 @@ class Rows:
         """Replace rows of values that only their owners have by the owners'."""
         owners, size = [self._owners(entry) for entry in entries], self._transport.size
         numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
-        wanted = list(zip(*numbers, strict=True))
+        wanted, kinds = list(zip(*numbers, strict=True)), [_kind(entry) for entry in entries]
 
         def ready(asked: Sequence[Sequence[Array]]) -> None:
-            kinds = [_kind(entry) for entry in entries]
-            counts = [
-                (ids.size, kind.nbytes)
-                for numbers in (*asked, *wanted)
-                for ids, kind in zip(numbers, kinds, strict=False)
-            ]
             # What others are sent, or what they send, and of that what is of one owner.
-            self._reserve(sum(2 * count * (nbytes + 8) + 5 * ALIGNMENT for count, nbytes in counts), held)
+            self._reserve(_room_for((*asked, *wanted), kinds, copies=2, arrays=5), held)
 
         def take(asked: Sequence[Array]) -> list[Array]:
             some = zip(entries, asked, strict=True)
             return [self._tables.take_rows(_table(entry, entry.value), ids) for entry, ids in some]
 
-        received = self._messages.fetch(wanted, [_kind(entry) for entry in entries], _keys(entries), take, ready)
+        received = self._messages.fetch(wanted, kinds, _keys(entries), take, ready)
         for rank, part in enumerate(received):
             if rank == self._transport.rank:
                 continue
@@ -498,6 +490,14 @@ def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array)
     except BaseException as error:
         noted(error, f"updating key {step!r}")
         raise
+
+
+def _room_for(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies: int, arrays: int) -> int:
+    """Return how much memory of a GPU rows of these numbers take, with the numbers: so many copies, in so many arrays
+    of each value.
+    """
+    pairs = (pair for numbers in every for pair in zip(numbers, kinds, strict=False))
+    return sum(copies * ids.size * (kind.nbytes + 8) + arrays * ALIGNMENT for ids, kind in pairs)
 
 
 def _kind(entry: Entry) -> Kind:

@@ -5,8 +5,8 @@ A failure of which the other ranks do not know ends the store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any, TypeVar
@@ -147,16 +147,16 @@ class Door:
 
     # --- The end
 
-    def enter_join(self) -> State:
-        """Let in only calls that ranks wait for, unless a pending call has ended the store; return what it was."""
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Let in only calls that ranks wait for, in a block, unless a pending call has ended the store."""
         self.check_open("join")
         before, self.state = self.state, State.JOINING
-        return before
-
-    def leave_join(self, before: State) -> None:
-        """Let in what was let in before, unless the store has ended."""
-        if self.state is State.JOINING:
-            self.state = before
+        try:
+            yield
+        finally:
+            if self.state is State.JOINING:  # which the end of the store changes, too
+                self.state = before
 
     def end(self, why: str) -> None:
         """Let nothing in any more."""

@@ -1050,13 +1050,10 @@ class KVStore(KVStoreBase):
             )
         self._pending.drain()
         self._order.rejoin()
-        before = self._door.enter_join()
-        try:
+        with self._door.joining():
             yield
             self._door.check_open("join")
             self._door.shadow(self._verbs.join, self._run_in_order)
-        finally:
-            self._door.leave_join(before)
 
     def close(self) -> None:
         """End the store and free its memory. Collective, idempotent; also done at the end of a ``with`` block and of
