@@ -5,7 +5,7 @@ Encoding is one launch, which reads and writes each residual once; so is decodin
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ...errors import Unsupported
 from ...protocols import Array
 from .loading import kernel, pointer
 
-__all__ = ["CODES", "Code", "CudaCodec", "code_of", "has_code"]
+__all__ = ["CODES", "CudaCodec", "has_code", "inside"]
 
 CODES = np.dtype(
     [
@@ -33,43 +33,13 @@ CODES = np.dtype(
 
 PART, THREADS = 1 << 12, 256
 """How many elements a block packs or unpacks, and its threads."""
+# The names of the codecs in codes.cu, and the bits of an element.
 _CODES: dict[type[Any], tuple[str, int]] = {
     TwoBit: ("two_bits", 2),
     OneBit: ("one_bit", 1),
     Float16: ("float16_code", 16),
     Bfloat16: ("bfloat16_code", 16),
 }
-
-
-class Code(NamedTuple):
-    """What a kernel is told of a codec."""
-
-    name: str
-    """In codes.cu."""
-    bits: int
-    """Of an element."""
-    threshold: float
-    largest: float
-    """The largest number that is sent as one as large, but for rounding; what is no cast has none, and sends 0."""
-
-
-def code_of(codec: Any) -> Code:
-    """Return what there is a kernel for.
-
-    Raises:
-        Unsupported: there is none for this codec.
-
-    >>> from mpikv import codecs
-    >>> code_of(codecs.create("2bit"))
-    Code(name='two_bits', bits=2, threshold=0.5, largest=0.0)
-    """
-    if not has_code(codec):
-        raise Unsupported(
-            f"compression {codec.settings()} has no CUDA kernel (known: 1bit, 2bit, bf16, fp16); use one of these, or "
-            "run the codec on the host"
-        )
-    inside = _inside(codec)
-    return Code(*_CODES[type(inside)], getattr(inside, "threshold", 0.0), getattr(inside, "largest", 0.0))
 
 
 def has_code(codec: Any) -> bool:
@@ -79,10 +49,11 @@ def has_code(codec: Any) -> bool:
     >>> has_code(codecs.create("2bit")), has_code(codecs.create("topk"))
     (True, False)
     """
-    return type(_inside(codec)) in _CODES  # a subclass may have another rule
+    return type(inside(codec)) in _CODES  # a subclass may have another rule
 
 
-def _inside(codec: Any) -> Any:
+def inside(codec: Any) -> Any:
+    """Return the codec in one with error feedback, or the codec itself."""
     return codec.codec if type(codec) is ElementwiseFeedback else codec
 
 
@@ -97,12 +68,19 @@ class CudaCodec(SamePayloads):
     """
 
     def __init__(self, codec: Any) -> None:
-        code = code_of(codec)
-        self.codec = codec
-        self.feedback, self.largest = self.codec.feedback, code.largest
-        self._bits, self._threshold = code.bits, code.threshold
+        if not has_code(codec):
+            raise Unsupported(
+                f"compression {codec.settings()} has no CUDA kernel (known: 1bit, 2bit, bf16, fp16); use one of these, "
+                "or run the codec on the host"
+            )
+        self.codec, self.feedback = codec, codec.feedback
+        rule = inside(codec)
+        name, self._bits = _CODES[type(rule)]
+        self._threshold = getattr(rule, "threshold", 0.0)
+        self.largest = getattr(rule, "largest", 0.0)
+        """The largest number that is sent as one as large, but for rounding; what is no cast has none, and sends 0."""
         # Looked up at each launch, as each GPU has its own.
-        self._encode, self._decode_add = (f"{verb}<{code.name}>" for verb in ("encode", "decode_add"))
+        self._encode, self._decode_add = (f"{verb}<{name}>" for verb in ("encode", "decode_add"))
         for expression in (self._encode, self._decode_add):
             kernel("codes.cu", expression)
 

@@ -95,23 +95,19 @@ class CudaKernels:
             TransportUnavailable: nothing can be compiled here.
         """
         with self._present():
-            self._prepare(updater, dtype)
-
-    def _prepare(self, updater: Updater, dtype: np.dtype[Any]) -> None:
-        if updater.assigns:
-            # The sum of half precision is float32.
-            prepare(accumulator(dtype), dtype)
-        elif isinstance(updater, Optimizer):
-            updater.slots(dtype)
-            if not self.has_rule(updater):
-                _check_runs(updater, dtype)
-                return
-            if type(updater) in layerwise.KINDS:
-                layerwise.prepare(updater, dtype)
-                return
-            form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
-            for room in (ONE, MANY):
-                _kernel_of(form, dtype.name, room)
+            if updater.assigns:
+                # The sum of half precision is float32.
+                prepare(accumulator(dtype), dtype)
+            elif isinstance(updater, Optimizer):
+                updater.slots(dtype)
+                if type(updater) in layerwise.KINDS:
+                    layerwise.prepare(updater, dtype)
+                elif self.has_rule(updater):
+                    form, _ = call_of(updater, Step(1.0, 0.0, updater.correction(1)))
+                    for room in (ONE, MANY):
+                        _kernel_of(form, dtype.name, room)
+                else:
+                    _check_runs(updater, dtype)
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
         """Return what launches one update of these arrays, which lives as long as they do.
@@ -161,7 +157,7 @@ class CudaKernels:
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> Table:
         assert isinstance(updater, Optimizer)
         with self._present():
-            table = Table(updater, memory.zeros(Table.nbytes(count)), count)
+            table = Table(updater, memory, count)
             for dtype in dtypes:
                 for room in (ONE, MANY):
                     _kernel_of(table.form, dtype.name, room)

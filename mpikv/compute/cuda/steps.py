@@ -11,7 +11,7 @@ import numpy as np
 
 from ...optimizers.forms import call_of
 from ...optimizers.optimizer import Optimizer, Step
-from ...protocols import Array
+from ...protocols import Memory
 from .loading import kernel, pointer
 
 __all__ = ["NUMBERS", "WRITTEN", "Row", "Table", "rows_of"]
@@ -61,21 +61,15 @@ class Row(NamedTuple):
 class Table:
     """The :class:`~mpikv.protocols.StepTable` of :class:`~.kernels.CudaKernels`. It keeps its memory."""
 
-    def __init__(self, optimizer: Optimizer, memory: Array, count: int) -> None:
-        """``memory`` is uint8, of :meth:`nbytes`."""
-        self._optimizer, self._memory = optimizer, memory
+    def __init__(self, optimizer: Optimizer, memory: Memory, count: int) -> None:
+        self._optimizer, self._memory = optimizer, memory.zeros(count * _WIDTH)
         self.form = call_of(optimizer, optimizer.step("", 1))[0]
-        self._address = pointer(memory)
+        self._address = pointer(self._memory)
         self.rows: Sequence[Any] = [Row(self.form, self._address, row) for row in range(count)]
         # The rows that each launch of the last writing gave to keys, and their numbers.
         self._told: list[tuple[list[int], list[tuple[float, ...]]]] = []
         self._arguments = np.zeros(1, WRITTEN)
         kernel("steps.cu", "write_numbers")
-
-    @staticmethod
-    def nbytes(count: int) -> int:
-        """Return how much memory so many rows take."""
-        return count * _WIDTH
 
     def fits(self, step: Step) -> bool:
         return call_of(self._optimizer, step)[0] == self.form
