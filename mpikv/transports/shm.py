@@ -252,15 +252,9 @@ class ShmTransport:
             self._order()
 
     def _await(self, peer: int, arrivals: int) -> None:
-        """Wait for a rank; tell all where it does not come."""
-        try:
-            self._wait(peer, arrivals)
-        except Stalled:
-            self._flags[self._mine] = _GONE
-            raise
-
-    def _wait(self, peer: int, arrivals: int) -> None:
-        """Wait until this rank has arrived or, where it does not come at once, until all have."""
+        """Wait until this rank has arrived or, where it does not come at once, until all have; tell all where some do
+        not come.
+        """
         flags = self._flags
         for _ in range(self._spins):
             if arrivals <= flags[peer] < _GONE:
@@ -274,10 +268,14 @@ class ShmTransport:
                 late.pop()
             return not late
 
-        self._waiting.until(
-            all_are_here,
-            lambda: [self._group.host_ranks[other // _STRIDE] for other in self._peers if flags[other] < arrivals],
-        )
+        def missing() -> list[int]:
+            return [self._group.host_ranks[other // _STRIDE] for other in self._peers if flags[other] < arrivals]
+
+        try:
+            self._waiting.until(all_are_here, missing)
+        except Stalled:
+            flags[self._mine] = _GONE
+            raise
 
 
 def _part(rank: int, counts: tuple[int, ...] | None, size: int) -> tuple[int, int]:
