@@ -89,7 +89,8 @@ def connect_torch(comm: Any, library: str) -> Any:
 class TorchBuckets:
     """Gradients as views of flat buckets, in reverse order; an asynchronous all_reduce of each; a fused optimizer.
 
-    As DDP, it averages; the rate is multiplied by the number of ranks where the rule is not indifferent to that.
+    As DDP, it averages. The rate of SGD is multiplied by the number of ranks and the epsilon of Adam divided by it, so
+    that the mean makes the same as the sum.
     """
 
     exact = False
@@ -155,7 +156,8 @@ def _optimizer(weights: Sequence[Any], rule: Rule, size: int) -> Any:
         rate = size * options["learning_rate"]
         return optimizers.SGD(weights, lr=rate, momentum=options["momentum"], fused=True)
     betas = options["beta1"], options["beta2"]
-    return optimizers.Adam(weights, lr=options["learning_rate"], betas=betas, eps=options["epsilon"], fused=True)
+    epsilon = options["epsilon"] / size
+    return optimizers.Adam(weights, lr=options["learning_rate"], betas=betas, eps=epsilon, fused=True)
 
 
 def _bucketed(nbytes: Sequence[int]) -> list[list[int]]:

@@ -1,0 +1,36 @@
+"""The exchange of DDP beside which ``mpikv bench`` measures makes the same updates as the store."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpikv.cli.bench.keysets import gradients
+from mpikv.cli.bench.rules import RULES
+from mpikv.cli.bench.torch_peer import TorchBuckets, torch_problem
+
+pytestmark = pytest.mark.ranks(2, 3)
+
+SHAPES = [(300,), (4, 5)]
+STEPS = 3
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_means_are_updated_as_sums_are(comm, name):
+    rule = RULES[name]
+    if why := torch_problem(comm, rule):
+        pytest.skip(why)
+    peer = TorchBuckets(comm, list(gradients(comm.rank, SHAPES)), rule)
+    try:
+        for _ in range(STEPS):
+            peer.step()
+        found = peer.results()
+    finally:
+        peer.close()
+    for key, arrays in enumerate(zip(*(gradients(rank, SHAPES) for rank in range(comm.size)), strict=True)):
+        total = sum(arrays).reshape(-1)
+        weight, states = np.ones_like(total), [np.zeros_like(total) for _ in range(rule.states)]
+        for count in range(1, STEPS + 1):
+            rule.apply(count, total.copy(), weight, states)
+        tolerance = rule.tolerance(STEPS, np.abs(total).max(), np.abs(weight).max())
+        np.testing.assert_allclose(found[key].reshape(-1), weight, rtol=0, atol=tolerance)
