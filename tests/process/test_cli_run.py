@@ -313,7 +313,7 @@ def test_ranks_are_looked_for_where_they_are(
 ) -> None:
     """One of another node would be taken for a rank that has left without a word."""
     told = []
-    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host: (told.append(one_host), (0, ""))[1])
+    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host, tell: (told.append(one_host), (0, ""))[1])
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
@@ -375,7 +375,7 @@ def test_a_launch_removes_such_files_and_says_so(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mpikv.cli.run.remove_leftovers", lambda: ["/dev/shm/mpich_a", "/dev/shm/mpich_b"])
-    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host: (0, ""))
+    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, **_options: (0, ""))
     assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
     said = "mpikv run: removed 2 files left by killed jobs of this user, such as /dev/shm/mpich_a\n"
     assert capsys.readouterr().err.endswith(said)
