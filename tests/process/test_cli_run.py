@@ -601,7 +601,7 @@ def test_a_rank_that_leaves_silently_is_no_success(tmp_path: Path, library: Libr
 
 
 def test_a_rank_that_never_starts_mpi_is_named(tmp_path: Path, library: Library) -> None:
-    """The others wait in the start of MPI, until somebody ends the job."""
+    """The others wait in the start of MPI, until somebody ends the job. Open MPI's launcher may do that by itself."""
     text = f"{RANK}\nif rank == 1: raise SystemExit\nimport mpikv; mpikv.create()"
     job = start("run", "-n", "3", script(tmp_path, text))
     assert job.stderr is not None
@@ -610,8 +610,10 @@ def test_a_rank_that_never_starts_mpi_is_named(tmp_path: Path, library: Library)
     finally:
         job.send_signal(signal.SIGTERM)
         done = finish(job)
-    assert said.startswith("mpikv run: rank 1 ended more than 5 s ago without starting MPI;")
-    assert done.returncode == 128 + signal.SIGTERM
+    ends_itself = library.kind == "Open MPI" and said.startswith("prterun has exited due to process rank 1")
+    assert ends_itself or said.startswith("mpikv run: rank 1 ended more than 5 s ago without starting MPI;")
+    assert ends_itself or done.returncode == 128 + signal.SIGTERM
+    assert done.returncode
 
 
 def test_a_launch_inside_a_launch(tmp_path: Path, library: Library) -> None:
