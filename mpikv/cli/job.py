@@ -31,7 +31,7 @@ GRACE = 4.0
 # that look alike must be for their order to be believed.
 _MOMENT, _DOUBT = 50_000_000, 20_000_000
 
-# Seconds for which a rank may go on after another that has not started MPI.
+# Seconds after the end of a rank without MPI until the user is told.
 _PATIENCE = 5.0
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,7 +64,7 @@ def run_job(
                 ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
                 tell(
                     f"{ranks} ended more than {_PATIENCE:g} s ago without starting MPI; a rank that starts it, as by "
-                    "mpikv.create(), waits for all: start it on every rank, or end the job with Ctrl-C"
+                    "mpikv.create(), waits for all: if this job hangs, start MPI on every rank"
                 )
 
         status = watch.wait(job.process, bereft)
