@@ -18,8 +18,7 @@ STEPS = 3
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_means_are_updated_as_sums_are(comm, name):
     rule = RULES[name]
-    if why := torch_problem(comm, rule):
-        pytest.skip(why)
+    assert torch_problem(comm, rule) == ""
     peer = TorchBuckets(comm, list(gradients(comm.rank, SHAPES)), rule)
     try:
         for _ in range(STEPS):
