@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -605,9 +606,12 @@ def test_a_rank_that_never_starts_mpi_is_named(tmp_path: Path, library: Library)
     text = f"{RANK}\nif rank == 1: raise SystemExit\nimport mpikv; mpikv.create()"
     job = start("run", "-n", "3", script(tmp_path, text))
     assert job.stderr is not None
+    deadline = threading.Timer(DEADLINE, job.send_signal, [signal.SIGTERM])
+    deadline.start()
     try:
-        said = next(line for line in job.stderr if "rank 1" in line)
+        said = next((line for line in job.stderr if "rank 1" in line), "")
     finally:
+        deadline.cancel()
         job.send_signal(signal.SIGTERM)
         done = finish(job)
     ends_itself = library.kind == "Open MPI" and said.startswith("prterun has exited due to process rank 1")

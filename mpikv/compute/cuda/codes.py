@@ -16,7 +16,7 @@ from ...errors import Unsupported
 from ...protocols import Array
 from .loading import kernel, pointer
 
-__all__ = ["CODES", "CudaCodec", "has_code", "inside"]
+__all__ = ["CODES", "CudaCodec", "has_code", "largest_of"]
 
 CODES = np.dtype(
     [
@@ -49,12 +49,18 @@ def has_code(codec: Any) -> bool:
     >>> has_code(codecs.create("2bit")), has_code(codecs.create("topk"))
     (True, False)
     """
-    return type(inside(codec)) in _CODES  # a subclass may have another rule
+    return type(_inside(codec)) in _CODES  # a subclass may have another rule
 
 
-def inside(codec: Any) -> Any:
+def _inside(codec: Any) -> Any:
     """Return the codec in one with error feedback, or the codec itself."""
     return codec.codec if type(codec) is ElementwiseFeedback else codec
+
+
+def largest_of(codec: Any) -> float:
+    """Return the largest number that is sent as one as large, but for rounding: 0 for what is no cast, which has none."""
+    largest: float = getattr(_inside(codec), "largest", 0.0)
+    return largest
 
 
 class CudaCodec(SamePayloads):
@@ -74,11 +80,10 @@ class CudaCodec(SamePayloads):
                 "or run the codec on the host"
             )
         self.codec, self.feedback = codec, codec.feedback
-        rule = inside(codec)
+        rule = _inside(codec)
         name, self._bits = _CODES[type(rule)]
         self._threshold = getattr(rule, "threshold", 0.0)
-        self.largest = getattr(rule, "largest", 0.0)
-        """The largest number that is sent as one as large, but for rounding; what is no cast has none, and sends 0."""
+        self.largest = largest_of(codec)
         # Looked up at each launch, as each GPU has its own.
         self._encode, self._decode_add = (f"{verb}<{name}>" for verb in ("encode", "decode_add"))
         for expression in (self._encode, self._decode_add):
