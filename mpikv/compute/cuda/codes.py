@@ -58,7 +58,7 @@ def _inside(codec: Any) -> Any:
 
 
 def largest_of(codec: Any) -> float:
-    """Return the largest number that is sent as one as large, but for rounding: 0 for what is no cast, which has none."""
+    """Return the largest number that is sent as one as large, but for rounding; 0 for what is no cast."""
     largest: float = getattr(_inside(codec), "largest", 0.0)
     return largest
 
