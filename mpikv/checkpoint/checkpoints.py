@@ -41,7 +41,7 @@ from .compatibility import (
 from .extents import list_extents
 from .files import Draft, Reader, Source
 from .header import CHUNK, VALUE, Header, Kind, check_writable, number_alike, parse_dtype
-from .residuals import add_residuals, count_positions, list_residuals, make_room, place_residuals
+from .residuals import add_residuals, list_residuals, make_room, place_residuals, restores_residuals
 from .saving import Copies, SaveWork, Span
 
 __all__ = ["Checkpoints", "KeptState", "load_states", "save_states"]
@@ -256,15 +256,15 @@ class Checkpoints:
         header, copies = reader.source.header, list[tuple[Array, Array]]()
 
         def on_host(array: Array) -> Array:
-            """Return an array of the host to fill in place of this one, which becomes zero where it is not filled."""
+            """Return an array of the host to fill in place of this one."""
             if self._memory.is_host:
                 return array
-            copies.append((array, np.zeros(array.shape, array.dtype)))
+            copies.append((array, np.empty(array.shape, array.dtype)))
             return copies[-1][1]
 
         if header.values:
             # Those that are there belong to pushes that these values have not seen.
-            self._exchange.values.drop_residuals(keeping=count_positions(self._exchange, header))
+            self._exchange.values.drop_residuals(keeps_memory=restores_residuals(self._exchange, header))
         own, shared = place_residuals(self._exchange, header, on_host)
         values = _cut_spans(self._list_values(header, self._exchange.values.planner.owned), on_host)
         (shared if self._exchange.placement.everywhere else own).extend(values)

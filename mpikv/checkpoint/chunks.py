@@ -48,8 +48,6 @@ class Piece(NamedTuple):
 
     offset: int
     memory: memoryview
-    total: Array | None = None
-    """What the numbers that are read are added to."""
 
     @property
     def end(self) -> int:
@@ -131,7 +129,7 @@ def read_arrays(reader: Reader, own: Iterable[Piece], shared: Iterable[Piece] = 
             _check_sums(sums ^ known, reader.source, chunks)
         else:
             for run in _runs([*mine, *everyones]):
-                _move(run, reader.read)
+                reader.read([piece.memory for piece in run], run[0].offset)
             yield NO_SUMS
     reader.check_unchanged()
     yield NO_SUMS
@@ -154,7 +152,7 @@ def _sum(
     sums = np.zeros(chunks.stop - chunks.start, np.uint32)
     crcs, offsets, ends = list[int](), list[int](), list[int]()
     for run in _runs(pieces):
-        _move(run, move)
+        move([piece.memory for piece in run], run[0].offset)
         crc = 0
         for piece in run:
             crc = zlib.crc32(piece.memory, crc)
@@ -168,26 +166,11 @@ def _sum(
     return sums
 
 
-def _move(run: Sequence[Piece], move: Callable[[Sequence[memoryview], int], None]) -> None:
-    move([piece.memory for piece in run], run[0].offset)
-    for piece in run:
-        if piece.total is not None:
-            np.add(piece.total, np.frombuffer(piece.memory, piece.total.dtype), out=piece.total)
-
-
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces that are one range of a chunk, to be moved by one call; one alone that is added to something, as
-    those have the same memory.
-    """
+    """Yield pieces that are one range of a chunk, to be moved by one call."""
     run: list[Piece] = []
     for piece in pieces:
-        if run and (
-            piece.offset != run[-1].end
-            or piece.offset % CHUNK == 0
-            or len(run) == MOST_PARTS
-            or piece.total is not None
-            or run[-1].total is not None
-        ):
+        if run and (piece.offset != run[-1].end or piece.offset % CHUNK == 0 or len(run) == MOST_PARTS):
             yield run
             run = []
         run.append(piece)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -21,8 +20,6 @@ from .keys import Entry, KeyTable
 from .plan import Plan, Planner, Plans
 
 __all__ = ["PlanListener", "Values"]
-
-_NOTHING: Mapping[Any, int] = MappingProxyType({})
 
 
 class PlanListener(Protocol):
@@ -160,11 +157,12 @@ class Values:
                 for low, high in runs:
                     residual[low:high].fill(0)
 
-    def drop_residuals(self, keeping: Mapping[Block, int] = _NOTHING) -> None:
-        """Forget what was left out of earlier pushes. Local. Of some blocks the memory of so many positions is kept."""
+    def drop_residuals(self, keeps_memory: bool = False) -> None:
+        """Forget what was left out of earlier pushes. Local."""
         self.invalidate()
         for block in self.blocks:
-            del block.residuals[keeping.get(block, 0) :]
+            if not keeps_memory:
+                block.residuals.clear()
             for residual in block.residuals:
                 residual.fill(0)
             block.drop_sums()

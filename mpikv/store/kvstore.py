@@ -912,8 +912,8 @@ class KVStore(KVStoreBase):
 
         Every array is compared with its checksum. Into a store that has keys nothing is read before the whole file was
         found good, for which it is read twice; a file that is changed between ends the store. What compressed pushes
-        of this store have left out is dropped; in its place comes what those of the file's have, as far as the store's
-        compression has error feedback.
+        of this store have left out is dropped. As many ranks with the same compression take over what those of the file
+        have left out; any other store starts with zeros, and logs a warning.
 
         Raises:
             CheckpointError: the file is damaged, no checkpoint, or one of another updater.

@@ -1,4 +1,4 @@
-"""What compressed pushes have left out, in checkpoints: the same bits on as many ranks, the same sum on others."""
+"""What compressed pushes have left out, in checkpoints: the same bits on as many ranks, zeros on others."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import logging
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mpikv
 from mpikv.checkpoint import inspect
@@ -46,17 +44,6 @@ def push(kv, step, positions=1):
 def residuals(kv):
     """Return the residuals of this rank's: for each key, those of each position."""
     return {key: [each.copy() for each in kv._exchange.values.table[key].residuals()] for key in kv}
-
-
-def summed(comm, mine, positions):
-    """Return the sum of all ranks' residuals of each key and position."""
-    total = {}
-    for key, value in VALUES.items():
-        for position in range(positions):
-            own = mine[key][position] if position < len(mine[key]) else np.zeros(value.size, F32)
-            arrays = [own] if comm is None else comm.allgather(own)
-            total[key, position] = np.sum(np.asarray(arrays, np.float64), axis=0)
-    return total
 
 
 def of_ranks(comm, count):
@@ -104,75 +91,40 @@ def test_the_run_that_went_on_is_the_one_that_did_not_stop(comm, folder):
             push(other, 7, positions=3)
             other.load(folder / "checkpoint")
             for key, arrays in residuals(other).items():
-                assert [each.tobytes() for each in arrays] == [each.tobytes() for each in before[key]]
+                first, second, *none = [each.tobytes() for each in arrays]
+                assert [first, second] == [each.tobytes() for each in before[key]]
+                assert not any(map(any, none))
             for store in (kv, other):
                 push(store, 3, positions=2)
             for key in VALUES:
                 assert kv.pull(key).tobytes() == other.pull(key).tobytes()
 
 
-@settings(max_examples=8, deadline=None)
-@given(data=st.data())
-@pytest.mark.ranks(2, 3, 4)
-def test_nothing_is_lost_on_other_ranks(comm, folder, data):
-    """Saved on some ranks and loaded on others, of another number, with codecs and lists of other kinds."""
-    saving, loading = (data.draw(st.integers(1, comm.size), label=name) for name in ("saving", "loading"))
-    one, other = (data.draw(st.sampled_from(CODECS), label="codec") for _ in range(2))
-    most = data.draw(st.integers(1, 3), label="positions")
-    path, expected = folder / "checkpoint", None
-    if (part := of_ranks(comm, saving)) is not None:
-        with mpikv.create(comm=part, compression=one) as kv:
-            kv.init(VALUES)
-            for step in range(2):
-                # Ranks may bring lists of different lengths.
-                push(kv, step, positions=max(1, most - (kv.rank % 2)))
-            kv.save(path)
-            expected = summed(part, residuals(kv), most)
-        part.Free()
-    comm.Barrier()
-    if (part := of_ranks(comm, loading)) is not None:
-        with mpikv.create(comm=part, compression=other) as kv:
-            kv.load(path)
-            found = summed(part, residuals(kv), most)
-            if expected is not None:
-                for key in VALUES:
-                    whole, there = (sum(each[key, at] for at in range(most)) for each in (expected, found))
-                    np.testing.assert_allclose(there, whole, rtol=0, atol=1e-5)
-                    if one["type"] == other["type"] == "2bit":
-                        for at in range(most):
-                            np.testing.assert_allclose(found[key, at], expected[key, at], rtol=0, atol=1e-5)
-            push(kv, 5)
-        part.Free()
-    comm.Barrier()
-
-
-@pytest.mark.ranks(3, 4)
-def test_ranks_take_those_of_their_number(comm, folder):
-    """Two ranks that load what more ranks have saved: by the rule in the documentation."""
-    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
-        kv.init("w", np.zeros(100, F32))
-        kv.push("w", np.full(100, 0.0625 * (kv.rank + 1), F32))
-        kv.save(folder / "checkpoint")
-    if (part := of_ranks(comm, 2)) is not None:
-        with mpikv.create(comm=part, compression=CODECS[0]) as kv:
-            kv.load(folder / "checkpoint")
-            expected = sum(0.0625 * (rank + 1) for rank in range(kv.rank, comm.size, 2))
-            np.testing.assert_array_equal(kv._exchange.values.table["w"].residuals()[0], np.full(100, expected, F32))
-        part.Free()
-
-
-def test_a_store_that_cannot_send_them_says_so(comm, folder, caplog):
-    with mpikv.create(comm=comm, compression=CODECS[0]) as kv:
-        kv.init("w", np.zeros(100, F32))
-        kv.push("w", np.full(100, 0.25, F32))
-        kv.save(folder / "checkpoint")
-    for compression in (None, {"type": "2bit", "error_feedback": False}):
-        with mpikv.create(comm=comm, compression=compression) as kv, caplog.at_level(logging.WARNING, "mpikv"):
-            caplog.clear()
-            kv.load(folder / "checkpoint")
-            assert ("they are dropped" in caplog.text) is kv.is_root
-            np.testing.assert_array_equal(kv.pull("w"), np.zeros(100, F32))
-            assert not residuals(kv)["w"]
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])
+def test_other_stores_start_with_zeros(comm, folder, caplog, codec):
+    """Fewer ranks, other codecs, and none; the file is checked to its last byte all the same."""
+    path, others = folder / "checkpoint", [None, {**CODECS[0], "threshold": 0.25}]
+    with mpikv.create(comm=comm, compression=codec) as kv:
+        kv.init(VALUES)
+        push(kv, 0, positions=2)
+        kv.save(path)
+        values, size = {key: kv.pull(key) for key in VALUES}, kv.size
+    for count, compression in [(size, each) for each in others] + [(size - 1, codec)] * (size > 1):
+        part = of_ranks(comm, count)
+        if part is None and comm is not None:
+            continue
+        with mpikv.create(comm=part, compression=compression) as kv, caplog.at_level(logging.WARNING, "mpikv"):
+            for _ in range(2):  # into a store without keys, and over what it has left out
+                caplog.clear()
+                kv.load(path)
+                assert caplog.text.count("residuals start at zero") == kv.is_root
+                assert not any(each.any() for arrays in residuals(kv).values() for each in arrays)
+                for key, value in values.items():
+                    np.testing.assert_array_equal(kv.pull(key), value)
+                push(kv, 1)
+        if part is not None:
+            part.Free()
 
 
 def test_what_is_in_the_file(comm, folder):
@@ -242,9 +194,9 @@ def test_a_damaged_residual_changes_nothing(comm, folder):
         if comm is not None:
             comm.Barrier()
         kv.push("w", np.full(1000, 0.125, F32))
-        with mpikv.create(comm=comm, compression=CODECS[0]) as other:
-            for store in (kv, other):
+        with mpikv.create(comm=comm, compression=CODECS[0]) as other, mpikv.create(comm=comm) as plain:
+            for store in (kv, other, plain):
                 with pytest.raises((mpikv.CheckpointError, mpikv.PeerFailed), match="checksum"):
                     store.load(path)
-            assert len(other) == 0
+            assert len(other) == len(plain) == 0
         np.testing.assert_array_equal(kv._exchange.values.table["w"].residuals()[0], np.full(1000, 0.375, F32))

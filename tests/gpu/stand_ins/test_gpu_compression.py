@@ -611,26 +611,6 @@ def test_checkpoints_have_residuals(gpu, comm, folder, name, placement):
     close(*stores, *others)
 
 
-@pytest.mark.ranks(2, 3, 4)
-def test_residuals_of_other_ranks(gpu, comm, folder):
-    """A file of one rank: its residuals go to the first, and the others have zeros."""
-    arrays = [gradients(50, 0, 1)[0, 0], gradients(50, 1, 1)[0, 0]]
-    if comm.rank == 0:
-        with mpikv.create(comm=comm.Split(0), compression="2bit") as alone:
-            alone.init("w", np.zeros(50, F32))
-            alone.push("w", arrays)
-            alone.save(folder / "alone")
-    else:
-        comm.Split(1)
-    comm.Barrier()
-    stores = pair(gpu, comm, "2bit")
-    for kv in stores:
-        kv.load(folder / "alone")
-        assert len(kv._exchange.values.table["w"].residuals()) == 2
-    assert_alike(stores, ["w"])
-    close(*stores)
-
-
 def test_what_is_said_of_it(gpu, comm):
     with store_on(gpu, comm) as kv:
         assert kv.is_capable("compression")
