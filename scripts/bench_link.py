@@ -29,6 +29,10 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.hosts import ADDRESSES, two_hosts  # noqa: E402
+
 TWO_BITS = {"type": "2bit", "threshold": 0.5}
 WAYS: Mapping[str, tuple[str, Any, str]] = {
     "sums": ("none", None, "auto"),
@@ -92,24 +96,13 @@ def work(rounds: int, kernels: str, ways: list[str]) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Make the hosts, slow the cable down, and return what the ranks found."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from hosts import ADDRESSES, two_hosts
-
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(two_hosts(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
         hosts.slow_down(options.rate)
         places = ",".join(f"{address}:{-(-options.ranks // 2)}" for address in ADDRESSES)
-        script = [
-            str(Path(__file__).resolve()),
-            "--work",
-            "--rounds",
-            str(options.rounds),
-            "--kernels",
-            options.kernels,
-        ]
-        ways = ["--ways", *options.ways]
         launch = [sys.executable, "-m", "mpikv", "run", "-n", str(options.ranks), "--hosts", places]
-        job = hosts.start([*launch, *script, *ways])
+        script = [str(Path(__file__).resolve()), "--work", "--rounds", str(options.rounds)]
+        job = hosts.start([*launch, *script, "--kernels", options.kernels, "--ways", *options.ways])
         # Its processes end with the hosts, and what they have printed is shown.
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(options.limit)

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coverage.numbits import numbits_to_nums
-
 from .drawing import COMPILED, Mutant
 from .trees import Tree, python_of
 
@@ -78,6 +76,8 @@ def measure(folder: Path, tests: Sequence[str]) -> None:
 
 def gather(folder: Path) -> None:
     """Write the tests of each line to one file."""
+    from coverage.numbits import numbits_to_nums
+
     tests: dict[str, int] = {}
     lines: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for path in (folder / "coverage").iterdir():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -62,6 +64,54 @@ def test_the_figures_of_speed_are_those_of_the_record() -> None:
         shown = re.findall(r"[\d.]+ [mµ]s", rows[row])
         assert len(shown) in (2, 4)
         assert set(shown) <= recorded, row
+
+
+CLAIMS = re.findall(r"^\| .+ \| `(.+)` \|$", README.partition("## Claims")[2].partition("\n## ")[0], re.MULTILINE)
+SHOWN = re.findall(r"^\$ ((?:mpikv|scripts|python).*?) *(?:#.*)?$", "".join(blocks(README, "console")), re.MULTILINE)
+
+
+@pytest.mark.deadline(60)
+@pytest.mark.parametrize("line", [*CLAIMS, *(line for line in SHOWN if "first.py" not in line)])
+def test_the_commands_start(line: str) -> None:
+    command, *words = shlex.split(re.sub(r"run -n \d", "run -n 1", line))
+    if "run" in words and (reason := why_no_mpi()):
+        pytest.skip(reason)
+    if "with_torch" in line:
+        pytest.importorskip("torch")
+    start = [sys.executable, *(["-m", "mpikv"] if command == "mpikv" else [] if command == "python" else [command])]
+    if "pytest" in words:
+        start += [*words, "--collect-only", "-q"]
+    elif command != "python" and command != "mpikv" and "bash" in (ROOT / command).read_text().partition("\n")[0]:
+        start = ["bash", "-n", command]  # which would make an environment
+    else:
+        start += words if "-c" in words else [*words, "--help"]
+    ran = subprocess.run(start, cwd=ROOT, env=clean(os.environ), capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+# What a script may lack: it says so, or is not run then.
+OPTIONAL = re.compile(r"\b(numpy|mpi4py|torch|jax|optax|cupy|sklearn|matplotlib|coverage|pytest|rich)\b")
+
+
+def test_the_imports_of_scripts_can_be_had() -> None:
+    """Also those inside functions, which ``--help`` does not reach."""
+    nodes = (
+        node
+        for path in (ROOT / "scripts").rglob("*")
+        if path.is_file() and (path.suffix == ".py" or path.read_bytes().startswith(b"#!/usr/bin/env python3"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+    )
+    lines = {line for node in nodes if not OPTIONAL.search(line := ast.unparse(node)) and "__future__" not in line}
+    folders = os.pathsep.join(str(ROOT / name) for name in ("", "scripts", "tests"))
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(sorted(lines))],
+        env={**clean(os.environ), "PYTHONPATH": folders},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def script_and_output() -> tuple[str, str]:
