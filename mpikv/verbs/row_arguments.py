@@ -72,13 +72,15 @@ def brought(
     return Brought([_sum_of(entry, group, in_pairs, apart) for entry, group in zip(entries, groups, strict=True)])
 
 
-def single_rows(keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory) -> list[RowSparse]:
-    """Return the one array of rows of each key, in this memory."""
+def single_rows(
+    keys: Sequence[Key], groups: Sequence[Sequence[Any]], memory: Memory, apart: Callable[[Array], Array]
+) -> list[RowSparse]:
+    """Return the one array of rows of each key, in this memory. ``apart`` as for :func:`brought`."""
     for key, group in zip(keys, groups, strict=True):
         _check_rows(key, group)
         if len(group) != 1:
             raise ValueMismatch(f"{len(group)} values for key {key!r}; a stored value is one array")
-    return [_in_memory(group[0], memory) for group in groups]
+    return [_in_memory(group[0], memory, apart) for group in groups]
 
 
 def asked_of(entries: Sequence[Entry], key: Any, out: Any, wanted: Any) -> tuple[list[list[Asked]], Any]:
@@ -227,11 +229,9 @@ def _empty(entry: Entry) -> RowSparse:
     return RowSparse(np.empty(0, np.int64), none, entry.shape)
 
 
-def _in_memory(rows: RowSparse, memory: Memory) -> RowSparse:
-    """Return rows whose values lie in this memory: these, if theirs do."""
-    if memory.is_host and rows.on_host:
-        return rows
-    values = memory.source(rows.values)
+def _in_memory(rows: RowSparse, memory: Memory, apart: Callable[[Array], Array]) -> RowSparse:
+    """Return rows whose values lie in this memory, and stay as they are: these, if theirs do."""
+    values = apart(memory.source(rows.values))
     return rows if values is rows.values else RowSparse(rows.indices, values, rows.shape)
 
 
@@ -266,15 +266,15 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     for each in group:
         _check_fit(entry, "value", each)
     memory = entry.place.block.memory
-    (only, *others) = (_in_memory(each, memory) for each in group)
+    (only, *others) = (_in_memory(each, memory, apart) for each in group)
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
         tables, wide = memory.workspace, accumulator(entry.dtype)
         ids, rows = run_quietly(merged_rows, terms, wide, in_pairs, tables.empty, tables)
     else:
-        ids, rows = only.indices, apart(only.values)
+        ids, rows = only.indices, only.values
         # What is given may be out as well, and have other rows before a GPU has read these.
-        if memory.is_host and rows is only.values and rows.dtype == entry.dtype:
+        if memory.is_host and rows.dtype == entry.dtype:
             return only
     summed = _empty(entry)
     summed.replace(ids, run_quietly(cast_rows, memory.workspace, rows, entry.dtype))

@@ -33,7 +33,7 @@ class ValueVerbs:
             table.check_new(keys)
         known = [name for name in keys if name in table]
         if brings_rows(groups):
-            rows = single_rows(keys, groups, self._memory)
+            rows = single_rows(keys, groups, self._memory, exchange.values.apart)
             exchange.check_storable([each.values for each in rows])
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")

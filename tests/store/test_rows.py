@@ -776,6 +776,27 @@ def test_rows_of_a_view_of_another_key_of_the_push(comm, transport):
             kv.pull("a")
 
 
+@pytest.mark.parametrize("transport", ["auto", "mpi", "hierarchical"])
+@pytest.mark.parametrize("placement", ["root", "sharded", "replicated"])
+def test_keys_that_start_anew_from_views(comm, transport, placement):
+    """The views lie in memory that the new values may be given."""
+    shape, ids = (900, 5), np.arange(400)
+    value = {key: np.random.default_rng(number).integers(1, 9, shape) * 1.0 for number, key in enumerate("abd")}
+
+    def rows(kv, key):
+        return RowSparse(ids, kv.view(key)[:400], shape)
+
+    with mpikv.create(comm=comm, transport="local" if comm is None else transport, placement=placement) as kv:
+        for new, old in (("a", "a"), ("ab", "ba"), ("d", "d"), ("da", "ad")):
+            for given, kept in ((rows, 400), (lambda kv, key: kv.view(key), 900)):
+                kv.init({key: RowSparse(np.arange(900), value[key], shape) for key in "ab"}, overwrite=True)
+                kv.init("d", value["d"], overwrite=True)
+                kv.init(list(new), [given(kv, key) for key in old], overwrite=True)
+                for key, source in zip(new, old, strict=True):
+                    np.testing.assert_array_equal(kv.pull(key)[:kept], value[source][:kept])
+                    assert not kv.pull(key)[kept:].any()
+
+
 # --- Rounding, and what the caller has told numpy to raise
 
 
