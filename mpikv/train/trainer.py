@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -60,8 +60,7 @@ class Trainer:
         optimizer: an object of :mod:`mpikv.optimizers`, or the name of one.
         optimizer_params: for a name, its arguments.
         kvstore: the name of a store, which the Trainer then makes and owns; or a store, of which no other Trainer and
-            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one. With a store that was loaded,
-            the Trainer goes on from its weights and its optimizer, of which ``optimizer`` has to be the kind.
+            no ``set_optimizer`` may be a user: ``kv.scope(name)`` makes several of one.
         compression_params: what ``set_gradient_compression`` of the store takes.
         update_on_kvstore: True: the store updates, each weight once, at its owner. False: it only sums, and each rank
             updates all weights, so that gradients can be changed in between. None: what the variable
@@ -69,6 +68,8 @@ class Trainer:
         loss_scaler: as :class:`mpikv.LossScaler`.
         average: True: take the mean over ranks in place of the sum, whatever their number, also after a restart on
             another. None: what the optimizer's option ``average`` says.
+        resume: True: continue from the weights, the optimizer and the counts of ``kvstore``, a store that was loaded.
+            ``optimizer`` has to be of the same kind, and its options give way to those of the store.
 
     Raises:
         ConfigError: an unknown or bad option, or no parameters at all.
@@ -99,6 +100,7 @@ class Trainer:
         *,
         loss_scaler: LossScaler | None = None,
         average: bool | None = None,
+        resume: bool = False,
     ) -> None:
         self._named = name_parameters(params)
         self._own = first_names(self._named)
@@ -116,10 +118,15 @@ class Trainer:
             check_name(kvstore)
         if update_on_kvstore is not None and not isinstance(update_on_kvstore, bool):
             raise ConfigError(f"update_on_kvstore={update_on_kvstore!r} is neither True, False nor None")
+        if resume and (isinstance(kvstore, str) or update_on_kvstore is False):
+            raise ConfigError(
+                "resume=True continues from a store that was loaded and updates: kv.load(path), then "
+                "Trainer(..., kvstore=kv, resume=True) without update_on_kvstore"
+            )
         self._kvstore: Any = None if isinstance(kvstore, str) else kvstore
         self._makes = kvstore if isinstance(kvstore, str) else ""
         self._compression, self._wanted = compression_params, update_on_kvstore
-        self._scaler = loss_scaler
+        self._scaler, self._resume = loss_scaler, bool(resume)
         self._started = self._shown = False
         self._on_store = True
         self._updates = 0
@@ -215,13 +222,13 @@ class Trainer:
         """Make the store, and give every rank the root's weights. The first step does it otherwise, when gradients have
         already been computed from each rank's own.
 
-        Collective, and of no effect the second time. With a store that was loaded, every rank is given the store's
-        weights. Frozen parameters of integers, which no optimizer updates, are not kept on a store that has one: they
+        Collective, and of no effect the second time. With ``resume=True`` every rank is given the store's weights.
+        Frozen parameters of integers, which no optimizer updates, are not kept on a store that has one: they
         are in no checkpoint, and stay what they are when it was loaded.
 
         Raises:
-            ConfigError: the store cannot update, but was asked to; or it has an updater or an optimizer of its own, or
-                of another Trainer.
+            ConfigError: the store cannot update, but was asked to; it has an updater already; or, with ``resume``, no
+                such optimizer, or not all of the parameters.
             KeyAlreadyInitialized: the store has values under these names already.
             Unsupported: the store does not compress, or updates on arrival, or a dtype cannot be updated.
             RankMismatch: ranks have other parameters, or other settings.
@@ -231,14 +238,14 @@ class Trainer:
         if self._kvstore is None:
             self._kvstore = create(self._makes)
         store = self._kvstore
-        self._on_store, resumes = self._attempt("start", self._decide_where)
+        self._on_store = self._attempt("start", self._decide_where)
         if self._compression is not None:
             store.set_gradient_compression(self._compression)
         store.check_equal(
-            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resumed={resumes}"
+            f"update_on_kvstore={self._on_store}, loss_scaler={self._scaler is not None}, resume={self._resume}"
         )
         stored = self._stored()
-        if resumes:
+        if self._resume:
             self._restore_average()
             store.pull(list(stored), out=_weights(stored))
             self._count_updates()
@@ -453,8 +460,8 @@ class Trainer:
             store: KVStoreBase = self._kvstore
             store.raise_on_all_ranks(error, verb)
 
-    def _decide_where(self) -> tuple[bool, bool]:
-        """Return whether the store updates the weights, and whether it was loaded, to go on from."""
+    def _decide_where(self) -> bool:
+        """Return whether the store updates the weights; raise where it cannot be this Trainer's."""
         store = self._kvstore
         if not store._in_rounds:
             raise Unsupported(
@@ -464,46 +471,30 @@ class Trainer:
         capable = store.is_capable(KVStoreBase.OPTIMIZER)
         if self._wanted and not capable:
             raise ConfigError(f"update_on_kvstore=True, and the store {store.type!r} has no optimizer; leave it None")
-        wanted = updates_on_kvstore() if self._wanted is None else self._wanted
-        present, known = store.optimizer, sorted(self._own.keys() & set(store.keys()))
-        resumes = bool(wanted and capable and known and self._can_resume(present, known))
-        if not resumes:
-            mine = present is not None and present is self._optimizer and present._user in (None, self._token)
-            if not store._assigns and not mine:
-                raise ConfigError(self._explain_updater(store, wanted and capable))
-            if known:
-                raise KeyAlreadyInitialized(
-                    f"the store has a value of {known[0]!r} already; give each Trainer a store, or a scope, of its own"
-                )
-        return wanted and capable, resumes
-
-    def _explain_updater(self, store: Any, on_store: bool) -> str:
-        """Say why this Trainer cannot use a store that has an updater."""
-        if store.optimizer is None or store.optimizer._user is not None or not store.keys():
-            return "the store has an updater already; give each Trainer a store, or a scope, of its own"
-        if not on_store:
-            return (
-                f"the store has the optimizer {store.optimizer!r}, as after load, and this Trainer updates the weights "
-                "itself; leave update_on_kvstore to the default"
+        on_store = capable and (updates_on_kvstore() if self._wanted is None else self._wanted)
+        present, known = store.optimizer, self._own.keys() & set(store.keys())
+        is_free = present is None or present._user in (None, self._token)
+        if self._resume:
+            self._check_resumable(present if on_store and is_free else None, known)
+        elif known:
+            raise KeyAlreadyInitialized(
+                f"the store has a value of {min(known)!r} already; give each Trainer a store, or a scope, of its own; "
+                "to continue from a store that was loaded, pass resume=True"
             )
-        return (
-            f"the store has an optimizer and values such as {store.keys()[0]!r}, but none of the parameters, such as "
-            f"{next(iter(self._own), None)!r}; give the Trainer a store, or a scope, of its own; to continue from a "
-            "checkpoint, name the parameters like its values"
-        )
+        elif not store._assigns and not (present is self._optimizer and is_free):
+            raise ConfigError("the store has an updater already; give each Trainer a store, or a scope, of its own")
+        return bool(on_store)
 
-    def _can_resume(self, present: Any, known: Sequence[str]) -> bool:
-        """Return whether the store was loaded: it has all that a Trainer's store has, and no Trainer."""
-        if present is None or present._user not in (None, self._token):
-            return False
+    def _check_resumable(self, present: Any, known: Container[str]) -> None:
+        """Take the optimizer of a store that was loaded."""
         if type(present) is not type(self._optimizer):
             raise ConfigError(
-                f"the store has the optimizer {present!r}, and {self._optimizer!r} cannot continue from its state"
+                f"resume=True: the optimizer of the store, {present!r}, is not of the kind of {self._optimizer!r}, or "
+                "another Trainer's; load the store first, and name its optimizer"
             )
         if missing := [name for name in self._stored() if name not in known]:
-            raise ConfigError(f"the store has an optimizer, but only some of the parameters: {missing[0]!r} is missing")
+            raise ConfigError(f"resume=True: the store has only some of the parameters: {missing[0]!r} is missing")
         self._optimizer = present
-        return True
 
     def _stored(self) -> dict[str, Parameter]:
         """Return what the store keeps: beside an optimizer no frozen parameters that have no update, as counts of

@@ -266,7 +266,7 @@ def test_a_trainer_of_a_loaded_store(comm, folder):
         params = {"w": np.zeros(2)}
         with made(comm) as kv:
             kv.load(folder / "sums")
-            trainer = mpikv.Trainer(params, "sgd", kvstore=kv, average=average)
+            trainer = mpikv.Trainer(params, "sgd", kvstore=kv, average=average, resume=True)
             step(trainer, kv, 1)
             assert (params["w"] == (-1 if average else -kv.size)).all()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -705,7 +706,7 @@ def test_two_trainers_do_not_share_a_store(comm, on_store):
     with kv:
         first.start()
         second = mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, update_on_kvstore=on_store)
-        with pytest.raises(ConfigError if on_store else KeyAlreadyInitialized, match="give each Trainer"):
+        with pytest.raises(KeyAlreadyInitialized, match="give each Trainer"):
             second.start()
         first.set_grads({name: np.ones_like(value) for name, value in params.items()})
         first.step(kv.size)
@@ -803,7 +804,9 @@ def test_training_goes_on_from_a_checkpoint(comm, tmp_path_factory, by_hand):
         again = {name: Parameter(np.full_like(array, 9.0)) for name, array in arrays.items()}
         again["w"].lr_mult = 0.25
         optimizer = (kv.optimizer,) if by_hand else ("sgd", options)
-        trainer = mpikv.Trainer(again, *optimizer, kvstore=kv)
+        with pytest.raises(KeyAlreadyInitialized, match="pass resume=True"):
+            mpikv.Trainer(again, *optimizer, kvstore=kv).start()
+        trainer = mpikv.Trainer(again, *optimizer, kvstore=kv, resume=True)
         trainer.start()
         assert trainer.optimizer is kv.optimizer
         steps(trainer, arrays, 2, 4)
@@ -834,14 +837,20 @@ def test_a_loaded_store_of_others(comm):
     with kv:
         kv.init("w", np.zeros(3))
         kv.set_optimizer("sgd")
-        with pytest.raises(ConfigError, match="only some of the parameters: 'b' is missing"):
-            mpikv.Trainer({"w": np.zeros(3), "b": np.zeros(1)}, "sgd", kvstore=kv).start()
-        with pytest.raises(ConfigError, match="cannot continue from its state"):
-            mpikv.Trainer({"w": np.zeros(3)}, "adam", kvstore=kv).start()
-        with pytest.raises(ConfigError, match="but none of the parameters, such as 'v'; give the Trainer a store"):
+        with pytest.raises(ConfigError, match="has an updater already; give each Trainer a store"):
             mpikv.Trainer({"v": np.zeros(3)}, "sgd", kvstore=kv).start()
-        with pytest.raises(ConfigError, match="leave update_on_kvstore to the default"):
-            mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, update_on_kvstore=False).start()
+        for names, optimizer, text in [
+            ("wb", "sgd", "only some of the parameters: 'b' is missing"),
+            ("w", "adam", "is not of the kind of Adam()"),
+        ]:
+            with pytest.raises(ConfigError, match=re.escape(text)):
+                mpikv.Trainer({name: np.zeros(3) for name in names}, optimizer, kvstore=kv, resume=True).start()
+        mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, resume=True).start()
+        with pytest.raises(ConfigError, match="or another Trainer's"):
+            mpikv.Trainer({"w": np.zeros(3)}, "sgd", kvstore=kv, resume=True).start()
+    for wrong in ({"kvstore": "local"}, {"kvstore": kv, "update_on_kvstore": False}):
+        with pytest.raises(ConfigError, match="without update_on_kvstore"):
+            mpikv.Trainer({"w": np.zeros(3)}, "sgd", resume=True, **wrong)
 
 
 def test_batches_of_other_sizes(comm):
