@@ -42,7 +42,6 @@ WAYS: Mapping[str, tuple[str, Any, str]] = {
     "weights, 2bit": ("sgd", TWO_BITS, "auto"),
     "weights, 2bit, replicated": ("sgd", TWO_BITS, "replicated"),
     "weights, bf16": ("sgd", "bf16", "auto"),
-    "weights, bf16 both directions": ("sgd", {"type": "bf16", "compress_pull": True}, "auto"),
 }
 """How gradients are exchanged: the updater, the compression and the placement."""
 

@@ -119,9 +119,6 @@ class Checkpoints:
             parts = write_arrays(draft, header, start, copies, is_root, ahead=ahead)
             self._run_parts(call, parts, enough=lambda: ahead.has_work)
             work = self._saving = SaveWork(call, parts, ahead, self._run_parts, self._collective)
-        if header.values:
-            # The file has the exact values: the run goes on with what it would go on with if it were loaded.
-            self._exchange.give_exact()
         if work is not None:
             work.start()  # last: on a busy host it would take the core from what the ranks agree on
         return work
@@ -295,7 +292,7 @@ class Checkpoints:
         mine = {block: elements(block) for block in self._exchange.values.blocks}
         for block, slot, extents in list_extents(header, entries):
             for extent, low, high in overlap(extents, mine[block]):
-                array = block.updated[low:high] if slot == VALUE else block.state[slot][block.state_at(low, high)]
+                array = block.values[low:high] if slot == VALUE else block.state[slot][block.state_at(low, high)]
                 yield Span(extent.begin + (low - extent.low) * array.itemsize, array)
 
     # --- Together with the other ranks

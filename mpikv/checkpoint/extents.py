@@ -49,7 +49,7 @@ def list_extents(header: Header, entries: Sequence[Entry]) -> Iterator[tuple[Blo
         items = order[np.isin(order, column.items, assume_unique=True)]
         for number, extents in _join(block_of[items], lows[items], highs[items], column, items):
             block = blocks[number]
-            array = block.updated if column.slot == VALUE else block.state.get(column.slot)
+            array = block.values if column.slot == VALUE else block.state.get(column.slot)
             if array is not None and column.dtype == name_of(array.dtype):
                 yield block, column.slot, [Extent(*extent[1:]) for extent in extents]
 

@@ -15,8 +15,7 @@ lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 ======== ========================================= ============================================
 
 Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``. ``auto``, with the
-option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere. ``fp16`` and ``bf16`` take
-``compress_pull=True``, too.
+option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere.
 
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
@@ -63,7 +62,7 @@ from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
-from .modes import Auto, CompressedPull
+from .modes import Auto
 from .options import checked
 from .topk import TopK
 
@@ -71,7 +70,6 @@ __all__ = [
     "LARGEST",
     "Auto",
     "Bfloat16",
-    "CompressedPull",
     "ErrorFeedback",
     "Float16",
     "LowRank",
@@ -104,7 +102,7 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
     _KINDS[name] = kind
 
 
-def create(compression: Any) -> Codec | Auto | CompressedPull | None:
+def create(compression: Any) -> Codec | Auto | None:
     """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
 
     Raises:
@@ -121,7 +119,7 @@ def create(compression: Any) -> Codec | Auto | CompressedPull | None:
         return None
     if isinstance(compression, str):
         compression = {"type": compression}
-    if isinstance(compression, (Auto, CompressedPull)):
+    if isinstance(compression, Auto):
         return compression
     if not isinstance(compression, Mapping):
         return checked(compression, _WANTED)
@@ -131,17 +129,14 @@ def create(compression: Any) -> Codec | Auto | CompressedPull | None:
         )
     if compression["type"] == "auto":
         return _auto(**compression)
-    compression = dict(compression)
-    both = compression.pop("compress_pull", False)
-    codec = _named(**compression)
-    return CompressedPull(codec) if check_switch("compress_pull", both) else codec
+    return _named(**compression)
 
 
 # In both, ``type`` is MXNet's name in the dict that is unpacked here.
 def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
     check_names("option of compression 'auto'", unknown, ["codec"])
     meant = create(codec)
-    if meant is None or isinstance(meant, (Auto, CompressedPull)):
+    if meant is None or isinstance(meant, Auto):
         raise ConfigError(f"option codec={codec!r} of compression 'auto' is not a codec")
     return Auto(meant)
 
@@ -151,7 +146,7 @@ def _named(type: object, error_feedback: object = True, **options: Any) -> Codec
     if kind is None:
         raise ConfigError(known_names("compression", type, [*_KINDS, "auto"]))
     check_switch("error_feedback", error_feedback)
-    known = [*inspect.signature(kind).parameters, "error_feedback", "compress_pull"]
+    known = [*inspect.signature(kind).parameters, "error_feedback"]
     check_names(f"option of compression {type!r}", options, known)
     codec = checked(kind(**options), _WANTED)
     return ErrorFeedback(codec) if error_feedback and not codec.feedback else codec

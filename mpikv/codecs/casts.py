@@ -14,6 +14,8 @@ from .options import BLOCK, Scratch
 __all__ = ["Bfloat16", "Float16"]
 
 _WORDS = Scratch(BLOCK, np.uint32)
+# Of float16.
+_LARGEST = 65504.0
 
 
 class _Cast:
@@ -42,8 +44,6 @@ class Float16(_Cast):
         [0.0999755859375, 65504.0]
     """
 
-    largest: ClassVar[float] = 65504.0
-
     def settings(self) -> str:
         """Return the name."""
         return "fp16()"
@@ -53,7 +53,7 @@ class Float16(_Cast):
         halves, spare = payload.view(np.float16), _WORDS.array.view(np.float32)
         for low in range(0, gradient.size, BLOCK):
             part = gradient[low : low + BLOCK]
-            narrow(np.clip(part, -self.largest, self.largest, out=spare[: part.size]), halves[low : low + BLOCK])
+            narrow(np.clip(part, -_LARGEST, _LARGEST, out=spare[: part.size]), halves[low : low + BLOCK])
 
     def decode_add(self, payload: Array, total: Array) -> None:
         """Add in float32."""
@@ -72,8 +72,6 @@ class Bfloat16(_Cast):
         >>> [float(x) for x in total]
         [0.10009765625, 9.972771014849226e+19]
     """
-
-    largest: ClassVar[float] = 255 * 2.0**120
 
     def settings(self) -> str:
         """Return the name."""

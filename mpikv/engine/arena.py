@@ -108,9 +108,6 @@ class Block:
     residuals: list[Array] = field(default_factory=list)
     """What this rank's compressed pushes have left out so far: an array parallel to ``values`` for each position in the
     lists that were pushed. On a GPU, those of codecs of whole values are the host's."""
-    exact: Array | None = None
-    """The owners' values where ranks hold what they were sent of them, packed: parallel to ``values``. Only the owner
-    of an element has it."""
     origin: tuple[int, int] = (0, 0)
     """The segment that its memory is in, and the byte at which it begins there."""
     old: bool = False
@@ -137,15 +134,6 @@ class Block:
         """Have residuals for so many positions in lists; new ones are ``zeroed`` memory."""
         while len(self.residuals) < positions:
             self.residuals.append(zeroed(4 * self.values.size).view(np.float32))
-
-    @property
-    def updated(self) -> Array:
-        """What pushes change at the owners."""
-        return self.values if self.exact is None else self.exact
-
-    def new_exact(self) -> Array | None:
-        """Return memory for exact values of what travels as something shorter: single precision. On GPUs collective."""
-        return self.allocate(self.values.nbytes).view(np.float32) if self.values.dtype == np.float32 else None
 
     def drop_sums(self) -> None:
         """Give the memory for sums back. No plan may refer to it."""

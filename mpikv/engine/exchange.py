@@ -17,14 +17,11 @@ from ..memory.host import private
 from ..optimizers import Optimizer
 from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transport, Updater
-from . import pull_compression as publication
-from .arena import Block
 from .compression import Compression, check, compress
 from .gpu_pipeline import GpuPipeline
 from .pipeline import Arrays, Pipeline, Steps, groups_of
 from .placement import place
 from .plan import Plan, Planner
-from .pull_compression import Cast, PullCompression
 from .values import Values
 
 __all__ = ["Exchange"]
@@ -42,9 +39,6 @@ class Exchange:
         self.summed = transport.size
         """Over how many ranks the sums go that are given to the updater; 0: it is given each rank's own."""
         self.compression: Compression | None = None
-        # How values are sent to those who pull them, where packed.
-        self._publication: PullCompression | None = None
-        self._publications: dict[str, PullCompression] = {}
         updater = Assign()
         self._revision = updater.revision
         placed = place(placement, transport, updater, root)
@@ -59,15 +53,13 @@ class Exchange:
         self.updater: Updater = planner.updater
         self.placement: Placement = planner.placement
         self.values.planner = planner
-        self.values.packed = self._publication is not None and not planner.current
         self.values.invalidate()
         kind = Pipeline if self.transport.memory.is_host else GpuPipeline
-        self.pipeline = kind(self.values, self.compression, self._publication)
+        self.pipeline = kind(self.values, self.compression)
 
     def close(self) -> None:
         """Let go of the values, whose memory the transport frees. Local."""
         self.values.close()
-        self._publication, self._publications = None, {}
         self._settle(replace(self.values.planner, scratch=zeros(0)))
 
     # --- Updaters
@@ -132,9 +124,7 @@ class Exchange:
             else block.new_state(updater.slots(dtype), kept[block])
             for block, dtype in dtypes.items()
         }
-        room = self._room_for_exact(self._publication, placement)
         # Its placement may have other owners, who need the newest values.
-        self._end_packing()
         stale = [entry for entry in table.entries() if table.stale[entry.index]]
         if stale:
             # For an updater without state: the present one may have been changed to ask for other state than there is.
@@ -147,7 +137,6 @@ class Exchange:
             if entry.present is not None:
                 entry.present.fill()  # other ranks may own the rows from now on
         table.start_counts()
-        self._begin_packing(room)
         self.values.start_from_values(tuple(table))
 
     # --- Calls that a GPU makes again and again
@@ -192,58 +181,12 @@ class Exchange:
             check(self.compression.codec, plan, groups_of(arrays), self.transport.memory)
         return None if sources is None else self.pipeline.add_lists(plan, sources)
 
-    def compress(self, codec: Codec | None, values: Cast | None = None) -> None:
-        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped.
-
-        ``values`` packs what is pulled, where that travels.
-        """
+    def compress(self, codec: Codec | None) -> None:
+        """Compress what is pushed from now on, or no more; what was left out of earlier pushes is dropped."""
         # Before anything changes, as there may be too little memory.
-        publishing = None if values is None else self._published_by(values)
-        compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
-        room = self._room_for_exact(publishing, self.placement)
-        self._end_packing()
-        self._publication, self.compression = publishing, compression
+        self.compression = compression = None if codec is None else compress(codec, self.transport, self.in_pairs)
         self.values.drop_residuals()
         by_bucket = compression is None or compression.by_bucket
         self._settle(replace(self.values.planner, compressed=compression is not None, by_bucket=by_bucket))
         # Sums are no longer, or again, left to the rules.
         self._ready(self.updater, self.values.dtypes)
-        self._begin_packing(room)
-
-    def _published_by(self, codec: Cast) -> PullCompression | None:
-        """Return what packs values, where they ever travel. Memory of a transport is given back by its end alone, so
-        that it is made once.
-        """
-        if self.transport.shared or self.transport.size == 1:
-            return None
-        name = codec.settings()
-        if name not in self._publications:
-            self._publications[name] = PullCompression(codec, self.transport)
-        return self._publications[name]
-
-    def _room_for_exact(self, publishing: PullCompression | None, placement: Placement) -> dict[Block, Array]:
-        """Return memory for exact values, if they are to be kept. On GPUs collective."""
-        if publishing is None or placement.everywhere:
-            return {}
-        return {block: exact for block in self.values.blocks if (exact := block.new_exact()) is not None}
-
-    def _begin_packing(self, room: dict[Block, Array]) -> None:
-        """Have the owners keep exact values there from now on. Every rank has the newest ones. Local."""
-        for block, exact in room.items():
-            block.exact = exact
-        if room:
-            self.values.invalidate()
-            publication.begin(self.values.plan_of_all().buckets)
-
-    def _end_packing(self) -> None:
-        """Give every rank the exact values, and forget that they were something else."""
-        if self.values.packed:
-            self.give_exact()
-            for block in self.values.blocks:
-                block.exact = None
-            self.values.invalidate()
-
-    def give_exact(self) -> None:
-        """Give every rank the exact values, where those that it holds were packed."""
-        if self.values.packed and len(self.values.table):
-            self.pipeline.republish(self.values.plan_of_all())

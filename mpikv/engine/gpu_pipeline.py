@@ -22,7 +22,6 @@ from ..protocols import Array, Event, GpuKernels, Whole
 from .compression import Compression, restoring
 from .pipeline import Arrays, Confirm, Pipeline, Steps, are_plain, cut
 from .plan import Bucket, Plan
-from .pull_compression import PullCompression
 from .values import Values
 
 __all__ = ["GpuPipeline"]
@@ -31,8 +30,8 @@ __all__ = ["GpuPipeline"]
 class GpuPipeline(Pipeline):
     """The :class:`~.pipeline.Pipeline` of values that lie on GPUs."""
 
-    def __init__(self, values: Values, compression: Compression | None, publication: PullCompression | None) -> None:
-        super().__init__(values, compression, publication)
+    def __init__(self, values: Values, compression: Compression | None) -> None:
+        super().__init__(values, compression)
         assert isinstance(self._memory, DeviceMemory)
         self._gpu, self._order = self._memory.gpu, self._memory.order
         if self._in_pairs:
@@ -153,7 +152,7 @@ class GpuPipeline(Pipeline):
         """Give every rank an updated message; return the point behind that, if the stream has to wait for it."""
         if self.current:
             return None
-        self._publish(bucket)
+        bucket.publish()
         return self._order.sent()
 
     def fill(self, bucket: Bucket, sent: Event | None, targets: Arrays) -> None:
@@ -176,7 +175,7 @@ class GpuPipeline(Pipeline):
         if update is not None:
             return update
         pairs = zip(plan.entries, plan.totals, strict=True)
-        wholes = [Whole(total, entry.updated, entry.state) for entry, total in pairs if total is not None]
+        wholes = [Whole(total, entry.value, entry.state) for entry, total in pairs if total is not None]
         plan.memo["owned"] = bound = kernels.bind_whole(self._updater, wholes)
         return bound
 

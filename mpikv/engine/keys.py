@@ -50,12 +50,6 @@ class Entry:
             view.flags.writeable = False
         return view
 
-    @property
-    def updated(self) -> Array:
-        """What pushes change at the value's owners, in its shape: the value, or the exact one beside it."""
-        block, low = self.place.block, self.place.start
-        return self.value if block.exact is None else block.updated[low : low + self.place.size].reshape(self.shape)
-
     def buffer(self, place: int) -> Array:
         """What row ``place`` of the block's buffers, which there are, holds for this key, in its shape."""
         assert self.place.block.buffers is not None

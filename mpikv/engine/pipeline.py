@@ -16,11 +16,9 @@ import numpy as np
 from ..arrays.arrays import add, add_in_pairs, disjoint, local_sum, run_quietly
 from ..errors import noted
 from ..protocols import Array
-from . import pull_compression as publication
 from .compression import Compression, Layers, restoring
 from .keys import Entry
 from .plan import Bucket, Plan, Update
-from .pull_compression import PullCompression
 from .values import Values
 
 __all__ = ["Arrays", "Confirm", "Pipeline", "Steps", "are_plain", "cut", "groups_of"]
@@ -46,14 +44,13 @@ class Pipeline:
     it is local.
     """
 
-    def __init__(self, values: Values, compression: Compression | None, publication: PullCompression | None) -> None:
-        """``publication`` packs what is pulled, where that travels."""
+    def __init__(self, values: Values, compression: Compression | None) -> None:
         planner, transport = values.planner, values.transport
         self._values, self._transport, self._memory = values, transport, transport.memory
         self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
         self._in_pairs = planner.in_pairs
         self._add = add_in_pairs if planner.in_pairs else add
-        self._compression, self._publication = compression, publication
+        self._compression = compression
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
         self.prefetched: Array | None = None
@@ -287,7 +284,7 @@ class Pipeline:
         owned = [(entry, total, step) for entry, total, step in every if total is not None]
         if confirm is None:
             for entry, total, step in owned:
-                self._updater.update(step, total, entry.updated, entry.state)
+                self._updater.update(step, total, entry.value, entry.state)
             return
         changed: list[tuple[Array, Array]] = []
         failure: BaseException | None = None
@@ -302,8 +299,8 @@ class Pipeline:
 
     def _update_copies(self, entry: Entry, total: Array, step: Any, changed: list[tuple[Array, Array]]) -> None:
         """Run the updater on copies; add to what is ``changed`` what they are copies of, and the copies."""
-        value, state = entry.updated.copy(), {name: array.copy() for name, array in entry.state.items()}
-        changed += [(entry.updated, value), *((entry.state[name], array) for name, array in state.items())]
+        value, state = entry.value.copy(), {name: array.copy() for name, array in entry.state.items()}
+        changed += [(entry.value, value), *((entry.state[name], array) for name, array in state.items())]
         try:
             self._updater.update(step, total, value, state)
         except BaseException as error:
@@ -317,20 +314,17 @@ class Pipeline:
     # --- Publish and unpack
 
     def republish(self, plan: Plan) -> None:
-        """Give every rank the values of the keys, to the last bit, which their owners have changed in place."""
+        """Give every rank the values of the keys, which their owners have changed in place."""
         for present in plan.present:
             present.fill()
-        if self._values.packed:
-            publication.end(plan.buckets)
-        for bucket in () if self.current else plan.buckets:
-            bucket.publish()
-        self._values.table.stale[plan.rows] = False
+        if not self.current:
+            self.publish(plan)
         self._transport.fence()
 
     def publish(self, plan: Plan) -> None:
         """Give every rank the newest values of the keys."""
         for bucket in plan.buckets:
-            self._publish(bucket)
+            bucket.publish()
         self._values.table.stale[plan.rows] = False
 
     def _refresh(self, plan: Plan) -> None:
@@ -338,17 +332,10 @@ class Pipeline:
         if self._values.table.stale[plan.rows].any():
             self.publish(plan)
 
-    def _publish(self, bucket: Bucket) -> None:
-        if bucket.exact is not None and self._publication is not None:
-            if self._publication.publish(bucket, self._updater.assigns):
-                return
-            publication.end((bucket,))
-        bucket.publish()
-
     def _unpack(self, bucket: Bucket, outs: Arrays) -> None:
         """Give every rank an updated bucket, and copy it to the callers' arrays: plain ones, or flat ones."""
         if not self.current:
-            self._publish(bucket)
+            bucket.publish()
         if are_plain(outs):
             given, bound = outs[bucket.items] if bucket.items else cut(bucket, outs), bucket.bound_parts
             if bound is None or not bound.give(given):

@@ -100,8 +100,6 @@ class Bucket:
     """The shapes of the pieces: those of their keys, or flat ones of parts of keys."""
     direct: bool
     """Whether it pays to look for the message where it lies in a caller's array."""
-    exact: Array | None
-    """The values as their owners know them, where the others hold what was sent of them."""
     buffer: Array | None
     """This rank's message when it is made in the keys' buffers, if they have any."""
     buffers: tuple[Array, ...]
@@ -143,14 +141,6 @@ class Bucket:
     def _parts_of(self, message: Array) -> tuple[Array, ...]:
         pairs = zip(self.pieces, self.shapes, strict=True)
         return tuple(message[piece.low : piece.high].reshape(shape) for piece, shape in pairs)
-
-    @lazy
-    def owned(self) -> tuple[slice, ...]:
-        """Which elements of the bucket are this rank's, and of a key of the call: without what lies between keys, which
-        may hold anything.
-        """
-        edges = [(max(run.low, self.shard.low), min(run.high, self.shard.high)) for run in joined(self.pieces)]
-        return tuple(slice(low, high) for low, high in edges if low < high)
 
 
 @dataclass(frozen=True, eq=False)
@@ -522,7 +512,6 @@ class Planner:
             items=_items(pieces, entries),
             shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),
             direct=pieces[0].high == stop - start and self._may_be_direct(nbytes),
-            exact=None if block.exact is None else block.exact[where],
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
             reduce=self.placement.bind_reduce(shard),
@@ -541,7 +530,7 @@ class Planner:
             return block.sums_of(own.start, own.stop) if shard.high > shard.low else self.scratch[:0].view(dtype)
         # What lies between the pieces is no business of this call.
         if self.updater.assigns and dtype == block.values.dtype and (dense or self.transport.sharing_size > 1):
-            return block.updated[own]
+            return block.values[own]
         nbytes = (shard.high - shard.low) * dtype.itemsize
         # Of two messages between GPUs that follow one another each has a half, if they fit there.
         low = 0 if self.transport.memory.is_host or nbytes > self._half else number % 2 * self._half
@@ -551,7 +540,7 @@ class Planner:
         self, block: Block, start: int, shard: Shard, ranges: Sequence[Range], total: Array
     ) -> Iterator[Update]:
         """Yield what this rank owns of the ranges."""
-        again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.updated)
+        again = self.transport.sharing_size > 1 and not np.may_share_memory(total, block.values)
         # On a GPU there is no cache to stay in, and each update is a launch.
         most = BLOCK if block.memory.is_host else block.values.size
         for item, low, high in _owned(ranges, shard):
@@ -559,7 +548,7 @@ class Planner:
                 last = min(first + most, high)
                 where = slice(start + shard.low + first, start + shard.low + last)
                 part_total = total[: last - first] if again and not self.whole else total[first:last]
-                value, state = block.updated[where], block.state_of(where.start, where.stop)
+                value, state = block.values[where], block.state_of(where.start, where.stop)
                 adding = self.adding and not self.whole
                 both = self.kernels.bind_adding(self.updater, value, state) if adding else None
                 alone = not self.whole and both is None

@@ -12,7 +12,6 @@ import numpy as np
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import NonzeroRows
 from ..protocols import Array, Gpu, Key, Transport
-from . import pull_compression as publication
 from .alltoallv import gather
 from .arena import Arena, Block, Place
 from .grid import overlap
@@ -38,8 +37,6 @@ class Values:
         self.planner = planner
         """What makes plans; others are to be made with another one after :meth:`invalidate`."""
         self.table = KeyTable()
-        self.packed = False
-        """Whether values are packed that ranks pull, so that owners keep exact ones."""
         self.listeners: WeakSet[PlanListener] = WeakSet()
         """Who keeps plans, or what was made of them."""
         self.plans = Plans()
@@ -98,8 +95,6 @@ class Values:
             for block in dict.fromkeys(where.block for where in places):
                 block.kept = self.planner.kept(block)
                 block.ensure_state(self.planner.updater.slots(block.values.dtype))
-                if self.packed and block.exact is None:
-                    block.exact = block.new_exact()
         self._remove(known)
         for key, array, where in zip(keys, arrays, places, strict=True):
             self.table.add(key, array.shape, array.dtype, where, NonzeroRows() if key in sparse else None)
@@ -123,13 +118,10 @@ class Values:
         self.start_from_values(keys)
 
     def start_from_values(self, keys: Sequence[Key]) -> None:
-        """Copy values that were given, and that all ranks have, to where an owner knows them better: to exact values,
-        where what is pulled is packed, and to an optimizer's float32 masters. Local.
-        """
-        if not any(block.exact is not None or "master" in block.state for block in self.blocks):
+        """Copy values that were given, and that all ranks have, to an optimizer's float32 masters. Local."""
+        if not any("master" in block.state for block in self.blocks):
             return
         buckets = self.plan(tuple(keys)).buckets
-        publication.begin(buckets)
         for update in (each for bucket in buckets for each in bucket.joint_updates if "master" in each.state):
             self._memory.copy((update.state["master"],), (update.value,))
 

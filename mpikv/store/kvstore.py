@@ -799,16 +799,14 @@ class KVStore(KVStoreBase):
         Collective; the same on every rank. A ``push`` and a ``pushpull`` then send codes in place of gradients, on
         every placement. What is left out of a push is kept on its rank, the residual, and added to the next (error
         feedback). Only finite numbers in float16, bfloat16 and float32 can be pushed meanwhile; all arithmetic is
-        float32. ``init``, ``set`` and ``broadcast`` are never compressed, and what is pulled only with
-        ``compress_pull``. Residuals start at zero, and do so again after this call, ``delete`` and ``init(...,
-        overwrite=True)``; a push that fails leaves them as they were.
+        float32. ``init``, ``set``, ``broadcast`` and pulled values are never compressed. Residuals start at zero, and
+        do so again after this call, ``delete`` and ``init(..., overwrite=True)``; a push that fails leaves them as they
+        were.
 
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
                 ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
-                codec; or None, which turns compression off. With ``"compress_pull": True`` in a dict of ``fp16`` or
-                ``bf16``, float32 values that travel in a pull do so as well packed; ranks then hold rounded values, all
-                the same, and their owners update exact ones. ``auto``, with the option ``codec`` (default ``bf16``),
+                codec; or None, which turns compression off. ``auto``, with the option ``codec`` (default ``bf16``),
                 sends some messages with and without the codec now, and takes it if they were faster. Where all ranks
                 share memory it takes none. :meth:`statistics` says what was found. Set the optimizer before, which may
                 change the placement.
@@ -816,8 +814,7 @@ class KVStore(KVStoreBase):
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.
             TypeError: an argument is of a wrong type.
-            Unsupported: ``compress_pull`` with another codec.
-            MemoryError: there is too little memory for packed values; the store was not changed.
+            MemoryError: there is too little memory; the store was not changed.
             RankMismatch: ranks gave other settings.
 
         Example:
@@ -857,9 +854,6 @@ class KVStore(KVStoreBase):
 
         An updater function, or an optimizer with an option that is a function, is noted by its name only; to be loaded,
         the store must have been given it before. Buffers, and the arguments of :func:`mpikv.create`, are not saved.
-
-        Where what is pulled is compressed, every rank has the exact values afterwards, as after :meth:`load`: a run
-        that pulls them then goes on as one that loads the file.
 
         Args:
             path: a str, bytes or ``os.PathLike``. The form is that of safetensors.
@@ -960,8 +954,6 @@ class KVStore(KVStoreBase):
 
     def load_optimizer_states(self, fname: Any) -> None:
         """Take the state and the update counts that :meth:`save_optimizer_states` wrote; values and versions stay.
-
-        Where what is pulled is compressed, every rank has the exact values afterwards.
 
         Collective, as :meth:`load`. The store has the keys of the file and an optimizer of the same kind. It keeps its
         settings, unless the file has those, too: then :attr:`optimizer` is a new object. With ``multi_precision`` the

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from ..compute.cuda.codes import has_code, largest_of
+from ..compute.cuda.codes import has_code
 from ..optimizers.forms import FORMS, call_of
 from ..optimizers.optimizer import Optimizer
 from ..protocols import ElementwiseCodec, Memory, Updater
@@ -112,7 +112,6 @@ class FakeRanges:
     elementwise: ClassVar[Literal[True]] = True
 
     def __init__(self, gpu: FakeGpu, codec: Any) -> None:
-        self.largest = largest_of(codec)
         self.codec: ElementwiseCodec = codec
         self.feedback = self.codec.feedback
         self._gpu = gpu

@@ -13,7 +13,7 @@ from ..engine.exchange import Exchange
 from ..engine.keys import parse
 from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
-from ..errors import Unsupported, noted, settled
+from ..errors import noted, settled
 from ..memory.row_sparse import RowSparse
 from ..sparse.rows import Rows
 from .arguments import outs_of
@@ -79,11 +79,6 @@ class RowVerbs:
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
         plan = self._operands.plan(key)
         self._rows.load(plan.dtypes)
-        if self._exchange.values.packed:
-            raise Unsupported(
-                "compress_pull cannot compress pulled rows; pull the whole value, or leave compress_pull out of "
-                "set_gradient_compression"
-            )
         asked, result = asked_of(plan.entries, key, out, row_ids)
         for each in (each for group in asked for each in group if type(each.out) is not RowSparse):
             self._exchange.values.check_own(each.out)

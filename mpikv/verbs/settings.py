@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..cluster.agreement import PreparedCall
 from ..engine.autotune import Choice, choose
 from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
-from ..engine.pull_compression import Cast
-from ..errors import Unsupported
 from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
@@ -32,7 +30,7 @@ class SettingVerbs:
         self._memory = exchange.transport.memory
         self.choice = Choice("None", "None")
         """How pushes are compressed, and why."""
-        self.codec: Codec | codecs.CompressedPull | None = None
+        self.codec: Codec | None = None
         """What packs, as it was given: in this memory something else may do its work."""
 
     def set_updater(self, updater: Callable[[Any, Array, Array], Any] | None) -> PreparedCall:
@@ -55,22 +53,8 @@ class SettingVerbs:
         call = compare_text("set_gradient_compression", settings)
         if isinstance(meant, codecs.Auto):
             return call, partial(self._choose, meant, self._working(meant.codec))
-        if isinstance(meant, codecs.CompressedPull):
-            packing: Cast | None = self._packing(meant, settings)
-            codec: Codec | None = self._working(meant.codec)
-        else:
-            packing, codec = None, None if meant is None else self._working(meant)
-        return call, lambda: self._compress(meant, Choice(settings, settings), codec, packing)
-
-    def _packing(self, meant: codecs.CompressedPull, settings: str) -> Cast:
-        # What packs as a cast does knows its largest number, too.
-        packing = cast("Cast", self._find_codec(meant.cast))
-        if not self._memory.is_host and packing is meant.cast:
-            raise Unsupported(
-                f"compression {settings} has no CUDA kernel, and compress_pull needs one on a GPU (known: bf16, "
-                "fp16); use one of these, or leave compress_pull out"
-            )
-        return packing
+        codec = None if meant is None else self._working(meant)
+        return call, lambda: self._compress(meant, Choice(settings, settings), codec)
 
     def _working(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
@@ -91,13 +75,7 @@ class SettingVerbs:
         saves = choice.chosen != "None"
         self._compress(meant.codec if saves else None, choice, working if saves else None)
 
-    def _compress(
-        self,
-        meant: Codec | codecs.CompressedPull | None,
-        choice: Choice,
-        working: Codec | None,
-        packing: Cast | None = None,
-    ) -> None:
-        self._exchange.compress(working, packing)
+    def _compress(self, meant: Codec | None, choice: Choice, working: Codec | None) -> None:
+        self._exchange.compress(working)
         self.codec, self.choice = meant, choice
         self._comparison.compression = None if meant is None else meant.settings()

@@ -372,6 +372,7 @@ def test_none_is_no_codec():
         ({"type": "2bit", "threshold": None}, ConfigError, "threshold=None is not a number"),
         ({"type": "2bit", "threshold": True}, ConfigError, "threshold=True is not a number"),
         ({"type": "1bit", "threshold": float("inf")}, ConfigError, r"threshold=inf is not a number in \(-inf, inf\)"),
+        ({"type": "bf16", "compress_pull": True}, ConfigError, "unknown option of compression 'bf16' 'compress_pull'"),
         ({"type": "2bit", "error_feedback": 1}, ConfigError, "error_feedback=1 is neither True nor False"),
         ({"type": "topk", "ratio": 0}, ConfigError, r"ratio=0 is not a number in \(0, 1\]"),
         ({"type": "topk", "ratio": 1.5}, ConfigError, "ratio=1.5"),

@@ -28,7 +28,7 @@ STORES = [
     ("dist", "hierarchical", None, False),
     ("p3", "shm", None, True),
     ("p3", "mpi", "bf16", False),
-    ("dist", "mpi", {"type": "bf16", "compress_pull": True}, True),
+    ("dist", "mpi", "bf16", True),
     ("dist_async", "shm", None, False),
     ("dist", "hierarchical", None, True),
 ]

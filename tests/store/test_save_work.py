@@ -86,19 +86,6 @@ def test_what_pushes_have_left_out_is_that_of_the_call(comm, folder, codec):
         assert (folder / "goes on").read_bytes() == (folder / "waits").read_bytes()
 
 
-def test_pulls_go_on_with_the_values_of_the_file(comm, folder):
-    """As after a save that waits, where pulls are rounded."""
-    pulled = []
-    for wait in (True, False):
-        with mpikv.create(comm=comm, compression={"type": "bf16", "compress_pull": True}) as kv:
-            kv.init("w", np.linspace(0, 1, 301, dtype=np.float32))
-            kv.push("w", np.full(301, 1 / 3, np.float32))
-            kv.pull("w")
-            kv.save(folder / "w", wait=wait)
-            pulled.append(kv.pull("w").tobytes())
-    assert pulled[0] == pulled[1]
-
-
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), st.integers(0, 5)),

@@ -227,7 +227,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         _refused("compression-bad-options", "unknown types and options, and thresholds that are none, raise"),
         _row("compression-residual-per-array", "each array of a list has a residual of its own"),
         _row("compression-everywhere", "every transport and placement, buffers and `pushpull` included"),
-        _row("compression-init-pull-exact", "`init`, `set`, `broadcast` never are, `pull` only with `compress_pull`"),
+        _row("compression-init-pull-exact", "`init`, `set`, `broadcast` and `pull` never are"),
         _row("compression-half", "float16 and bfloat16 are compressed in float32"),
         _refused("compression-other-dtypes", "other dtypes raise `Unsupported`"),
         _refused("compression-not-finite", "inf and nan raise, instead of staying in the residual for good"),

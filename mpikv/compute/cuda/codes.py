@@ -16,7 +16,7 @@ from ...errors import Unsupported
 from ...protocols import Array
 from .loading import kernel, pointer
 
-__all__ = ["CODES", "CudaCodec", "has_code", "largest_of"]
+__all__ = ["CODES", "CudaCodec", "has_code"]
 
 CODES = np.dtype(
     [
@@ -57,12 +57,6 @@ def _inside(codec: Any) -> Any:
     return codec.codec if type(codec) is ElementwiseFeedback else codec
 
 
-def largest_of(codec: Any) -> float:
-    """Return the largest number that is sent as one as large, but for rounding; 0 for what is no cast."""
-    largest: float = getattr(_inside(codec), "largest", 0.0)
-    return largest
-
-
 class CudaCodec(SamePayloads):
     """A :class:`~mpikv.protocols.ElementwiseCodec` that does on a GPU what another one does on the host.
 
@@ -83,7 +77,6 @@ class CudaCodec(SamePayloads):
         rule = _inside(codec)
         name, self._bits = _CODES[type(rule)]
         self._threshold = getattr(rule, "threshold", 0.0)
-        self.largest = largest_of(codec)
         # Looked up at each launch, as each GPU has its own.
         self._encode, self._decode_add = (f"{verb}<{name}>" for verb in ("encode", "decode_add"))
         for expression in (self._encode, self._decode_add):

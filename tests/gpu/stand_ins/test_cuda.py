@@ -945,8 +945,7 @@ def test_codecs_without_a_kernel():
         assert CudaKernels().codec(codec) is codec  # it works on the host
     with pytest.raises(mpikv.Unsupported, match=r"has no CUDA kernel.*known: 1bit, 2bit, bf16, fp16"):
         codes.CudaCodec(own[0])
-    codec = CudaKernels().codec(codecs.create("fp16"))
-    assert (repr(codec), codec.largest) == ("ErrorFeedback(Float16())", 65504.0)
+    assert repr(CudaKernels().codec(codecs.create("fp16"))) == "ErrorFeedback(Float16())"
 
 
 class OnGpuContract(ElementwiseCodecContract):

@@ -402,7 +402,6 @@ def compare(issued: Any, expected: Any, stream: Any) -> None:
         ({"deterministic": True}, None),
         ({"placement": "root"}, "2bit"),
         ({}, "fp16"),
-        ({}, {"type": "bf16", "compress_pull": True}),
         ({}, {"type": "topk", "ratio": 0.5}),
     ],
 )
