@@ -122,7 +122,8 @@ class GpuPipeline(Pipeline):
                 ahead.append((bucket, self._reduce(bucket, sources), self._order.sent()))
                 if len(ahead) > most:
                     update()
-            if delivery is None:
+            # A sum in pairs is made in the update: of addends, of which this rank's may be the caller's array.
+            if delivery is None and not self._in_pairs:
                 self._order.note_read()
             while ahead:
                 update()
