@@ -21,7 +21,7 @@ from functools import cache, partial, wraps
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
-from weakref import ref
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -49,8 +49,6 @@ _DRIVER, _THREAD_LOCAL = "libcuda.so.1", 1
 # cudaErrorNotReady, of which it has none either.
 _NOT_READY = 600
 _PIECE, _PIECES = 4 << 20, 2
-# More events than lie idle between two calls of a store.
-_SPARE_EVENTS = 64
 # Threads may share it: it remembers nothing.
 _STAYS = nullcontext()
 
@@ -272,8 +270,10 @@ class CupyGpu:
         self._making = threading.Lock()
         # By the identities of tensors, until they are gone.
         self._tensors: dict[int, _Tensor] = {}
-        self.spare_events: deque[Any] = deque(maxlen=_SPARE_EVENTS)
-        """CuPy's events that nobody refers to any more. Threads take them and give them back at once."""
+        # All that were made, so that CuPy's own finalizer does not destroy those of a cycle that is collected.
+        self._events = list[Any]()
+        self.spare_events = deque[Any]()
+        """Those of CuPy's events that no point refers to any more. Threads take them and give them back at once."""
 
     def _lacking(self, error: Exception) -> MemoryError:
         why = str(error).rstrip(".")
@@ -411,7 +411,8 @@ class CupyGpu:
             # before: CUDA looks at an event when a wait is queued, and later records do not change that wait.
             return self.spare_events.pop()
         except IndexError:
-            return self.cuda.Event(disable_timing=True)
+            self._events.append(made := self.cuda.Event(disable_timing=True))
+            return made
 
     def _now(self) -> Any:
         return self.cuda.get_current_stream().record(self.cuda.Event(disable_timing=True))
@@ -654,15 +655,12 @@ class Staging:
         self._now = now
         # A weight keeps the GPU that it was given to with, in whichever thread it is used.
         self._using = threading.Lock()
+        finalize(self, _leave, self._pieces).atexit = False
         for _ in range(len(_left)):
             with suppress(IndexError):  # others may do so, too
                 left = _left.popleft()
                 if not left[1].done:
                     _left.append(left)
-
-    def __del__(self) -> None:
-        # CuPy gives pinned memory back to whoever asks next, though a copy is on its way: as where a thread has ended.
-        _left.extend(pair for pair in self._pieces if pair[1] is not None)
 
     def upload(self, source: Array, target: int) -> None:
         """Queue a copy of bytes to an address. They may be changed when this returns."""
@@ -700,6 +698,11 @@ class Staging:
         self._pieces.popleft()
         self._pieces.append((piece, event))
         return event
+
+
+def _leave(pieces: deque[tuple[Array, Any]]) -> None:
+    # CuPy gives pinned memory back to whoever asks next, though a copy is on its way: as where a thread has ended.
+    _left.extend(pair for pair in pieces if pair[1] is not None)
 
 
 def _arrive(target: Array, piece: Array, event: Any) -> None:

@@ -5,6 +5,7 @@ of CuPy's that is used is one, and the order of things, on a CuPy that copies in
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import subprocess
 import sys
@@ -285,7 +286,16 @@ class Late:
             self.queue[index] = int
 
 
-class LateEvent:
+class Destroyable:
+    """An event of CuPy's, which its finalizer destroys, though others may refer to it yet in a cycle."""
+
+    destroyed = False
+
+    def __del__(self) -> None:
+        self.destroyed = True
+
+
+class LateEvent(Destroyable):
     """A point behind what a stream was given."""
 
     def __init__(self, late: Late) -> None:
@@ -293,6 +303,7 @@ class LateEvent:
 
     @property
     def done(self) -> bool:
+        assert not self.destroyed
         return all(each is int for each in self._late.queue[: self._behind])
 
     def synchronize(self) -> None:
@@ -333,13 +344,17 @@ def test_downloads_are_whole_when_they_return(sizes, pieces):
         other[...] = 0
 
 
-def test_pinned_memory_outlives_the_copies_from_it():
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_pinned_memory_outlives_the_copies_from_it(in_a_cycle):
     """CuPy would give it to somebody else, who fills it: as where the thread has ended that copied."""
     late, source, target = Late(), np.arange(20, dtype=np.uint8), np.zeros(20, np.uint8)
     stage = staging(late)
     pieces = [weakref.ref(piece) for piece, _ in stage._pieces]
     stage.upload(source, target.ctypes.data)
+    if in_a_cycle:
+        stage.itself = stage
     del stage
+    gc.collect()
     staging(late)
     assert all(piece() is not None for piece in pieces)
     late.run(len(late.queue))
@@ -408,10 +423,7 @@ class Standin:
         self.streams = [StandinStream(self)]
         self.cuda = SimpleNamespace(
             Device=lambda ordinal: StandinDevice(self, ordinal),
-            Event=lambda disable_timing=False: self.note(
-                "event",
-                SimpleNamespace(made=self.present, ptr=id(self), timing=not disable_timing, synchronize=int, done=True),
-            ),
+            Event=lambda disable_timing=False: self.note("event", StandinEvent(self, not disable_timing)),
             get_elapsed_time=lambda first, last: self.note("elapsed", last.milliseconds - first.milliseconds),
             Stream=lambda **options: self.note("stream", StandinStream(self, **options)),
             get_current_stream=lambda ordinal=0: self.streams[-1],
@@ -469,16 +481,22 @@ class StandinDevice:
         self.cupy.present = self.before.pop()
 
 
+class StandinEvent(Destroyable):
+    def __init__(self, cupy: Standin, timing: bool) -> None:
+        self.made, self.ptr, self.timing, self.synchronize, self.done = cupy.present, id(cupy), timing, int, True
+
+
 class StandinStream:
     def __init__(self, cupy: Standin, **options: object) -> None:
         self.cupy, self.options, self.ptr = cupy, options, id(self)
 
-    def record(self, event: SimpleNamespace) -> SimpleNamespace:
+    def record(self, event: StandinEvent) -> StandinEvent:
+        assert not event.destroyed
         event.synchronize = int
         return self.cupy.note("record", event)
 
-    def wait_event(self, event: SimpleNamespace) -> None:
-        assert event.timing is False  # one of CuPy's
+    def wait_event(self, event: StandinEvent) -> None:
+        assert event.timing is event.destroyed is False
         self.cupy.note("wait", event)
 
     def synchronize(self) -> None:
@@ -928,11 +946,32 @@ def test_an_event_that_a_finalizer_waits_for_after_it_was_let_go_of_is_refused(g
     event.beneath = stream.record().beneath  # for its other finalizer
 
 
-def test_idle_events_are_few(gpu, cupy):
-    points = [gpu.stream().record() for _ in range(200)]
-    assert len({id(point.beneath) for point in points}) == 200
-    points.clear()
-    assert len(gpu.spare_events) == 64
+def test_no_more_events_are_made_than_are_held_at_once(gpu, cupy):
+    for _ in range(3):
+        points = [gpu.stream().record() for _ in range(200)]
+        assert len({id(point.beneath) for point in points}) == 200
+        points.clear()
+    assert [what for what, _ in cupy.notes].count("event") == 200
+
+
+def test_an_event_of_a_cycle_is_recorded_again(gpu):
+    """As where somebody keeps an exception in a frame of its traceback, which has the point, too."""
+    stream = gpu.stream()
+
+    def fail() -> None:
+        _point = stream.record()
+        raise RuntimeError
+
+    def keep() -> None:
+        try:
+            fail()
+        except RuntimeError as error:
+            _kept = error
+
+    keep()
+    gc.collect()
+    assert len(gpu.spare_events) == 1
+    stream.wait(stream.record())
 
 
 def test_points_that_are_timed_are_not_recorded_again(gpu, cupy):
