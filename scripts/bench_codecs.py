@@ -26,7 +26,7 @@ from mpikv.protocols import ElementwiseCodec
 
 PACKING = ("2bit", "1bit", "fp16", "bf16")
 """What packs any range of a value."""
-PUSHING = (*PACKING, "topk", "lowrank", "auto")
+PUSHING = (*PACKING, "topk", "lowrank")
 KERNELS = ("numpy", "numba") if find_spec("numba") else ("numpy",)
 SIZE = 1 << 18
 

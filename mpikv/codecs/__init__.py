@@ -14,8 +14,7 @@ topk     ratio=0.01 or count                       8 for each element that is se
 lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 ======== ========================================= ============================================
 
-Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``. ``auto``, with the
-option ``codec="bf16"``, is that codec where it saves time, and no compression elsewhere.
+Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_feedback=False``.
 
 >>> create({"type": "2bit", "threshold": 0.25})
 ErrorFeedback(TwoBit(threshold=0.25))
@@ -62,13 +61,11 @@ from .bits import OneBit, TwoBit
 from .casts import Bfloat16, Float16
 from .feedback import ErrorFeedback
 from .lowrank import LowRank
-from .modes import Auto
 from .options import checked
 from .topk import TopK
 
 __all__ = [
     "LARGEST",
-    "Auto",
     "Bfloat16",
     "ErrorFeedback",
     "Float16",
@@ -97,12 +94,12 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
     Raises:
         ConfigError: the name is taken.
     """
-    if name == "auto" or _KINDS.get(name, kind) is not kind:
+    if _KINDS.get(name, kind) is not kind:
         raise ConfigError(f"a codec {name!r} exists already; choose another name")
     _KINDS[name] = kind
 
 
-def create(compression: Any) -> Codec | Auto | None:
+def create(compression: Any) -> Codec | None:
     """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
 
     Raises:
@@ -113,38 +110,24 @@ def create(compression: Any) -> Codec | Auto | None:
     ErrorFeedback(TopK(ratio=0.01, count=None))
     >>> create({"type": "2bits"})
     Traceback (most recent call last):
-    mpikv.errors.ConfigError: unknown compression '2bits' (known: 1bit, 2bit, auto, ...); did you mean '2bit'?
+    mpikv.errors.ConfigError: unknown compression '2bits' (known: 1bit, 2bit, bf16, ...); did you mean '2bit'?
     """
     if compression is None:
         return None
     if isinstance(compression, str):
         compression = {"type": compression}
-    if isinstance(compression, Auto):
-        return compression
     if not isinstance(compression, Mapping):
         return checked(compression, _WANTED)
     if "type" not in compression:
-        raise ConfigError(
-            f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted([*_KINDS, 'auto']))})"
-        )
-    if compression["type"] == "auto":
-        return _auto(**compression)
+        raise ConfigError(f"compression {dict(compression)!r} has no 'type' (known: {', '.join(sorted(_KINDS))})")
     return _named(**compression)
 
 
-# In both, ``type`` is MXNet's name in the dict that is unpacked here.
-def _auto(type: str, codec: Any = "bf16", **unknown: Any) -> Auto:  # noqa: A002
-    check_names("option of compression 'auto'", unknown, ["codec"])
-    meant = create(codec)
-    if meant is None or isinstance(meant, Auto):
-        raise ConfigError(f"option codec={codec!r} of compression 'auto' is not a codec")
-    return Auto(meant)
-
-
+# ``type`` is MXNet's name in the dict that is unpacked here.
 def _named(type: object, error_feedback: object = True, **options: Any) -> Codec:  # noqa: A002
     kind = _KINDS.get(type) if isinstance(type, str) else None
     if kind is None:
-        raise ConfigError(known_names("compression", type, [*_KINDS, "auto"]))
+        raise ConfigError(known_names("compression", type, _KINDS))
     check_switch("error_feedback", error_feedback)
     known = [*inspect.signature(kind).parameters, "error_feedback"]
     check_names(f"option of compression {type!r}", options, known)

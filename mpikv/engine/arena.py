@@ -120,14 +120,14 @@ class Block:
 
     def sums_of(self, low: int, high: int) -> Array:
         """Return the sums of elements that this rank keeps, side by side."""
-        return self.ensure_sums(self.memory.zeros)[self.state_at(low, high)]
+        return self.ensure_sums()[self.state_at(low, high)]
 
-    def ensure_sums(self, zeroed: Callable[[int], Array]) -> Array:
-        """Return the memory for sums, which is ``zeroed`` if there is none: taken now, a GPU may have too little."""
+    def ensure_sums(self) -> Array:
+        """Return the memory for sums, zeros if there was none: taken now, a GPU may have too little."""
         if self.sums is None:
             dtype = accumulator(self.values.dtype)
             size = self.values.size if self.kept is None else self.kept.size
-            self.sums = zeroed(size * dtype.itemsize).view(dtype)
+            self.sums = self.memory.zeros(size * dtype.itemsize).view(dtype)
         return self.sums
 
     def ensure_residuals(self, positions: int, zeroed: Callable[[int], Array]) -> None:

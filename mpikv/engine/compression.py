@@ -133,7 +133,7 @@ def check(codec: Codec, plan: Plan, groups: Sequence[Sequence[Array]], memory: M
     for block in dict.fromkeys(entry.place.block for entry in plan.entries):
         ensure_residuals(codec, block, lengths[-1] if lengths else 1)
         if not codec.elementwise:
-            block.ensure_sums(block.memory.zeros)
+            block.ensure_sums()
 
 
 def ensure_residuals(codec: Codec, block: Block, positions: int) -> None:

@@ -186,7 +186,7 @@ class KVStore(KVStoreBase):
 
     @property
     def compression(self) -> Any:
-        """The codec by which pushes are compressed, or None. See also :meth:`statistics`."""
+        """The codec by which pushes are compressed, or None."""
         return self._verbs.settings.codec
 
     @lazy
@@ -226,19 +226,14 @@ class KVStore(KVStoreBase):
     def statistics(self) -> dict[str, Any]:
         """Return what the store has found out about itself. Local.
 
-        ``compression``: what was asked for, what was chosen, why, and by which measured seconds. ``rows``: how many
-        bytes this rank has sent to others in pushes and pulls of rows.
+        ``rows``: how many bytes this rank has sent to others in pushes and pulls of rows.
 
         Example:
             >>> import mpikv
-            >>> mpikv.create(compression="fp16").statistics()["compression"]["why"]
-            'asked for'
+            >>> mpikv.create().statistics()
+            {'rows': {'bytes_sent': 0}}
         """
-        choice = self._verbs.settings.choice
-        return {
-            "compression": {**choice._asdict(), "seconds": dict(choice.seconds)},
-            "rows": {"bytes_sent": self._rows.sent},
-        }
+        return {"rows": {"bytes_sent": self._rows.sent}}
 
     def keys(self) -> tuple[Key, ...]:
         """Return the keys in the order of their ``init``. Local."""
@@ -806,10 +801,7 @@ class KVStore(KVStoreBase):
         Args:
             compression: a name of :mod:`mpikv.codecs` (``2bit``, ``1bit``, ``fp16``, ``bf16``, ``topk``,
                 ``lowrank``); a dict with that as ``type``, and options, as ``{"type": "2bit", "threshold": 0.5}``; a
-                codec; or None, which turns compression off. ``auto``, with the option ``codec`` (default ``bf16``),
-                sends some messages with and without the codec now, and takes it if they were faster. Where all ranks
-                share memory it takes none. :meth:`statistics` says what was found. Set the optimizer before, which may
-                change the placement.
+                codec; or None, which turns compression off. Set the optimizer before, which may change the placement.
 
         Raises:
             ConfigError: a name or an option is unknown, or a value is out of its range.

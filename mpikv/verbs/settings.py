@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cluster.agreement import PreparedCall
-from ..engine.autotune import Choice, choose
 from ..engine.compression import check_payloads
 from ..engine.exchange import Exchange
 from ..optimizers.updaters import Assign, CallableUpdater
 from ..protocols import Array, Codec, Updater
 from .arguments import optimizer_of, updater_function
 from .comparison import Comparison, compare_text
-
-if TYPE_CHECKING:
-    from .. import codecs
 
 __all__ = ["SettingVerbs"]
 
@@ -28,8 +23,6 @@ class SettingVerbs:
     def __init__(self, exchange: Exchange, comparison: Comparison, find_codec: Callable[[Codec], Codec]) -> None:
         self._exchange, self._comparison, self._find_codec = exchange, comparison, find_codec
         self._memory = exchange.transport.memory
-        self.choice = Choice("None", "None")
-        """How pushes are compressed, and why."""
         self.codec: Codec | None = None
         """What packs, as it was given: in this memory something else may do its work."""
 
@@ -50,11 +43,8 @@ class SettingVerbs:
 
         meant = codecs.create(compression)
         settings = "None" if meant is None else meant.settings()
-        call = compare_text("set_gradient_compression", settings)
-        if isinstance(meant, codecs.Auto):
-            return call, partial(self._choose, meant, self._working(meant.codec))
-        codec = None if meant is None else self._working(meant)
-        return call, lambda: self._compress(meant, Choice(settings, settings), codec)
+        working = None if meant is None else self._working(meant)
+        return compare_text("set_gradient_compression", settings), lambda: self._compress(meant, working)
 
     def _working(self, codec: Codec) -> Codec:
         """Return what does the work of a codec, whose payloads messages can hold."""
@@ -70,12 +60,7 @@ class SettingVerbs:
 
         return HostFallback(codec, self._memory) if codec.elementwise else codec
 
-    def _choose(self, meant: codecs.Auto, working: Codec) -> None:
-        choice = choose(self._exchange.transport, self._exchange.placement, working, meant.settings())
-        saves = choice.chosen != "None"
-        self._compress(meant.codec if saves else None, choice, working if saves else None)
-
-    def _compress(self, meant: Codec | None, choice: Choice, working: Codec | None) -> None:
+    def _compress(self, meant: Codec | None, working: Codec | None) -> None:
         self._exchange.compress(working)
-        self.codec, self.choice = meant, choice
+        self.codec = meant
         self._comparison.compression = None if meant is None else meant.settings()

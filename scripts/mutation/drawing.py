@@ -24,7 +24,7 @@ AREAS = {
     "rows": ("sparse/*.py", "memory/row_sparse.py", "verbs/rows.py", "verbs/row_arguments.py"),
     "checkpoint": ("checkpoint/*.py",),
     "compression": ("engine/compression.py", "codecs/*.py", "compute/numba/codecs.py"),
-    "asynchronous": ("async_store/async_kvstore.py", "async_store/client.py", "engine/pull_compression.py"),
+    "asynchronous": ("async_store/async_kvstore.py", "async_store/client.py"),
 }
 """What is mutated, in the folder mpikv."""
 

@@ -340,8 +340,6 @@ def test_threads_may_share_a_codec(name):
         ({"type": "topk", "count": 3}, "topk(count=3) with error feedback"),
         ({"type": "lowrank", "rank": 2}, "lowrank(rank=2, seed=0) with error feedback"),
         (codecs.TwoBit(), "2bit(threshold=0.5)"),
-        ("auto", "auto(bf16() with error feedback)"),
-        ({"type": "auto", "codec": {"type": "topk", "count": 2}}, "auto(topk(count=2) with error feedback)"),
     ],
 )
 def test_what_is_meant(given, settings):
@@ -381,9 +379,7 @@ def test_none_is_no_codec():
         ({"type": "topk", "count": 2, "ratio": 0.5}, ConfigError, "exclude each other"),
         ({"type": "lowrank", "rank": 0}, ConfigError, r"rank=0 is not a whole number in \[1, "),
         ({"type": "lowrank", "seed": -1}, ConfigError, r"seed=-1 is not a whole number in \[0, "),
-        ({"type": "auto", "codecs": "2bit"}, ConfigError, "unknown option of compression 'auto' 'codecs'"),
-        ({"type": "auto", "codec": None}, ConfigError, "codec=None of compression 'auto' is not a codec"),
-        ({"type": "auto", "codec": "auto"}, ConfigError, "codec='auto' of compression 'auto' is not a codec"),
+        ({"type": "auto", "codec": "bf16"}, ConfigError, r"unknown compression 'auto' \(known: 1bit, .*bf16"),
         (3, TypeError, "compression is a name"),
         (codecs.TwoBit, TypeError, "compression is a name"),
         (object(), TypeError, "compression is a name"),
@@ -395,11 +391,10 @@ def test_bad_arguments(given, error, text):
         codecs.create(given)
 
 
-@pytest.mark.parametrize("make", [codecs.ErrorFeedback, codecs.Auto])
-@pytest.mark.parametrize("given", ["2bit", None, codecs.TwoBit, codecs.Auto(codecs.TwoBit())])
-def test_what_takes_a_codec_takes_nothing_else(make, given):
+@pytest.mark.parametrize("given", ["2bit", None, codecs.TwoBit])
+def test_feedback_is_given_to_codecs_only(given):
     with pytest.raises(TypeError, match=r"takes a codec .*, not .*; mpikv.codecs.create\(\) makes one of a name"):
-        make(given)
+        codecs.ErrorFeedback(given)
 
 
 def test_feedback_is_given_once():
@@ -520,8 +515,6 @@ def test_a_codec_can_be_registered(monkeypatch):
     assert codecs.create({"type": "signs", "scale": 0.5}).settings() == "signs(scale=0.5) with error feedback"
     with pytest.raises(ConfigError, match="a codec '2bit' exists already"):
         codecs.register("2bit", Signs)
-    with pytest.raises(ConfigError, match="a codec 'auto' exists already"):
-        codecs.register("auto", Signs)
 
 
 def test_the_codec_of_the_documentation_is_one(monkeypatch):
