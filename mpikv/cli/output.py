@@ -20,7 +20,8 @@ def until_unread(command: Callable[[], int]) -> int:
         try:
             return command()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BrokenPipeError:
         if not has_lost_reader():
             raise

@@ -18,11 +18,12 @@ import sys
 import types
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from ..cluster.tracebacks import place_of, print_last, print_lines
-from ..cluster.waiting import until_read
+from ..cluster.printing import flush_output, print_lines, until_read
+from ..cluster.tracebacks import place_of, print_last
 from ..config import FILES, UNSTARTED, aborts, launch_of
 from ..store.endings import tell_unseen
 from .watch import PREFIX, shared_files
@@ -40,21 +41,33 @@ def main() -> None:
         # sends each argument of a print by itself. And a rank that is killed loses none.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     process = os.getpid()
-    _announce(rank, process)
     # Not right after the script: its threads may outlive its last line.
     at_end = atexit.register(_record, rank, 0, process)
-    status = _run(sys.argv[1:], prefix, rank)
-    if status == 0:
-        return
-    atexit.unregister(at_end)
-    _record(rank, status, process)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    status = 1
+    try:
+        _announce(rank, process)
+        status = _run(sys.argv[1:], prefix, rank)
+    except BaseException as error:  # of the script's own hook, say
+        print_last(error, prefix, rank)
+    finally:
+        if status:
+            atexit.unregister(at_end)
+            _fail(status, rank, size, process)
+    sys.exit(status)
+
+
+def _fail(status: int, rank: int, size: int, process: int) -> None:
+    """Record a failure, and end all ranks. Returns where nobody can be told but by this process's own exit status."""
+    with suppress(OSError):  # the job is to end also where there is no room to say why
+        _record(rank, status, process)
+    flush_output()
     # A child that the script forked comes here too, but it is no rank.
     if size > 1 and os.getpid() == process and aborts():
-        tell_unseen()
-        _abort(status)
-    sys.exit(status)
+        try:
+            tell_unseen()
+            until_read()
+        finally:
+            _abort(status)
 
 
 def _run(arguments: Sequence[str], prefix: str, rank: int) -> int:
@@ -152,8 +165,6 @@ def _directory() -> Path | None:
 
 
 def _abort(status: int) -> None:
-    """End all ranks. Returns where nobody can be told but by this process's own exit status."""
-    until_read([stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None])
     if _has_started_mpi():
         mpi = sys.modules["mpi4py.MPI"]
         if not mpi.Is_finalized():

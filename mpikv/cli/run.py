@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
 from .allocation import find_allocation
@@ -255,4 +256,4 @@ def _fill(hosts: dict[str, int], size: int) -> dict[str, int]:
 
 
 def _note(text: str) -> None:
-    print(f"mpikv run: {text}", file=sys.stderr, flush=True)
+    print_lines(text, "mpikv run: ")

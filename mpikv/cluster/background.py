@@ -7,7 +7,6 @@ several, the one that was issued first.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import traceback
@@ -17,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import Closed, TransportError, Unsupported, noted, text_of
+from .printing import warn
 from .runtime import present
 from .tracebacks import hidden_from_pytest, hide_frames
 
@@ -283,9 +283,7 @@ class Pending:
 
     def _complete(self, work: Work) -> None:
         if work._error is not None:
-            logging.getLogger("mpikv").warning(
-                "a call with wait=False has failed: %s; its wait() raises the error", repr(work)
-            )
+            warn("a call with wait=False has failed: %s; its wait() raises the error", repr(work))
         with self._changed:
             self._completed += 1
             if work._error is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from ..config import FILES, Config, Launch, advise_start, launch_of, run_directory, tasks_set_aside
 from ..errors import ConfigError, Unsupported
 from .mpi_library import check_world, find_mapped_files, load_mpi, start_mpi
+from .printing import warn
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
 from .shutdown import abort_on_exception, was_forked
@@ -40,7 +40,7 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
             # No error: a batch script sees the variable too, and may well start a program of one rank.
             if launch is None and (tasks := tasks_set_aside()) > 1:
                 text = "the store has one rank in a Slurm job of %d tasks; to start all ranks, use  %s"
-                logging.getLogger("mpikv").warning(text, tasks, advise_start(tasks))
+                warn(text, tasks, advise_start(tasks))
             return ProcessGroup()
     mpi = load_mpi() if launch is None else start_mpi(launch)
     if launch is not None and comm != mpi.COMM_SELF:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from ..config import dividing_variables
 from ..errors import Stalled, mark_stalled
 from ..protocols import Array
 from .mpi_library import TranslatedErrors, library_of
+from .printing import warn
 from .runtime import present
 from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
 from .waiting import Waiting
@@ -259,7 +259,7 @@ def _tell_division(leaders: Set[int], firsts: Sequence[int], machines: Sequence[
 @cache
 def warn_once(text: str) -> None:
     """Log a warning, unless this process has."""
-    logging.getLogger("mpikv").warning(text)
+    warn(text)
 
 
 def _duplicated(world: Any, timeout: float) -> Any:

@@ -15,9 +15,10 @@ from typing import Any
 from ..config import GIVEN_UP, run_directory
 from ..errors import Stalled
 from .mpi_library import library_of, load_mpi
+from .printing import flush_output, until_read
 from .runtime import OfMessages, present
 from .tracebacks import print_last
-from .waiting import Waiting, until_read
+from .waiting import Waiting
 
 __all__ = [
     "abort_on_exception",
@@ -118,8 +119,7 @@ def end_job(why: str) -> None:
         if directory := run_directory():
             with suppress(OSError):  # the job is to end also where there is no room to say why
                 (directory / GIVEN_UP).write_text(f"rank {mpi.COMM_WORLD.rank} ended the job: {why}")
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         mpi.COMM_WORLD.Abort(1)
 
 
@@ -132,9 +132,11 @@ def abort_on_exception(mpi: Any) -> None:
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         with lock:
-            print_last(error, f"[rank {rank}/{size}] ", rank)
-            until_read([stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None])
-            mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+            try:  # Ctrl-C comes here, too
+                print_last(error, f"[rank {rank}/{size}] ", rank)
+                until_read()
+            finally:
+                mpi.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     end.ends_the_job = True  # type: ignore[attr-defined]
     sys.excepthook = end

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
-import logging
 import os
 import re
 import signal
@@ -37,6 +36,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from ..protocols import Array
+from .printing import warn
 from .process_group import ProcessGroup
 from .runtime import present, system_function
 
@@ -107,7 +107,7 @@ class StatusBoard:
         """Log that this rank has waited for ``waited`` seconds."""
         _, about = self.report(missing)
         text = f"{self.call}: {about}" if about else self.call
-        logging.getLogger("mpikv").warning("rank %d has waited %.1f s in %s", self._rank, waited, text)
+        warn("rank %d has waited %.1f s in %s", self._rank, waited, text)
 
     @property
     def call(self) -> str:

@@ -21,8 +21,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..config import keeps_frames
 from ..errors import MPIKVError, PeerFailed, is_repeated, is_shortened, mark_shortened
+from .printing import print_lines
 
-__all__ = ["hidden_from_pytest", "hide_frames", "hiding_frames", "place_of", "print_last", "print_lines"]
+__all__ = ["hidden_from_pytest", "hide_frames", "hiding_frames", "place_of", "print_last"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -84,14 +85,6 @@ def print_last(error: BaseException, prefix: str, rank: int) -> None:
         print_lines(f"{_only(error).removesuffix(prefix.strip()).rstrip()}{place_of(error)}", prefix)
         time.sleep(_PATIENCE + min(rank * _TURN, _MOST_TURNS))
     print_lines("".join(traceback.format_exception(error)), prefix)
-
-
-def print_lines(text: str, prefix: str) -> None:
-    """Print each line of a text with a prefix, after what was printed before."""
-    sys.stdout.flush()
-    # One write: those of several ranks share a pipe, and must not mix.
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
-    sys.stderr.flush()
 
 
 def place_of(error: BaseException) -> str:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
-import stat
-import sys
-import termios
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..errors import Stalled
 from .runtime import present
 
-__all__ = ["Waiting", "Waits", "until_read"]
+__all__ = ["Waiting", "Waits"]
 
 _SHORTEST_NAP, _LONGEST_NAP = 1e-5, 1e-3
 
@@ -67,18 +61,3 @@ class Waiting:
             due = self._timeout if warned or not self._warn else min(self._warn_after, self._timeout)
             if here.nap(min(max(_SHORTEST_NAP, waited / 32), _LONGEST_NAP), started + due, ready):
                 return
-
-
-def until_read(descriptors: Sequence[int], seconds: float = 1.0) -> None:
-    """Wait until what was written to these files has been read, where they are pipes, but not long. A launcher that is
-    told to end its job leaves the rest of what its ranks have said unread.
-    """
-    pipes = [number for number in descriptors if stat.S_ISFIFO(os.fstat(number).st_mode)]
-    limit = time.monotonic() + seconds
-    while any(map(_unread, pipes)) and time.monotonic() < limit:
-        time.sleep(1e-3)
-
-
-def _unread(pipe: int) -> int:
-    """Return how many bytes are in a pipe."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

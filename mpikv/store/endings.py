@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import sys
 from functools import cache
 
+from ..cluster.printing import print_lines, warn
 from ..cluster.shutdown import await_shutdown, disown_mpi, end_job, fail_at_end, leave_mpi
 from ..cluster.windows import forget_windows, free_leftovers
 from ..errors import Stalled, notes, text_of
@@ -48,7 +48,7 @@ def _close_all() -> None:
             store.close()
         except BaseException as error:  # sys.exit in an updater, too
             if isinstance(error, Stalled):
-                logging.getLogger("mpikv").warning("a store could not be closed at exit: %s", error)
+                warn("a store could not be closed at exit: %s", error)
             else:
                 _complain(error)
             store.abandon("the program has ended")
@@ -60,7 +60,7 @@ def _close_all() -> None:
     seconds = max((seconds for _, seconds in handshakes), default=0)
     if absent := await_shutdown([find_absent for find_absent, _ in handshakes], seconds):
         why = f"ranks {absent} do not reach the end of their programs"
-        logging.getLogger("mpikv").error("ending the job: %s", why)
+        warn("ending the job: %s", why, level=logging.ERROR)
         end_job(why)
     free_leftovers()
     leave_mpi()
@@ -74,8 +74,7 @@ def _complain(error: BaseException) -> None:
 
 def _tell(error: BaseException) -> None:
     text = "; ".join([f"{type(error).__name__}: {text_of(error)}", *notes(error)])
-    sys.stderr.write(f"mpikv: at the end of the program: {text}\n")
-    sys.stderr.flush()
+    print_lines(text, "mpikv: at the end of the program: ")
 
 
 def _end_in_child() -> None:

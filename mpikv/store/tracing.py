@@ -10,7 +10,6 @@ Source of the form: Trace Event Format, https://github.com/catapult-project/cata
 from __future__ import annotations
 
 import json
-import logging
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.agreement import Call
+from ..cluster.printing import warn
 from ..config import launch_of
 from ..errors import ConfigError
 from .kvstore import KVStore
@@ -127,4 +127,4 @@ class Tracer:
             except OSError as error:
                 # Raised here, on one rank, it would leave the others waiting.
                 self._works = False
-                logging.getLogger("mpikv").warning("tracing of calls has stopped: %s", error)
+                warn("tracing of calls has stopped: %s", error)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from ..cluster.printing import warn
 from ..cluster.waiting import Waiting
 from ..protocols import Event
 
@@ -120,4 +120,4 @@ class Watchdog:
 
     def _warn(self, waited: float, _: Sequence[int]) -> None:
         call = self._works[0].call
-        logging.getLogger("mpikv").warning("rank %d has waited %.1f s for the GPU, in %s", self._rank, waited, call)
+        warn("rank %d has waited %.1f s for the GPU, in %s", self._rank, waited, call)

@@ -57,6 +57,23 @@ def test_a_job_that_fails_says_so(tmp_path):
     assert "ended with status 3" in said
 
 
+def test_a_job_that_fails_where_nothing_can_be_said_has_its_status(tmp_path):
+    if why_no_mpi():
+        pytest.skip(why_no_mpi())
+    (tmp_path / "fail.py").write_text("raise SystemExit(3)\n")
+    command = [sys.executable, "-m", "mpikv", "run", "-n", "2", "fail.py"]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=clean(os.environ), stdout=full, stderr=full, timeout=DEADLINE, check=False
+        )
+    assert ran.returncode == 3
+
+
+def test_a_command_without_a_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert until_unread(lambda: 3) == 3
+
+
 def test_a_broken_pipe_of_another_kind_is_an_error():
     def command() -> int:
         raise BrokenPipeError

@@ -1,0 +1,70 @@
+"""How a rank prints, and logs: what cannot be written is lost, and stops nothing.
+
+A disk may be full, a stream closed, or the caller's own. An error raised here would end a thread that others wait for,
+or stand between an error and the end of the job.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["flush_output", "print_lines", "until_read", "warn"]
+
+
+def print_lines(text: str, prefix: str) -> None:
+    """Print each line of a text with a prefix, after what was printed before; where the program has put something else
+    in the place of ``sys.stderr`` that fails, to the error output that the process began with.
+    """
+    flush_output()
+    # One write: those of several ranks share a pipe, and must not mix.
+    lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
+    any(_is_written(lines, stream) for stream in (sys.stderr, sys.__stderr__))
+
+
+def flush_output() -> None:
+    """Write out what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def warn(text: str, *about: object, level: int = logging.WARNING) -> None:
+    """Log a text, for whoever waits for nobody's answer."""
+    with suppress(Exception):  # which logging lets out where the standard error output is closed
+        logging.getLogger("mpikv").log(level, text, *about)
+
+
+def until_read(descriptors: Sequence[int] = (1, 2), seconds: float = 1.0) -> None:
+    """Wait until what was written to these files has been read, where they are pipes, but not long. A launcher that is
+    told to end its job leaves the rest of what its ranks have said unread.
+    """
+    limit = time.monotonic() + seconds
+    while any(map(_unread, descriptors)) and time.monotonic() < limit:
+        time.sleep(1e-3)
+
+
+def _is_written(text: str, stream: Any) -> bool:
+    try:
+        stream.write(text)
+        if hasattr(stream, "flush"):
+            stream.flush()
+    except Exception:
+        return False
+    return True
+
+
+def _unread(descriptor: int) -> int:
+    """Return how many bytes are in a pipe; none in a file of another kind, or a closed one."""
+    with suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+    return 0

@@ -1,0 +1,79 @@
+"""How a job ends of which a rank fails whose output cannot be written, while another rank waits for it in MPI."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpikv.cli.launchers import clean
+from tests.support.launching import launch
+
+pytestmark = pytest.mark.deadline(60)
+
+PROGRAM = """
+import os, sys
+import mpikv
+from mpi4py import MPI
+
+class Tee:
+    write = sys.stderr.write
+
+def put_broken_pipe(number):
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, number)
+
+def fail(*_):
+    raise KeyError("of the hook")
+
+kv = mpikv.create(timeout=100)
+if kv.rank == 1:
+    sys.stdout.write("begun")
+    exec(sys.argv[1])
+MPI.COMM_WORLD.Barrier()
+"""
+
+FULL = "full = os.open('/dev/full', os.O_WRONLY); os.dup2(full, 1); os.dup2(full, 2)"
+STREAMS = {
+    "a full disk": FULL,
+    "a closed stdout": "sys.stdout.close()",
+    "a closed stderr": "sys.stderr.close()",
+    "a broken pipe": "put_broken_pipe(1); put_broken_pipe(2)",
+    "no flush": "sys.stdout = sys.stderr = Tee()",
+}
+# Of those, where the traceback has a way left.
+TOLD = {"a closed stdout", "no flush"}
+
+
+def run(tmp_path: Path, launcher: str, ending: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, *["-m", "mpikv", "run", "-n", "2"] * (launcher == "mpikv run"), "program.py", ending]
+    environ = clean(os.environ)
+    if launcher == "mpiexec":
+        command, environ = launch(2, command)
+    environ["PYTHONUNBUFFERED"] = ""
+    return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=55, check=False)
+
+
+@pytest.mark.parametrize("launcher", ["mpikv run", "mpiexec"])
+@pytest.mark.parametrize("streams", STREAMS)
+def test_an_uncaught_exception_ends_the_job(tmp_path: Path, streams: str, launcher: str) -> None:
+    done = run(tmp_path, launcher, f"{STREAMS[streams]}; raise ValueError('wrong')")
+    assert done.returncode == 1, done.stderr
+    assert ("ValueError: wrong" in done.stderr) == (streams in TOLD)
+
+
+@pytest.mark.parametrize(("ending", "status"), [("sys.exit('wrong')", 1), ("raise KeyboardInterrupt", 130)])
+def test_each_end_of_a_script_ends_the_job(tmp_path: Path, ending: str, status: int) -> None:
+    done = run(tmp_path, "mpikv run", f"{FULL}; {ending}")
+    assert done.returncode == status, done.stderr
+
+
+def test_a_hook_that_fails_is_told_with_what_it_was_given(tmp_path: Path) -> None:
+    done = run(tmp_path, "mpikv run", "sys.excepthook = fail; raise ValueError('wrong')")
+    assert done.returncode == 1
+    assert done.stderr.index("ValueError: wrong") < done.stderr.index("KeyError: 'of the hook'")

@@ -1,0 +1,107 @@
+"""What a rank prints and logs, and what of it cannot be written; and readers of a pipe."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpikv
+from mpikv.cluster.printing import print_lines, until_read
+
+
+class Closed(io.StringIO):
+    def write(self, text: str) -> int:
+        raise ValueError("I/O operation on closed file")
+
+
+class Full(io.StringIO):
+    def flush(self) -> None:
+        raise OSError("No space left on device")
+
+
+class Failing(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ValueError("I/O operation on closed file")
+
+
+@pytest.mark.parametrize("make", [Closed, Full, lambda: None])
+def test_what_a_stream_of_the_program_does_not_take_goes_to_the_first_one(monkeypatch, make) -> None:
+    first = io.StringIO()
+    stream: Any = make()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "__stderr__", first)
+    print_lines("one\ntwo", "[rank 1/2] ")
+    assert first.getvalue() == "[rank 1/2] one\n[rank 1/2] two\n"
+
+
+def test_a_stream_without_flush_is_given_all_once(monkeypatch) -> None:
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=said.write))
+    monkeypatch.setattr(sys, "__stderr__", said)
+    print_lines("one", "")
+    assert said.getvalue() == "one\n"
+
+
+def test_a_log_that_cannot_be_written_stops_no_thread() -> None:
+    log, failing = logging.getLogger("mpikv"), Failing()
+    log.addHandler(failing)
+    try:
+        with mpikv.create() as kv:
+            kv.init("w", np.zeros(2))
+            work = kv.push("w", np.ones(3), wait=False)
+            with pytest.raises(mpikv.ValueMismatch):
+                work.wait()
+            kv.push("w", np.ones(2), wait=False).wait()
+    finally:
+        log.removeHandler(failing)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_until_somebody_reads(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    os.write(writing, b"the last words")
+    heard = []
+
+    def listen() -> None:
+        time.sleep(0.1)
+        heard.append(os.read(reading, 100))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    until_read([writing], 10.0)
+    thread.join(0.05)  # it has read, and may not have appended yet
+    assert heard == [b"the last words"]
+
+
+def test_not_for_ever(pipe: tuple[int, int]) -> None:
+    _, writing = pipe
+    os.write(writing, b"nobody hears")
+    started = time.monotonic()
+    until_read([writing], 0.05)
+    assert time.monotonic() - started >= 0.05
+
+
+def test_files_are_not_waited_for() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(b"all of it")
+        file.flush()
+        until_read([file.fileno()], 1e9)
