@@ -9,7 +9,7 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -285,6 +285,17 @@ def dividing_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     ['PMIX_SECURITY_MODE=native']
     """
     return [f"{name}={environ[name]}" for name in _DIVIDING if name in environ]
+
+
+def forgo_single_copy(started: bool = False, environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Have MPICH read no memory of other processes, unless it has started, and return whether it is told so.
+
+    >>> forgo_single_copy(started=True, environ={}), forgo_single_copy(environ={})
+    (False, True)
+    """
+    if not started:
+        environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+    return environ.get("MPIR_CVAR_CH4_CMA_ENABLE") == "0"
 
 
 def tasks_set_aside(environ: Mapping[str, str] = os.environ) -> int:

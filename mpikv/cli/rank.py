@@ -22,9 +22,10 @@ from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+from ..cluster.containers import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
-from ..config import FILES, UNSTARTED, aborts, launch_of
+from ..config import FILES, UNSTARTED, aborts, forgo_single_copy, launch_of
 from ..store.endings import tell_unseen
 from .watch import PREFIX, shared_files
 
@@ -34,6 +35,8 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the script of the command line."""
     launch = launch_of()
+    if not may_read_processes():
+        forgo_single_copy()  # before the script can start MPI
     rank, size = (launch.rank, launch.size) if launch else (0, 1)
     prefix = f"[rank {rank}/{size}] " if size > 1 else ""
     if isinstance(sys.stdout, io.TextIOWrapper):

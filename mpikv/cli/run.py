@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+from ..cluster.containers import why_no_room
 from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
@@ -205,8 +206,9 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         if size > 1 or hosts:
             raise
         _note(f"one rank, started without a launcher: {error}")
-        plan = launchers.direct(command, cores, environ)
+        plan, version = launchers.direct(command, cores, environ), ""
     else:
+        version = library.version
         plan = launchers.plan(
             library,
             launcher,
@@ -231,6 +233,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     if left := remove_leftovers():
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
     one_host = len(hosts) == 1 if hosts else slurm is None or (slurm.here and len(slurm.tasks) == 1)
+    if one_host and (problem := why_no_room(version, size, others=False)):
+        raise TransportUnavailable(problem)
     status, reason = run_job(
         plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host, tell=_note
     )

@@ -6,9 +6,20 @@ import os
 import sys
 from typing import Any
 
-from ..config import FILES, Config, Launch, advise_start, launch_of, run_directory, tasks_set_aside
-from ..errors import ConfigError, Unsupported
-from .mpi_library import check_world, find_mapped_files, load_mpi, start_mpi
+from ..config import (
+    FILES,
+    Config,
+    Launch,
+    advise_start,
+    forgo_single_copy,
+    launch_of,
+    place_on_host,
+    run_directory,
+    tasks_set_aside,
+)
+from ..errors import ConfigError, TransportUnavailable, Unsupported
+from .containers import may_read_processes, why_no_room
+from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, start_mpi
 from .printing import warn
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
@@ -22,7 +33,8 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
     """Return the group of all ranks of the launch, or of ``comm``.
 
     Raises:
-        TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded.
+        TransportUnavailable: the process was launched as one of several ranks but no MPI library can be loaded, or this
+            host has too little shared memory for it to start.
         ConfigError: the launcher and the MPI library are of different makes, so that every process believes it is
         alone.
         Unsupported: the process was forked from a rank that had a store, or started by multiprocessing in a rank.
@@ -42,6 +54,8 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
                 text = "the store has one rank in a Slurm job of %d tasks; to start all ranks, use  %s"
                 warn(text, tasks, advise_start(tasks))
             return ProcessGroup()
+    if launch is not None and launch.size != 1:
+        _check_container()
     mpi = load_mpi() if launch is None else start_mpi(launch)
     if launch is not None and comm != mpi.COMM_SELF:
         check_world(launch, mpi)
@@ -87,6 +101,19 @@ def _check_communicator(comm: Any) -> None:
         )
     if comm.Is_inter():
         raise ConfigError("create: comm is an intercommunicator, which joins two groups of ranks; pass comm.Merge()")
+
+
+def _check_container() -> None:
+    """Raise, or warn, where this host withholds what MPICH needs, and spare it what it can do without."""
+    mpi = load_mpi(start=False)
+    library, started, place = name_library(mpi.Get_library_version()), mpi.Is_initialized(), place_on_host()
+    if library.startswith("MPICH") and not may_read_processes() and not forgo_single_copy(started):
+        warn_once(
+            "this container forbids process_vm_readv, by which MPICH sends large messages, so that they fail; set "
+            "MPIR_CVAR_CH4_CMA_ENABLE=0 on all ranks, or start them by mpikv run"
+        )
+    if place and not started and (problem := why_no_room(library, place[1], others=True)):
+        raise TransportUnavailable(f"create: {problem}")
 
 
 def _check_worker(launch: Launch | None) -> None:
