@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import hypothesis
 import numpy as np
 import pytest
@@ -36,10 +38,17 @@ def weights(dtype=np.float64):
     return params
 
 
-def trainer_on(comm, on_store, params, optimizer="adam", options=None, **more):
-    options = {"learning_rate": 0.25} if options is None else options
-    kv = mpikv.create(comm=comm, timeout=5, deterministic=True)
-    return kv, mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store, **more)
+@pytest.fixture
+def trainer_on(comm):
+    """Return a function that makes a trainer on a store of its own, which is closed after the test."""
+    with ExitStack() as stores:
+
+        def make(on_store, params, optimizer="adam", options=None, comm=comm):
+            options = {"learning_rate": 0.25} if options is None else options
+            kv = stores.enter_context(mpikv.create(comm=comm, timeout=5, deterministic=True))
+            return kv, mpikv.Trainer(params, optimizer, options, kvstore=kv, update_on_kvstore=on_store)
+
+        yield make
 
 
 def train(trainer, first, last, skipped=("frozen", "count")):
@@ -67,6 +76,23 @@ def copied(trainer):
     return params
 
 
+def stop(trainer, path, at, end):
+    """Train until a save and on; return the weights of the save, and what the weights become."""
+    trainer.start()
+    train(trainer, 0, at)
+    stopped = copied(trainer)
+    trainer.save_states(path)
+    train(trainer, at, end)
+    return stopped, bits(trainer)
+
+
+def go_on(trainer, path, at, end):
+    """Train from a save on; return what the weights become."""
+    trainer.load_states(path)
+    train(trainer, at, end)
+    return bits(trainer)
+
+
 OPTIMIZERS = [
     ("sgd", {"learning_rate": 0.25, "momentum": 0.5}),
     ("adam", {"learning_rate": 0.25, "wd": 0.125}),
@@ -79,30 +105,27 @@ OPTIMIZERS = [
 
 
 @BOTH
-@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [*OPTIMIZERS, ("sgd", {"lr_scheduler": lambda count: 0.5 / count, "momentum": 0.5})]
+)
 @pytest.mark.feature("trainer-states")
-def test_training_goes_on_bit_for_bit(comm, folder, on_store, optimizer, options):
-    kv, trainer = trainer_on(comm, on_store, weights(), optimizer, options)
-    with kv:
-        trainer.start()
-        train(trainer, 0, 3)
-        stopped = copied(trainer)
-        trainer.save_states(folder / "states")
-        train(trainer, 3, 6)
-        through, rate = bits(trainer), trainer.learning_rate
-    kv, trainer = trainer_on(comm, on_store, stopped, optimizer, options)
-    with kv:
-        trainer.load_states(folder / "states")
-        train(trainer, 3, 6)
-        assert bits(trainer) == through
-        assert trainer.learning_rate == rate
+def test_training_goes_on_bit_for_bit(trainer_on, folder, on_store, optimizer, options):
+    """The optimizer that goes on is the file's, unless no file can hold it."""
+    _, first = trainer_on(on_store, weights(), optimizer, options)
+    stopped, through = stop(first, folder / "states", 3, 6)
+    _, trainer = trainer_on(on_store, stopped, optimizer, options)
+    trainer.start()
+    before = trainer.optimizer
+    assert go_on(trainer, folder / "states", 3, 6) == through
+    assert trainer.learning_rate == first.learning_rate
+    assert (trainer.optimizer is before) is before.opaque
 
 
 @BOTH
 @hypothesis.given(data=strategies.data())
 @hypothesis.settings(max_examples=15)
 @pytest.mark.feature("trainer-states")
-def test_whatever_was_saved_is_loaded(comm, folder, on_store, data):
+def test_whatever_was_saved_is_loaded(trainer_on, folder, on_store, data):
     """Any parameters, some of them stale at times, and any optimizer: the steps after a load are those without one."""
     shapes = strategies.sampled_from([(), (0,), (1,), (3,), (2, 5), (4, 1, 3)])
     drawn = data.draw(strategies.dictionaries(strategies.text("abé/_", min_size=1, max_size=4), shapes, min_size=1))
@@ -121,14 +144,14 @@ def test_whatever_was_saved_is_loaded(comm, folder, on_store, data):
         return bits(trainer)
 
     params = {name: Parameter(np.full(shape, 0.5, dtypes[name])) for name, shape in drawn.items()}
-    kv, trainer = trainer_on(comm, on_store, params, optimizer, options)
+    kv, trainer = trainer_on(on_store, params, optimizer, options)
     with kv:
         trainer.start()
         go_on(trainer, 0, at)
         stopped = {name: Parameter(one.data.copy()) for name, one in params.items()}
         trainer.save_states(folder / "states")
         through = go_on(trainer, at, len(plan))
-    kv, trainer = trainer_on(comm, on_store, stopped, optimizer, options)
+    kv, trainer = trainer_on(on_store, stopped, optimizer, options)
     with kv:
         trainer.load_states(folder / "states")
         assert go_on(trainer, at, len(plan)) == through
@@ -138,90 +161,68 @@ def test_whatever_was_saved_is_loaded(comm, folder, on_store, data):
 @pytest.mark.parametrize("later", [True, False])
 @BOTH
 @pytest.mark.feature("trainer-states-any-size")
-def test_other_numbers_of_ranks_go_on(comm, folder, on_store, later):
+def test_other_numbers_of_ranks_go_on(comm, trainer_on, folder, on_store, later):
     """Saved on 4 ranks; loaded on 1, 2 and 3, by a Trainer that updates in the same place or in the other."""
-    kv, trainer = trainer_on(comm, on_store, weights())
-    with kv:
-        trainer.start()
-        train(trainer, 0, 5)
-        stopped = copied(trainer)
-        trainer.save_states(folder / "states")
-        train(trainer, 5, 8)
-        through = bits(trainer)
+    _, trainer = trainer_on(on_store, weights())
+    stopped, through = stop(trainer, folder / "states", 5, 8)
     for size in (1, 2, 3, 4):
         some = comm.Split(0 if comm.rank < size else library_of(comm).UNDEFINED, comm.rank)
         if comm.rank >= size:
             continue
         params = {name: Parameter(np.array(one.data), one.grad_req, one.lr_mult) for name, one in stopped.items()}
-        kv, trainer = trainer_on(some, later, params)
+        kv, trainer = trainer_on(later, params, comm=some)
         with kv:
-            trainer.load_states(folder / "states")
-            train(trainer, 5, 8)
-            assert bits(trainer) == through
+            assert go_on(trainer, folder / "states", 5, 8) == through
         some.Free()
 
 
 @pytest.mark.feature("trainer-states-one-form")
-def test_both_ways_write_the_same_file(comm, folder):
+def test_both_ways_write_the_same_file(trainer_on, folder):
     """After every parameter has been updated: the store keeps state for it from the start, a rank from the first."""
     for on_store in (True, False):
         params = {name: one for name, one in weights(np.float32).items() if name != "count"}
-        kv, trainer = trainer_on(comm, on_store, params)
-        with kv:
-            trainer.start()
-            train(trainer, 0, 6)
-            trainer.save_states(folder / f"states-{on_store}")
+        _, trainer = trainer_on(on_store, params)
+        trainer.start()
+        train(trainer, 0, 6)
+        trainer.save_states(folder / f"states-{on_store}")
     assert (folder / "states-True").read_bytes() == (folder / "states-False").read_bytes()
 
 
 @BOTH
 @pytest.mark.feature("trainer-states-masters")
-def test_masters_of_half_precision_are_state(comm, folder, on_store):
+def test_masters_of_half_precision_are_state(trainer_on, folder, on_store):
     options = {"learning_rate": 2.0**-12, "momentum": 0.5, "multi_precision": True}
-    kv, trainer = trainer_on(comm, on_store, weights(np.float16), "sgd", options)
-    with kv:
-        trainer.start()
-        trainer.save_states(folder / "fresh")
-        train(trainer, 0, 3)
-        stopped = copied(trainer)
-        trainer.save_states(folder / "states")
-        train(trainer, 3, 9)
-        through = bits(trainer)
-    kv, trainer = trainer_on(comm, on_store, stopped, "sgd", options)
-    with kv:
-        trainer.load_states(folder / "states")
-        train(trainer, 3, 9)
-        assert bits(trainer) == through
-    kv, trainer = trainer_on(comm, on_store, weights(np.float16), "sgd", options)
-    with kv:
-        trainer.load_states(folder / "fresh")
-        train(trainer, 0, 9)
-        assert bits(trainer) == through
+    _, trainer = trainer_on(on_store, weights(np.float16), "sgd", options)
+    trainer.start()
+    trainer.save_states(folder / "fresh")
+    stopped, through = stop(trainer, folder / "states", 3, 9)
+    for name, params, at in (("states", stopped, 3), ("fresh", weights(np.float16), 0)):
+        _, trainer = trainer_on(on_store, params, "sgd", options)
+        assert go_on(trainer, folder / name, at, 9) == through
 
 
 @BOTH
 @pytest.mark.parametrize("saves", [True, False])
-def test_saving_changes_nothing_that_follows(comm, folder, on_store, saves):
+def test_saving_changes_nothing_that_follows(trainer_on, folder, on_store, saves):
     """A weight that is written by hand before its first update is what its master begins with, where it is made then.
 
     A store makes the master when it is given the weight.
     """
     params = {"w": np.zeros(2, np.float16)}
     options = {"learning_rate": 1.0, "multi_precision": True}
-    kv, trainer = trainer_on(comm, on_store, params, "sgd", options)
-    with kv:
-        trainer.start()
-        if saves:
-            trainer.save_states(folder / "states")
-        params["w"][:] = 100
-        trainer.set_grads({"w": np.ones(2, np.float16)})
-        trainer.step(kv.size)
-        np.testing.assert_array_equal(params["w"], np.full(2, -1.0 if on_store else 99.0))
+    kv, trainer = trainer_on(on_store, params, "sgd", options)
+    trainer.start()
+    if saves:
+        trainer.save_states(folder / "states")
+    params["w"][:] = 100
+    trainer.set_grads({"w": np.ones(2, np.float16)})
+    trainer.step(kv.size)
+    np.testing.assert_array_equal(params["w"], np.full(2, -1.0 if on_store else 99.0))
 
 
 @BOTH
-def test_a_closed_store_is_named_with_the_call(comm, folder, on_store):
-    kv, trainer = trainer_on(comm, on_store, weights())
+def test_a_closed_store_is_named_with_the_call(trainer_on, folder, on_store):
+    kv, trainer = trainer_on(on_store, weights())
     trainer.start()
     kv.close()
     for verb in ("save", "load"):
@@ -231,67 +232,43 @@ def test_a_closed_store_is_named_with_the_call(comm, folder, on_store):
             getattr(trainer, f"{verb}_states")(folder / "states")
 
 
-def test_a_store_that_one_rank_gave_another_updater(comm, folder):
-    kv, trainer = trainer_on(comm, True, weights())
-    with kv:
-        trainer.start()
-        kv.set_updater(lambda key, received, stored: None)
-        with pytest.raises(ConfigError, match="save_states: the store was given an updater"):
-            trainer.save_states(folder / "states")
-        kv.barrier()
+def test_a_store_that_one_rank_gave_another_updater(trainer_on, folder):
+    kv, trainer = trainer_on(True, weights())
+    trainer.start()
+    kv.set_updater(lambda key, received, stored: None)
+    with pytest.raises(ConfigError, match="save_states: the store was given an updater"):
+        trainer.save_states(folder / "states")
+    kv.barrier()
 
 
 @BOTH
-def test_settings_of_the_optimizer_are_the_files(comm, folder, on_store):
-    kv, trainer = trainer_on(comm, on_store, weights())
-    with kv:
-        trainer.start()
-        train(trainer, 0, 1)
-        trainer.set_learning_rate(0.125)
-        trainer.save_states(folder / "states")
-        before = trainer.optimizer
-        trainer.set_learning_rate(0.5)
-        trainer.load_states(folder / "states")
-        assert trainer.optimizer is not before
-        assert trainer.learning_rate == 0.125
-        assert trainer.optimizer.rescale_grad == 1
-        train(trainer, 1, 2)
+def test_settings_of_the_optimizer_are_the_files(trainer_on, folder, on_store):
+    _, trainer = trainer_on(on_store, weights())
+    trainer.start()
+    train(trainer, 0, 1)
+    trainer.set_learning_rate(0.125)
+    trainer.save_states(folder / "states")
+    before = trainer.optimizer
+    trainer.set_learning_rate(0.5)
+    trainer.load_states(folder / "states")
+    assert trainer.optimizer is not before
+    assert trainer.learning_rate == 0.125
+    assert trainer.optimizer.rescale_grad == 1
+    train(trainer, 1, 2)
 
 
-@BOTH
-def test_an_optimizer_with_a_function_keeps_its_settings(comm, folder, on_store):
-    options = {"lr_scheduler": lambda count: 0.5 / count, "momentum": 0.5}
-    kv, trainer = trainer_on(comm, on_store, weights(), "sgd", options)
-    with kv:
-        trainer.start()
-        train(trainer, 0, 3)
-        stopped = copied(trainer)
-        trainer.save_states(folder / "states")
-        train(trainer, 3, 6)
-        through = bits(trainer)
-    kv, trainer = trainer_on(comm, on_store, stopped, "sgd", options)
-    with kv:
-        before = trainer.optimizer
-        trainer.load_states(folder / "states")
-        assert trainer.optimizer is before
-        train(trainer, 3, 6)
-        assert bits(trainer) == through
-        assert trainer.learning_rate == 0.5 / 7
-
-
-def test_large_states_are_written_in_parts(comm, folder, monkeypatch):
+def test_large_states_are_written_in_parts(trainer_on, folder, monkeypatch):
     monkeypatch.setattr(chunks, "_WINDOW", 2 * CHUNK)
     size = 3 * CHUNK // 8 + 5
     for name in ("large", "again"):
         params = {"w": np.zeros(size), "b": np.ones(3)}
-        kv, trainer = trainer_on(comm, False, params)
-        with kv:
-            if name == "again":
-                trainer.load_states(folder / "large")
-            else:
-                trainer.set_grads({"w": np.arange(size) / 8, "b": np.ones(3)})
-                trainer.step(1)
-            trainer.save_states(folder / name)
+        _, trainer = trainer_on(False, params)
+        if name == "again":
+            trainer.load_states(folder / "large")
+        else:
+            trainer.set_grads({"w": np.arange(size) / 8, "b": np.ones(3)})
+            trainer.step(1)
+        trainer.save_states(folder / name)
     assert (folder / "large").read_bytes() == (folder / "again").read_bytes()
     assert (folder / "large").stat().st_size > 6 * CHUNK
 
@@ -300,21 +277,20 @@ def test_large_states_are_written_in_parts(comm, folder, monkeypatch):
 
 
 @pytest.mark.feature("trainer-sums-are-no-checkpoint")
-def test_a_store_that_only_sums_is_no_checkpoint(comm, folder):
-    kv, trainer = trainer_on(comm, False, weights())
-    with kv:
-        trainer.start()
-        train(trainer, 0, 2)
-        kv.init("mine", np.ones(2))
-        for call in (kv.save, kv.load):
-            with pytest.raises(
-                Unsupported, match="is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False"
-            ):
-                call(folder / "checkpoint")
-        assert list(folder.iterdir()) == []
-        train(trainer, 2, 3)
-        kv.delete(["b", "empty", "late", "w", "strided", "frozen", "count"])
-        kv.save(folder / "checkpoint")
+def test_a_store_that_only_sums_is_no_checkpoint(trainer_on, folder):
+    kv, trainer = trainer_on(False, weights())
+    trainer.start()
+    train(trainer, 0, 2)
+    kv.init("mine", np.ones(2))
+    for call in (kv.save, kv.load):
+        with pytest.raises(
+            Unsupported, match="is a sum of gradients, not a weight: a Trainer with update_on_kvstore=False"
+        ):
+            call(folder / "checkpoint")
+    assert list(folder.iterdir()) == []
+    train(trainer, 2, 3)
+    kv.delete(["b", "empty", "late", "w", "strided", "frozen", "count"])
+    kv.save(folder / "checkpoint")
 
 
 def test_a_scope_that_only_sums(comm, folder):
@@ -364,130 +340,107 @@ def raised(kv, culprit, error, call):
     return str(caught.value)
 
 
-def test_a_file_that_rank_0_cannot_write(comm, folder):
-    kv, trainer = trainer_on(comm, False, weights())
-    with kv:
-        text = raised(kv, 0, OSError, lambda: trainer.save_states(folder / "missing" / "states"))
-        assert "No such file" in text
-        train(trainer, 0, 1)
-        trainer.save_states(folder / "states")
+def test_a_file_that_rank_0_cannot_write(trainer_on, folder):
+    kv, trainer = trainer_on(False, weights())
+    text = raised(kv, 0, OSError, lambda: trainer.save_states(folder / "missing" / "states"))
+    assert "No such file" in text
+    train(trainer, 0, 1)
+    trainer.save_states(folder / "states")
 
 
 @pytest.mark.processes
-def test_a_full_disk_leaves_the_file_that_was_there(comm, folder, monkeypatch):
-    check_a_full_disk(comm, folder, monkeypatch)
+def test_a_full_disk_leaves_the_file_that_was_there(trainer_on, folder, monkeypatch):
+    kv, trainer = trainer_on(False, weights())
+    train(trainer, 0, 1)
+    trainer.save_states(folder / "states")
+    before = (folder / "states").read_bytes()
+    train(trainer, 1, 2)
 
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
 
-@pytest.mark.ranks(1)
-def test_a_full_disk_of_one_process(comm, folder, monkeypatch):
-    check_a_full_disk(comm, folder, monkeypatch)
-
-
-def check_a_full_disk(comm, folder, monkeypatch):
-    kv, trainer = trainer_on(comm, False, weights())
-    with kv:
-        train(trainer, 0, 1)
-        trainer.save_states(folder / "states")
-        before = (folder / "states").read_bytes()
-        train(trainer, 1, 2)
-
-        def full(*arguments):
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("mpikv.checkpoint.files.Draft.write", full)
-            assert "No space" in raised(kv, 0, OSError, lambda: trainer.save_states(folder / "states"))
-        assert (folder / "states").read_bytes() == before
-        kv.barrier()
-        assert [path.name for path in folder.iterdir()] == ["states"]
-        trainer.save_states(folder / "states")
-        assert (folder / "states").read_bytes() != before
+    with monkeypatch.context() as patch:
+        patch.setattr("mpikv.checkpoint.files.Draft.write", full)
+        assert "No space" in raised(kv, 0, OSError, lambda: trainer.save_states(folder / "states"))
+    assert (folder / "states").read_bytes() == before
+    kv.barrier()
+    assert [path.name for path in folder.iterdir()] == ["states"]
+    trainer.save_states(folder / "states")
+    assert (folder / "states").read_bytes() != before
 
 
 @BOTH
-def test_a_damaged_file_changes_nothing(comm, folder, on_store):
-    kv, trainer = trainer_on(comm, on_store, weights())
-    with kv:
-        trainer.start()
-        train(trainer, 0, 2)
-        trainer.save_states(folder / "states")
-        kv.barrier()
-        if kv.rank == 0:
-            content = bytearray((folder / "states").read_bytes())
-            content[-3] ^= 1
-            (folder / "damaged").write_bytes(content)
-        kv.barrier()
-        with pytest.raises((CheckpointError, PeerFailed), match="damaged"):
-            trainer.load_states(folder / "damaged")
-        stopped = copied(trainer)
-        train(trainer, 2, 4)
-        through = bits(trainer)
-    kv, trainer = trainer_on(comm, on_store, stopped)
-    with kv:
-        trainer.load_states(folder / "states")
-        train(trainer, 2, 4)
-        assert bits(trainer) == through
+def test_a_damaged_file_changes_nothing(trainer_on, folder, on_store):
+    kv, trainer = trainer_on(on_store, weights())
+    trainer.start()
+    train(trainer, 0, 2)
+    trainer.save_states(folder / "states")
+    kv.barrier()
+    if kv.rank == 0:
+        content = bytearray((folder / "states").read_bytes())
+        content[-3] ^= 1
+        (folder / "damaged").write_bytes(content)
+    kv.barrier()
+    with pytest.raises((CheckpointError, PeerFailed), match="damaged"):
+        trainer.load_states(folder / "damaged")
+    stopped = copied(trainer)
+    train(trainer, 2, 4)
+    through = bits(trainer)
+    kv, trainer = trainer_on(on_store, stopped)
+    assert go_on(trainer, folder / "states", 2, 4) == through
 
 
 @pytest.mark.processes
-def test_a_file_that_one_rank_cannot_read(comm, folder, monkeypatch):
-    kv, trainer = trainer_on(comm, False, weights())
-    with kv:
-        trainer.start()
-        trainer.save_states(folder / "states")
-        train(trainer, 0, 2)
-        last, before = kv.size - 1, trainer.optimizer
+def test_a_file_that_one_rank_cannot_read(trainer_on, folder, monkeypatch):
+    kv, trainer = trainer_on(False, weights())
+    trainer.start()
+    trainer.save_states(folder / "states")
+    train(trainer, 0, 2)
+    last, before = kv.size - 1, trainer.optimizer
 
-        def failing(*arguments):
-            raise OSError(5, "Input/output error")
+    def failing(*arguments):
+        raise OSError(5, "Input/output error")
 
-        with monkeypatch.context() as patch:
-            if kv.rank == last:
-                patch.setattr("mpikv.checkpoint.files.Reader.read", failing)
-            assert "Input/output" in raised(kv, last, OSError, lambda: trainer.load_states(folder / "states"))
-        assert trainer.optimizer is before
-        train(trainer, 2, 3)
+    with monkeypatch.context() as patch:
+        if kv.rank == last:
+            patch.setattr("mpikv.checkpoint.files.Reader.read", failing)
+        assert "Input/output" in raised(kv, last, OSError, lambda: trainer.load_states(folder / "states"))
+    assert trainer.optimizer is before
+    train(trainer, 2, 3)
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_with_other_paths(comm, folder):
-    kv, trainer = trainer_on(comm, False, weights())
-    with kv:
-        trainer.start()
-        with pytest.raises(RankMismatch, match="save_states"):
-            trainer.save_states(folder / f"{kv.rank}")
-        assert list(folder.iterdir()) == []
-        trainer.save_states(folder / "states")
-        with pytest.raises(RankMismatch, match="load_states"):
-            trainer.load_states(folder / ("states" if kv.is_root else f"../{folder.name}/states"))
+def test_ranks_with_other_paths(trainer_on, folder):
+    kv, trainer = trainer_on(False, weights())
+    trainer.start()
+    with pytest.raises(RankMismatch, match="save_states"):
+        trainer.save_states(folder / f"{kv.rank}")
+    assert list(folder.iterdir()) == []
+    trainer.save_states(folder / "states")
+    with pytest.raises(RankMismatch, match="load_states"):
+        trainer.load_states(folder / ("states" if kv.is_root else f"../{folder.name}/states"))
 
 
 @BOTH
-def test_states_of_others(comm, folder, on_store):
-    kv, trainer = trainer_on(comm, on_store, weights(), "sgd", {"momentum": 0.5})
-    with kv:
-        trainer.save_states(folder / "states")
-    kv, trainer = trainer_on(comm, on_store, weights(), "adam")
-    with kv, pytest.raises(CheckpointError, match=r"holds the state of SGD and the (store|Trainer) has Adam"):
-        trainer.load_states(folder / "states")
-    params = weights()
-    params["more"] = params.pop("w")
-    kv, trainer = trainer_on(comm, on_store, params, "sgd", {"momentum": 0.5})
-    with kv, pytest.raises(ValueMismatch, match="'w' is not in the"):
-        trainer.load_states(folder / "states")
-    params = weights()
-    params["w"] = Parameter(np.zeros(2))
-    kv, trainer = trainer_on(comm, on_store, params, "sgd", {"momentum": 0.5})
-    with kv, pytest.raises(ValueMismatch, match=r"key 'w' is float64\[7, 3\] in the checkpoint"):
-        trainer.load_states(folder / "states")
+def test_states_of_others(trainer_on, folder, on_store):
+    sgd = "sgd", {"momentum": 0.5}
+    renamed, reshaped = weights(), weights()
+    renamed["more"], reshaped["w"] = renamed.pop("w"), Parameter(np.zeros(2))
+    trainer_on(on_store, weights(), *sgd)[1].save_states(folder / "states")
+    for params, optimizer, error, text in [
+        (weights(), ("adam",), CheckpointError, r"holds the state of SGD and the (store|Trainer) has Adam"),
+        (renamed, sgd, ValueMismatch, "'w' is not in the"),
+        (reshaped, sgd, ValueMismatch, r"key 'w' is float64\[7, 3\] in the checkpoint"),
+    ]:
+        with pytest.raises(error, match=text):
+            trainer_on(on_store, params, *optimizer)[1].load_states(folder / "states")
 
 
-def test_state_that_does_not_fit_the_settings(comm, folder):
-    kv, trainer = trainer_on(comm, False, weights(), "sgd", {"momentum": 0.5})
-    with kv:
-        train(trainer, 0, 1)
-        trainer.optimizer.momentum = 0.0
-        with pytest.raises(ConfigError, match="changed to keep"):
-            trainer.save_states(folder / "states")
-        trainer.optimizer.momentum = 0.5
+def test_state_that_does_not_fit_the_settings(trainer_on, folder):
+    _, trainer = trainer_on(False, weights(), "sgd", {"momentum": 0.5})
+    train(trainer, 0, 1)
+    trainer.optimizer.momentum = 0.0
+    with pytest.raises(ConfigError, match="changed to keep"):
         trainer.save_states(folder / "states")
+    trainer.optimizer.momentum = 0.5
+    trainer.save_states(folder / "states")
