@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import hypothesis
@@ -56,6 +57,18 @@ OPTIMIZERS = [
     ("lamb", {"lower_bound": 0.1, "bias_correction": False}),
     ("test", {"learning_rate": 0.25}),
 ]
+
+
+@pytest.fixture
+def kv(comm):
+    with mpikv.create(comm=comm) as store:
+        yield store
+
+
+@pytest.fixture
+def other(comm):
+    with mpikv.create(comm=comm) as store:
+        yield store
 
 
 def on_ranks(comm):
@@ -155,39 +168,23 @@ def test_all_that_can_be_stored(comm, folder, ranks):
     holds()
 
 
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=[name for name, _ in OPTIMIZERS])
-def test_every_optimizer_goes_on(comm, folder, name, options):
+GOING_ON = OPTIMIZERS + [("sgd", {"lr_scheduler": schedule}) for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize(("name", "options"), GOING_ON)
+def test_every_optimizer_and_schedule_goes_on(kv, other, folder, name, options):
     values = {"a": numbers((300,), FLOATS[1], 1), "b": numbers((2, 3), FLOATS[2], 2), "c": numbers((5,), FLOATS[3], 3)}
-    options = {**options, "lr_mult": {"a": 0.5, "c": 0.1 + 0.2}, "wd_mult": {"b": 0.0}}
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init(values)
-        kv.set_optimizer(name, **options)
-        for number in range(3):
-            push(kv, values, number)
-        kv.save(folder / "checkpoint")
-        other.load(folder / "checkpoint")
-        assert other.optimizer.settings() == kv.optimizer.settings()
-        for number in range(3, 6):
-            push(kv, values, number)
-            push(other, values, number)
-        assert contents(other) == contents(kv)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
-def test_every_schedule_goes_on(comm, folder, schedule):
-    values = {1: numbers((30,), FLOATS[0], 1)}
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init(values)
-        kv.set_optimizer("sgd", lr_scheduler=schedule, lr_mult={1: 0.5})
-        for number in range(4):
-            push(kv, values, number)
-        kv.save(folder / "checkpoint")
-        other.load(folder / "checkpoint")
-        assert other.optimizer.lr_scheduler == schedule
-        for number in range(8):
-            push(kv, values, number)
-            push(other, values, number)
-        assert contents(other) == contents(kv)
+    kv.init(values)
+    kv.set_optimizer(name, **options, lr_mult={"a": 0.5, "c": 0.1 + 0.2}, wd_mult={"b": 0.0})
+    for number in range(4):
+        push(kv, values, number)
+    kv.save(folder / "checkpoint")
+    other.load(folder / "checkpoint")
+    assert other.optimizer.settings() == kv.optimizer.settings()
+    for number in range(4, 12):
+        push(kv, values, number)
+        push(other, values, number)
+    assert contents(other) == contents(kv)
 
 
 @pytest.mark.parametrize("save_in", range(len(STORES)))
@@ -251,18 +248,17 @@ def test_fewer_ranks_load_and_go_on(comm, folder, ranks):
             some.Free()
 
 
-def test_views_and_buffers_stay(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.arange(5.0))
-        kv.save(folder / "checkpoint")
-        view, buffer = kv.view("w"), kv.buffer("w")
-        buffer[:] = kv.rank + 1
-        kv.pushpull("w")
-        assert view[0] != 0
-        kv.load(folder / "checkpoint")
-        assert kv.view("w") is view
-        np.testing.assert_array_equal(view, np.arange(5.0))
-        np.testing.assert_array_equal(buffer, np.full(5, kv.rank + 1.0))
+def test_views_and_buffers_stay(kv, folder):
+    kv.init("w", np.arange(5.0))
+    kv.save(folder / "checkpoint")
+    view, buffer = kv.view("w"), kv.buffer("w")
+    buffer[:] = kv.rank + 1
+    kv.pushpull("w")
+    assert view[0] != 0
+    kv.load(folder / "checkpoint")
+    assert kv.view("w") is view
+    np.testing.assert_array_equal(view, np.arange(5.0))
+    np.testing.assert_array_equal(buffer, np.full(5, kv.rank + 1.0))
 
 
 @pytest.mark.parametrize("codec", [{"type": "2bit", "threshold": 0.5}, {"type": "lowrank", "rank": 1}])
@@ -285,19 +281,18 @@ def test_residuals_that_are_left_out_start_anew(comm, folder, codec):
             assert contents(kv) == contents(other)
 
 
-def test_counts_of_earlier_updaters(comm, folder):
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init("w", np.zeros(3))
+def test_counts_of_earlier_updaters(kv, other, folder):
+    kv.init("w", np.zeros(3))
+    kv.push("w", np.ones(3))
+    kv.set_optimizer("adam")
+    for _ in range(4):
         kv.push("w", np.ones(3))
-        kv.set_optimizer("adam")
-        for _ in range(4):
-            kv.push("w", np.ones(3))
-        kv.save(folder / "checkpoint")
-        other.load(folder / "checkpoint")
-        assert other.version("w") == 5
-        for store in (kv, other):
-            store.push("w", np.ones(3))
-        assert contents(other) == contents(kv)
+    kv.save(folder / "checkpoint")
+    other.load(folder / "checkpoint")
+    assert other.version("w") == 5
+    for store in (kv, other):
+        store.push("w", np.ones(3))
+    assert contents(other) == contents(kv)
 
 
 # --- What no file can hold
@@ -311,81 +306,66 @@ def halve(key, given, stored):
     stored += given / 2
 
 
-def test_an_optimizer_that_was_changed_to_keep_more(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(3))
-        kv.set_optimizer("sgd", learning_rate=0.5)
-        kv.optimizer.momentum = 0.5
-        for save in (kv.save, kv.save_optimizer_states):
-            with pytest.raises(ConfigError, match=r"was changed to keep .* call set_optimizer again"):
-                save(folder / "checkpoint")
-        assert list(folder.iterdir()) == []
+def test_an_optimizer_that_was_changed_to_keep_more(kv, folder):
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", learning_rate=0.5)
+    kv.optimizer.momentum = 0.5
+    for save in (kv.save, kv.save_optimizer_states):
+        with pytest.raises(ConfigError, match=r"was changed to keep .* call set_optimizer again"):
+            save(folder / "checkpoint")
+    assert list(folder.iterdir()) == []
 
 
-def test_an_updater_function_has_to_be_given(comm, folder):
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init("w", np.zeros(3))
-        kv.set_updater(double)
-        kv.push("w", np.ones(3))
-        kv.save(folder / "checkpoint")
-        with pytest.raises(
-            CheckpointError, match=r"callable .*double.* the store has assign; a file holds no functions"
-        ):
-            other.load(folder / "checkpoint")
-        other.set_updater(halve)
-        with pytest.raises(CheckpointError, match=r"double.* the store has callable .*halve"):
-            other.load(folder / "checkpoint")
-        other.set_updater(double)
+def test_an_updater_function_has_to_be_given(kv, other, folder):
+    kv.init("w", np.zeros(3))
+    kv.set_updater(double)
+    kv.push("w", np.ones(3))
+    kv.save(folder / "checkpoint")
+    with pytest.raises(CheckpointError, match=r"callable .*double.* the store has assign; a file holds no functions"):
         other.load(folder / "checkpoint")
-        other.push("w", np.ones(3))
-        np.testing.assert_array_equal(other.pull("w"), np.full(3, 4.0 * kv.size))
-        assert other.version("w") == 2
+    other.set_updater(halve)
+    with pytest.raises(CheckpointError, match=r"double.* the store has callable .*halve"):
+        other.load(folder / "checkpoint")
+    other.set_updater(double)
+    other.load(folder / "checkpoint")
+    other.push("w", np.ones(3))
+    np.testing.assert_array_equal(other.pull("w"), np.full(3, 4.0 * kv.size))
+    assert other.version("w") == 2
 
 
 def rates(count):
     return 1.0 / count
 
 
-def test_a_schedule_function_has_to_be_given(comm, folder):
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init("w", np.zeros(3))
-        kv.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
-        kv.push("w", np.ones(3))
-        kv.save(folder / "checkpoint")
-        with pytest.raises(CheckpointError, match="a file holds no functions"):
-            other.load(folder / "checkpoint")
-        with pytest.raises(Unsupported, match="an option is an object of your own"):
-            kv.save_optimizer_states(folder / "states", dump_optimizer=True)
-        other.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
+def test_a_schedule_function_has_to_be_given(kv, other, folder):
+    kv.init("w", np.zeros(3))
+    kv.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
+    kv.push("w", np.ones(3))
+    kv.save(folder / "checkpoint")
+    with pytest.raises(CheckpointError, match="a file holds no functions"):
         other.load(folder / "checkpoint")
-        for store in (kv, other):
-            store.push("w", np.ones(3))
-        assert contents(other) == contents(kv)
+    with pytest.raises(Unsupported, match="an option is an object of your own"):
+        kv.save_optimizer_states(folder / "states", dump_optimizer=True)
+    other.set_optimizer("sgd", lr_scheduler=rates, momentum=0.5)
+    other.load(folder / "checkpoint")
+    for store in (kv, other):
+        store.push("w", np.ones(3))
+    assert contents(other) == contents(kv)
 
 
-def test_another_updater_is_not_dropped(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(3))
-        kv.save(folder / "assign")
-        kv.set_optimizer("adam", learning_rate=0.5)
-        kv.save(folder / "adam")
-        with pytest.raises(CheckpointError, match=r"made with no updater and the store has Adam\("):
-            kv.load(folder / "assign")
-        kv.set_optimizer("sgd")
-        with pytest.raises(CheckpointError, match=r"made with Adam\(.* and the store has SGD\("):
-            kv.load(folder / "adam")
-        kv.set_optimizer("adam", learning_rate=0.25)
+def test_another_updater_is_not_dropped(kv, folder):
+    kv.init("w", np.zeros(3))
+    kv.save(folder / "assign")
+    kv.set_optimizer("adam", learning_rate=0.5)
+    kv.save(folder / "adam")
+    with pytest.raises(CheckpointError, match=r"made with no updater and the store has Adam\("):
+        kv.load(folder / "assign")
+    kv.set_optimizer("sgd")
+    with pytest.raises(CheckpointError, match=r"made with Adam\(.* and the store has SGD\("):
         kv.load(folder / "adam")
-        assert kv.optimizer.learning_rate == 0.5
-
-
-def test_a_changed_optimizer_without_its_state(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(3))
-        kv.set_optimizer("sgd")
-        kv.optimizer.momentum = 0.5
-        with pytest.raises(ConfigError, match="call set_optimizer again"):
-            kv.save(folder / "checkpoint")
+    kv.set_optimizer("adam", learning_rate=0.25)
+    kv.load(folder / "adam")
+    assert kv.optimizer.learning_rate == 0.5
 
 
 # --- The optimizer's state alone
@@ -393,28 +373,27 @@ def test_a_changed_optimizer_without_its_state(comm, folder):
 
 @pytest.mark.parametrize("dump", [False, True])
 @pytest.mark.feature("optimizer-states-saved")
-def test_states(comm, folder, dump):
+def test_states(kv, other, folder, dump):
     values = {"a": numbers((300, 7), FLOATS[0], 1), "b": numbers((), FLOATS[2], 2)}
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init(values)
-        kv.set_optimizer("adam", learning_rate=0.5, multi_precision=True)
-        for number in range(3):
-            push(kv, values, number)
-        kv.save_optimizer_states(folder / "states", dump_optimizer=dump)
-        assert not any(name.startswith("value/") for name in tensors(folder / "states"))
-        other.init(values)
-        push(other, values, 1)
-        other.set("a", kv.pull("a"))
-        other.set_optimizer("adam", learning_rate=0.5 if not dump else 0.125, multi_precision=True)
-        before = other.version("a"), other.version("b"), bits(other.pull(["a", "b"]))
-        other.load_optimizer_states(folder / "states")
-        assert before == (other.version("a"), other.version("b"), bits(other.pull(["a", "b"])))
-        assert other.optimizer.learning_rate == 0.5
-        for number in range(2):
-            push(kv, values, number)
-            push(other, values, number)
-        # Those of b come from the master, which is state.
-        assert bits(other.pull(["a", "b"])) == bits(kv.pull(["a", "b"]))
+    kv.init(values)
+    kv.set_optimizer("adam", learning_rate=0.5, multi_precision=True)
+    for number in range(3):
+        push(kv, values, number)
+    kv.save_optimizer_states(folder / "states", dump_optimizer=dump)
+    assert not any(name.startswith("value/") for name in tensors(folder / "states"))
+    other.init(values)
+    push(other, values, 1)
+    other.set("a", kv.pull("a"))
+    other.set_optimizer("adam", learning_rate=0.5 if not dump else 0.125, multi_precision=True)
+    before = other.version("a"), other.version("b"), bits(other.pull(["a", "b"]))
+    other.load_optimizer_states(folder / "states")
+    assert before == (other.version("a"), other.version("b"), bits(other.pull(["a", "b"])))
+    assert other.optimizer.learning_rate == 0.5
+    for number in range(2):
+        push(kv, values, number)
+        push(other, values, number)
+    # Those of b come from the master, which is state.
+    assert bits(other.pull(["a", "b"])) == bits(kv.pull(["a", "b"]))
 
 
 def test_states_of_more_updates_than_pushes(comm, folder):
@@ -441,30 +420,29 @@ def test_states_of_more_updates_than_pushes(comm, folder):
         assert contents(third) == contents(other)
 
 
-def test_states_that_do_not_fit(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(3))
-        for verb in (kv.save_optimizer_states, kv.load_optimizer_states):
-            with pytest.raises(ConfigError, match="no optimizer"):
-                verb(folder / "states")
-        kv.set_optimizer("adam")
-        kv.save_optimizer_states(folder / "states")
-        kv.save(folder / "checkpoint")
-        with pytest.raises(CheckpointError, match="load_optimizer_states loads it"):
-            kv.load(folder / "states")
-        with pytest.raises(CheckpointError, match="holds values; load loads it"):
-            kv.load_optimizer_states(folder / "checkpoint")
-        kv.set_optimizer("adamw")
-        with pytest.raises(CheckpointError, match=r"holds the state of Adam and the store has AdamW"):
-            kv.load_optimizer_states(folder / "states")
-        kv.set_optimizer("sgd", momentum=0.5)
-        kv.save_optimizer_states(folder / "states")
-        kv.set_optimizer("sgd")
-        with pytest.raises(CheckpointError, match=r"has the states \{'momentum': 'float64'\} for key 'w'"):
-            kv.load_optimizer_states(folder / "states")
-        kv.init("b", np.zeros(1))
-        with pytest.raises(ValueMismatch, match="'b' is not in the checkpoint"):
-            kv.load_optimizer_states(folder / "states")
+def test_states_that_do_not_fit(kv, folder):
+    kv.init("w", np.zeros(3))
+    for verb in (kv.save_optimizer_states, kv.load_optimizer_states):
+        with pytest.raises(ConfigError, match="no optimizer"):
+            verb(folder / "states")
+    kv.set_optimizer("adam")
+    kv.save_optimizer_states(folder / "states")
+    kv.save(folder / "checkpoint")
+    with pytest.raises(CheckpointError, match="load_optimizer_states loads it"):
+        kv.load(folder / "states")
+    with pytest.raises(CheckpointError, match="holds values; load loads it"):
+        kv.load_optimizer_states(folder / "checkpoint")
+    kv.set_optimizer("adamw")
+    with pytest.raises(CheckpointError, match=r"holds the state of Adam and the store has AdamW"):
+        kv.load_optimizer_states(folder / "states")
+    kv.set_optimizer("sgd", momentum=0.5)
+    kv.save_optimizer_states(folder / "states")
+    kv.set_optimizer("sgd")
+    with pytest.raises(CheckpointError, match=r"has the states \{'momentum': 'float64'\} for key 'w'"):
+        kv.load_optimizer_states(folder / "states")
+    kv.init("b", np.zeros(1))
+    with pytest.raises(ValueMismatch, match="'b' is not in the checkpoint"):
+        kv.load_optimizer_states(folder / "states")
 
 
 # --- What is wrong, on one rank or on all
@@ -480,15 +458,14 @@ def test_states_that_do_not_fit(comm, folder):
         ({7: np.zeros(3)}, "'w' is not in the store"),
     ],
 )
-def test_other_values(comm, folder, values, complaint):
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        kv.init("w", np.ones(3))
-        kv.save(folder / "checkpoint")
-        other.init(values)
-        before = contents(other)
-        with pytest.raises(ValueMismatch, match=complaint):
-            other.load(folder / "checkpoint")
-        assert contents(other) == before
+def test_other_values(kv, other, folder, values, complaint):
+    kv.init("w", np.ones(3))
+    kv.save(folder / "checkpoint")
+    other.init(values)
+    before = contents(other)
+    with pytest.raises(ValueMismatch, match=complaint):
+        other.load(folder / "checkpoint")
+    assert contents(other) == before
 
 
 def outcome(function, *arguments):
@@ -499,30 +476,28 @@ def outcome(function, *arguments):
     return None
 
 
-def test_another_path_on_one_rank(comm, folder, ranks):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(3))
-        path = folder / ("other" if kv.rank == ranks - 1 and ranks > 1 else "checkpoint")
-        error = outcome(kv.save, path)
-        if ranks > 1:
-            assert isinstance(error, RankMismatch)
-            assert "checkpoint" in str(error)
-            assert "other" in str(error)
-            assert os.listdir(folder) == []
-        kv.barrier()
+def test_another_path_on_one_rank(kv, folder, ranks):
+    kv.init("w", np.ones(3))
+    path = folder / ("other" if kv.rank == ranks - 1 and ranks > 1 else "checkpoint")
+    error = outcome(kv.save, path)
+    if ranks > 1:
+        assert isinstance(error, RankMismatch)
+        assert "checkpoint" in str(error)
+        assert "other" in str(error)
+        assert os.listdir(folder) == []
+    kv.barrier()
 
 
-def test_multipliers_in_another_order(comm, folder):
+def test_multipliers_in_another_order(kv, other, folder):
     """Settings that are equal are so in the file, too."""
-    with mpikv.create(comm=comm) as kv, mpikv.create(comm=comm) as other:
-        names = ["w", "b", "c"]
-        kv.init(dict.fromkeys(names, np.ones(3)))
-        shifted = names[kv.rank % 3 :] + names[: kv.rank % 3]
-        kv.set_optimizer("sgd", lr_mult={name: ord(name) / 100 for name in shifted})
-        kv.save(folder / "checkpoint")
-        other.load(folder / "checkpoint")
-        assert other.optimizer.settings() == kv.optimizer.settings()
-        kv.save_optimizer_states(folder / "states", dump_optimizer=True)
+    names = ["w", "b", "c"]
+    kv.init(dict.fromkeys(names, np.ones(3)))
+    shifted = names[kv.rank % 3 :] + names[: kv.rank % 3]
+    kv.set_optimizer("sgd", lr_mult={name: ord(name) / 100 for name in shifted})
+    kv.save(folder / "checkpoint")
+    other.load(folder / "checkpoint")
+    assert other.optimizer.settings() == kv.optimizer.settings()
+    kv.save_optimizer_states(folder / "states", dump_optimizer=True)
 
 
 @pytest.mark.processes
@@ -598,91 +573,87 @@ def test_a_file_that_one_rank_cannot_read(comm, folder, ranks, monkeypatch, chec
         assert contents(kv) == before
 
 
-def test_a_folder_that_is_not_there(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(3))
-        error = outcome(kv.save, folder / "no" / "checkpoint")
-        assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
-        assert "/no'" in str(error)
-        error = outcome(kv.save, folder)
-        assert isinstance(error, FileExistsError if kv.is_root else PeerFailed)
-        assert os.listdir(folder) == []
-        kv.barrier()
-        assert isinstance(outcome(kv.load, folder / "checkpoint"), FileNotFoundError)
-        assert isinstance(outcome(kv.load, 3.5), TypeError)
-        kv.save(folder / "checkpoint")
-        kv.load(folder / "checkpoint")
+def test_a_folder_that_is_not_there(kv, folder):
+    kv.init("w", np.ones(3))
+    error = outcome(kv.save, folder / "no" / "checkpoint")
+    assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
+    assert "/no'" in str(error)
+    error = outcome(kv.save, folder)
+    assert isinstance(error, FileExistsError if kv.is_root else PeerFailed)
+    assert os.listdir(folder) == []
+    kv.barrier()
+    assert isinstance(outcome(kv.load, folder / "checkpoint"), FileNotFoundError)
+    assert isinstance(outcome(kv.load, 3.5), TypeError)
+    kv.save(folder / "checkpoint")
+    kv.load(folder / "checkpoint")
 
 
 @pytest.mark.processes
-def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch):
+def test_a_full_disk_on_one_rank(kv, folder, ranks, monkeypatch):
     path, culprit = folder / "checkpoint", ranks - 1
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.arange(10_000.0))
-        kv.save(path)
-        before = path.read_bytes()
-        kv.push("w", np.ones(10_000))
-        write = os.pwritev
+    kv.init("w", np.arange(10_000.0))
+    kv.save(path)
+    before = path.read_bytes()
+    kv.push("w", np.ones(10_000))
+    write = os.pwritev
 
-        def full(file, parts, offset):
-            if sum(map(len, parts)) > 1000:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return write(file, parts, offset)
+    def full(file, parts, offset):
+        if sum(map(len, parts)) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, parts, offset)
 
-        if kv.rank == culprit:
-            monkeypatch.setattr(os, "pwritev", full)
-        error = outcome(kv.save, path)
-        monkeypatch.undo()
-        if kv.rank == culprit:
-            assert isinstance(error, OSError)
-            assert error.errno == errno.ENOSPC
-        else:
-            assert isinstance(error, PeerFailed)
-            assert error.rank == culprit
-            assert "No space left" in str(error)
-        kv.barrier()
-        assert os.listdir(folder) == ["checkpoint"]
-        assert path.read_bytes() == before
-        kv.barrier()
-        kv.save(path)
-        assert path.read_bytes() != before
+    if kv.rank == culprit:
+        monkeypatch.setattr(os, "pwritev", full)
+    error = outcome(kv.save, path)
+    monkeypatch.undo()
+    if kv.rank == culprit:
+        assert isinstance(error, OSError)
+        assert error.errno == errno.ENOSPC
+    else:
+        assert isinstance(error, PeerFailed)
+        assert error.rank == culprit
+        assert "No space left" in str(error)
+    kv.barrier()
+    assert os.listdir(folder) == ["checkpoint"]
+    assert path.read_bytes() == before
+    kv.barrier()
+    kv.save(path)
+    assert path.read_bytes() != before
 
 
-def test_a_link_stays(comm, folder):
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(3))
-        if kv.is_root:
-            (folder / "versions").mkdir()
-            (folder / "last").symlink_to(folder / "versions" / "1")
-        kv.barrier()
-        for _ in range(2):
-            kv.save(folder / "last")
-            assert (folder / "last").is_symlink()
-            assert os.listdir(folder / "versions") == ["1"]
-            kv.load(folder / "last")
+def test_a_link_stays(kv, folder):
+    kv.init("w", np.ones(3))
+    if kv.is_root:
+        (folder / "versions").mkdir()
+        (folder / "last").symlink_to(folder / "versions" / "1")
+    kv.barrier()
+    for _ in range(2):
+        kv.save(folder / "last")
+        assert (folder / "last").is_symlink()
+        assert os.listdir(folder / "versions") == ["1"]
+        kv.load(folder / "last")
 
 
 @pytest.mark.processes
-def test_ranks_in_other_folders(comm, folder, ranks, monkeypatch):
+def test_ranks_in_other_folders(comm, kv, folder, ranks, monkeypatch):
     """As on hosts that share no file system."""
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(3))
-        (folder / f"{kv.rank}").mkdir()
-        monkeypatch.chdir(folder / f"{kv.rank}")
-        error = outcome(kv.save, "checkpoint")
-        if ranks == 1:
-            assert error is None
-        else:
-            assert isinstance(error, PeerFailed if kv.is_root else Unsupported)
-            assert "a file system that all hosts share" in str(error)
-            assert os.listdir() == []
-            # Not even where a killed job has left a draft.
-            Path(leftover("checkpoint")).write_bytes(bytes(100))
-            assert "all hosts share" in str(outcome(kv.save, "checkpoint"))
-            with mpikv.create(comm=comm.Split(kv.rank, 0)) as alone:
-                alone.init("w", np.full(3, 1.0 * kv.rank))
-                alone.save("checkpoint")
-            assert isinstance(outcome(kv.load, "checkpoint"), RankMismatch)
+    kv.init("w", np.ones(3))
+    (folder / f"{kv.rank}").mkdir()
+    monkeypatch.chdir(folder / f"{kv.rank}")
+    error = outcome(kv.save, "checkpoint")
+    if ranks == 1:
+        assert error is None
+    else:
+        assert isinstance(error, PeerFailed if kv.is_root else Unsupported)
+        assert "a file system that all hosts share" in str(error)
+        assert os.listdir() == []
+        # Not even where a killed job has left a draft.
+        Path(leftover("checkpoint")).write_bytes(bytes(100))
+        assert "all hosts share" in str(outcome(kv.save, "checkpoint"))
+        with mpikv.create(comm=comm.Split(kv.rank, 0)) as alone:
+            alone.init("w", np.full(3, 1.0 * kv.rank))
+            alone.save("checkpoint")
+        assert isinstance(outcome(kv.load, "checkpoint"), RankMismatch)
 
 
 def leftover(name):
@@ -690,28 +661,27 @@ def leftover(name):
     return f"{name}.0123456789abcdef.mpikv-part"
 
 
-def test_what_a_killed_job_has_left(comm, folder):
+def test_what_a_killed_job_has_left(kv, folder):
     draft = folder / leftover("checkpoint")
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(3))
+    kv.init("w", np.ones(3))
+    if kv.is_root:
+        draft.write_bytes(bytes(12345))
+    kv.save(folder / "checkpoint")
+    assert os.listdir(folder) == ["checkpoint"]
+    kv.load(folder / "checkpoint")
+    kv.barrier()
+    if kv.is_root:
+        draft.write_bytes(b"")
+    kv.barrier()
+    with draft.open("rb") as busy:
         if kv.is_root:
-            draft.write_bytes(bytes(12345))
-        kv.save(folder / "checkpoint")
-        assert os.listdir(folder) == ["checkpoint"]
-        kv.load(folder / "checkpoint")
-        kv.barrier()
-        if kv.is_root:
-            draft.write_bytes(b"")
-        kv.barrier()
-        with draft.open("rb") as busy:
-            if kv.is_root:
-                fcntl.flock(busy, fcntl.LOCK_EX)
-            error = outcome(kv.save, folder / "checkpoint")
-        assert isinstance(error, CheckpointError if kv.is_root else PeerFailed)
-        assert "another store is being saved" in str(error)
-        kv.barrier()
-        assert draft.exists()
-        kv.load(folder / "checkpoint")
+            fcntl.flock(busy, fcntl.LOCK_EX)
+        error = outcome(kv.save, folder / "checkpoint")
+    assert isinstance(error, CheckpointError if kv.is_root else PeerFailed)
+    assert "another store is being saved" in str(error)
+    kv.barrier()
+    assert draft.exists()
+    kv.load(folder / "checkpoint")
 
 
 def flip(path, offset):
@@ -755,91 +725,78 @@ def test_a_damaged_byte(comm, folder, arguments):
             assert contents(store) == before
 
 
-@pytest.mark.parametrize("failure", [OSError(errno.EIO, os.strerror(errno.EIO)), KeyboardInterrupt()])
-def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, failure):
+def fail(error, path):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("event", "error", "text"),
+    [
+        (partial(fail, OSError(errno.EIO, os.strerror(errno.EIO))), CheckpointError, "could not be read again"),
+        (partial(fail, KeyboardInterrupt("Ctrl-C")), KeyboardInterrupt, "Ctrl-C|could not be read again"),
+        # Only the first read is compared with the checksums; who writes to the file changes its time.
+        (lambda path: os.utime(path, ns=(0, 0)), CheckpointError, "was changed while it was loaded"),
+    ],
+    ids=["fault", "interrupt", "change"],
+)
+def test_a_file_that_cannot_be_read_again(comm, folder, monkeypatch, event, error, text):
     """After it was found whole, and when half of it is loaded, only the end of the store is honest."""
-    kv = mpikv.create(comm=comm)
-    kv.init("w", np.zeros(10))
-    kv.save(folder / "checkpoint")
-    read, reads = Reader.read, []
-
-    def once(self, parts, offset):
-        reads.append(offset)
-        if len(reads) > 1:
-            raise failure
-        read(self, parts, offset)
-
-    if kv.is_root:
-        monkeypatch.setattr(Reader, "read", once)
-    interrupted = kv.is_root and isinstance(failure, KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt if interrupted else CheckpointError) as caught:
-        kv.load(folder / "checkpoint")
-    assert interrupted or "could not be read again" in str(caught.value)
-    with pytest.raises(mpikv.Closed, match="ended in an earlier call"):
-        kv.push("w", np.ones(10))
-
-
-def test_a_file_that_is_changed_between_its_two_reads(comm, folder, monkeypatch):
-    """Only the first is compared with the checksums; who writes to the file changes its time."""
-    path = folder / "checkpoint"
-    kv = mpikv.create(comm=comm)
+    path, kv = folder / "checkpoint", mpikv.create(comm=comm)
     kv.init("w", np.zeros(10))
     kv.save(path)
     read, reads = Reader.read, []
 
-    def late(self, parts, offset):
+    def second(self, parts, offset):
         reads.append(offset)
         if len(reads) > 1:
-            os.utime(path, ns=(0, 0))
+            event(path)
         read(self, parts, offset)
 
     if kv.is_root:
-        monkeypatch.setattr(Reader, "read", late)
-    with pytest.raises(CheckpointError, match="was changed while it was loaded"):
+        monkeypatch.setattr(Reader, "read", second)
+    with pytest.raises(error if kv.is_root else CheckpointError, match=text):
         kv.load(path)
     with pytest.raises(mpikv.Closed, match="ended in an earlier call"):
         kv.push("w", np.ones(10))
 
 
-def test_state_is_loaded_to_where_it_is(comm, folder):
+def test_state_is_loaded_to_where_it_is(kv, folder):
     """New memory would take as long as the reading."""
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.zeros(1000))
-        kv.set_optimizer("adam")
-        kv.push("w", np.ones(1000))
-        kv.save(folder / "checkpoint")
-        before = contents(kv)
-        kv.push("w", np.ones(1000))
-        (block,) = kv._exchange.values.blocks
-        state = block.state
-        kv.load(folder / "checkpoint")
-        assert block.state is state
-        assert contents(kv) == before
-        kv.set_optimizer("adam")
-        assert block.state is not state
+    kv.init("w", np.zeros(1000))
+    kv.set_optimizer("adam")
+    kv.push("w", np.ones(1000))
+    kv.save(folder / "checkpoint")
+    before = contents(kv)
+    kv.push("w", np.ones(1000))
+    (block,) = kv._exchange.values.blocks
+    state = block.state
+    kv.load(folder / "checkpoint")
+    assert block.state is state
+    assert contents(kv) == before
+    kv.set_optimizer("adam")
+    assert block.state is not state
 
 
 @pytest.mark.processes
-def test_a_file_that_is_replaced_meanwhile(comm, folder, ranks, monkeypatch):
+def test_a_file_that_is_replaced_meanwhile(kv, folder, ranks, monkeypatch):
     path = folder / "checkpoint"
-    with mpikv.create(comm=comm) as kv:
-        kv.init("w", np.ones(3))
-        kv.save(path)
-        open_reader = Reader.open
+    kv.init("w", np.ones(3))
+    kv.save(path)
+    open_reader = Reader.open
 
-        def late(self):
-            if kv.is_root:
-                shutil.copy(path, folder / "copy")
-                (folder / "copy").replace(path)
-            open_reader(self)
+    def late(self):
+        if kv.is_root:
+            shutil.copy(path, folder / "copy")
+            (folder / "copy").replace(path)
+        open_reader(self)
 
-        monkeypatch.setattr(Reader, "open", late)
-        error = outcome(kv.load, path)
-        monkeypatch.undo()
-        assert isinstance(error, CheckpointError if kv.is_root else (PeerFailed, CheckpointError))
-        assert "was changed while it was loaded" in str(error)
-        np.testing.assert_array_equal(kv.pull("w"), np.ones(3))
-        kv.load(path)
+    monkeypatch.setattr(Reader, "open", late)
+    error = outcome(kv.load, path)
+    monkeypatch.undo()
+    assert isinstance(error, CheckpointError if kv.is_root else (PeerFailed, CheckpointError))
+    assert "was changed while it was loaded" in str(error)
+    np.testing.assert_array_equal(kv.pull("w"), np.ones(3))
+    kv.load(path)
 
 
 @pytest.mark.ranks(2, 3, 4)

@@ -50,6 +50,13 @@ def filled(comm, **arguments):
     return kv
 
 
+@pytest.fixture
+def kv(comm, folder):
+    """Return a store that is closed, and has ended its saves, before the folder is removed."""
+    with filled(comm) as store:
+        yield store
+
+
 # --- What is in the file
 
 
@@ -139,15 +146,14 @@ def test_saves_between_pushes(comm, folder, ranks):
     holds()
 
 
-def test_the_optimizers_state_alone_comes_after(comm, folder):
-    with filled(comm) as kv:
-        work = kv.save(folder / "all", wait=False)
-        kv.save_optimizer_states(folder / "states")
-        assert work.done
-        work = kv.save(folder / "all", wait=False)
-        kv.load_optimizer_states(folder / "states")
-        assert work.done
-        assert sorted(os.listdir(folder)) == ["all", "states"]
+def test_the_optimizers_state_alone_comes_after(kv, folder):
+    work = kv.save(folder / "all", wait=False)
+    kv.save_optimizer_states(folder / "states")
+    assert work.done
+    work = kv.save(folder / "all", wait=False)
+    kv.load_optimizer_states(folder / "states")
+    assert work.done
+    assert sorted(os.listdir(folder)) == ["all", "states"]
 
 
 def test_an_asynchronous_store(comm, folder):
@@ -168,45 +174,38 @@ def test_an_asynchronous_store(comm, folder):
 def test_close_waits_for_it(comm, folder):
     with filled(comm) as kv:
         work = kv.save(folder / "w", wait=False)
+        assert repr(work).startswith("<mpikv.SaveWork save(")
+        assert not work.done
     assert work.done
+    assert work.written
+    assert repr(work).endswith(" done>")
     work.wait()
     assert os.listdir(folder) == ["w"]
 
 
-def test_what_it_shows(comm, folder):
-    with filled(comm) as kv:
-        work = kv.save(folder / "w", wait=False)
-        assert repr(work).startswith("<mpikv.SaveWork save(")
-        assert not work.done
-        work.wait()
-        assert work.written
-        assert repr(work).endswith(" done>")
-
-
 @pytest.mark.processes
-def test_it_is_known_that_a_rank_has_written(comm, folder, ranks, monkeypatch):
+def test_it_is_known_that_a_rank_has_written(kv, folder, ranks, monkeypatch):
     """While the others may not have, and before the file is there."""
-    with filled(comm) as kv:
-        held, release = os.pipe()
-        write = os.pwritev
+    held, release = os.pipe()
+    write = os.pwritev
 
-        def late(*arguments):
-            os.read(held, 1)
-            return write(*arguments)
+    def late(*arguments):
+        os.read(held, 1)
+        return write(*arguments)
 
-        if kv.rank == ranks - 1:
-            monkeypatch.setattr(os, "pwritev", late)
-        work = kv.save(folder / "w", wait=False)
-        push(kv)
-        if kv.rank == ranks - 1:
-            assert not work.written
-            assert repr(work).endswith(" pending>")
-        kv.barrier()
-        assert not (folder / "w").exists()
-        os.close(release)
-        work.wait()
-        os.close(held)
-        assert (folder / "w").exists()
+    if kv.rank == ranks - 1:
+        monkeypatch.setattr(os, "pwritev", late)
+    work = kv.save(folder / "w", wait=False)
+    push(kv)
+    if kv.rank == ranks - 1:
+        assert not work.written
+        assert repr(work).endswith(" pending>")
+    kv.barrier()
+    assert not (folder / "w").exists()
+    os.close(release)
+    work.wait()
+    os.close(held)
+    assert (folder / "w").exists()
 
 
 def test_an_error_that_ends_the_store(comm, folder):
@@ -296,47 +295,39 @@ def test_a_full_disk_on_one_rank(comm, folder, ranks, monkeypatch, end):
 
 
 @pytest.mark.processes
-def test_a_rank_without_memory_for_the_copy(comm, folder, ranks, monkeypatch):
-    def none(*_, **__):
-        raise MemoryError("none left")
+@pytest.mark.parametrize(
+    ("patched", "missing"),
+    [
+        ("mpikv.checkpoint.saving.zeros", MemoryError("none left for the copy")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),
+    ],
+)
+def test_a_rank_without_memory_or_thread(kv, folder, ranks, monkeypatch, patched, missing):
+    """The call finds the first, and the wait the second."""
 
-    with filled(comm) as kv:
-        if kv.rank == ranks - 1:
-            monkeypatch.setattr("mpikv.checkpoint.saving.zeros", none)
-        error = outcome(kv.save, folder / "w", wait=False)
-        monkeypatch.undo()
-        assert isinstance(error, MemoryError if kv.rank == ranks - 1 else PeerFailed)
-        kv.barrier()
-        assert os.listdir(folder) == []
-        kv.save(folder / "w", wait=False)
+    def fail(*_, **__):
+        raise missing
 
-
-@pytest.mark.processes
-def test_a_rank_without_a_thread(comm, folder, ranks, monkeypatch):
-    def none(*_):
-        raise RuntimeError("can't start new thread")
-
-    with filled(comm) as kv:
-        if kv.rank == ranks - 1:
-            monkeypatch.setattr("threading.Thread.start", none)
-        work = kv.save(folder / "w", wait=False)
-        monkeypatch.undo()
-        error = outcome(work.wait)
-        assert isinstance(error, RuntimeError)
-        assert "can't start new thread" in str(error)
-        kv.barrier()
-        assert os.listdir(folder) == []
-        kv.save(folder / "w", wait=False)
+    if kv.rank == ranks - 1:
+        monkeypatch.setattr(patched, fail)
+    finds = type(missing) is MemoryError
+    work = None if finds else kv.save(folder / "w", wait=False)
+    error = outcome(kv.save, folder / "w", wait=False) if finds else outcome(work.wait)
+    monkeypatch.undo()
+    assert isinstance(error, type(missing) if kv.rank == ranks - 1 else PeerFailed)
+    assert str(missing) in str(error)
+    kv.barrier()
+    assert os.listdir(folder) == []
+    kv.save(folder / "w", wait=False)
 
 
-def test_what_can_be_known_is_raised_by_the_call(comm, folder):
-    with filled(comm) as kv:
-        error = outcome(kv.save, folder / "no" / "w", wait=False)
-        assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
-        error = outcome(kv.save, folder / "w", wait="no")
-        assert isinstance(error, TypeError)
-        assert "wait='no' is neither True nor False" in str(error)
-        assert os.listdir(folder) == []
+def test_what_can_be_known_is_raised_by_the_call(kv, folder):
+    error = outcome(kv.save, folder / "no" / "w", wait=False)
+    assert isinstance(error, FileNotFoundError if kv.is_root else PeerFailed)
+    error = outcome(kv.save, folder / "w", wait="no")
+    assert isinstance(error, TypeError)
+    assert "wait='no' is neither True nor False" in str(error)
+    assert os.listdir(folder) == []
 
 
 def test_another_store_that_saves_to_the_path(comm, folder):
@@ -354,18 +345,17 @@ def test_another_store_that_saves_to_the_path(comm, folder):
 
 
 @pytest.mark.ranks(2, 3)
-def test_ranks_that_differ(comm, folder):
-    with filled(comm) as kv:
-        error = outcome(kv.save, folder / "w", wait=kv.rank == 0)
-        assert isinstance(error, RankMismatch)
-        assert "only in the" in str(error)
-        assert "wait=False" in str(error)
-        work = kv.save(folder / "w", wait=False)
-        error = outcome(work.wait if kv.rank == 0 else kv.barrier)
-        assert isinstance(error, RankMismatch)
-        assert "rank 0 calls wait(save(" in str(error)
-        assert not work.done
-        error = outcome(kv.close if kv.rank == 0 else kv.barrier)
-        assert isinstance(error, RankMismatch)
-        work.wait()
-        assert os.listdir(folder) == ["w"]
+def test_ranks_that_differ(kv, folder):
+    error = outcome(kv.save, folder / "w", wait=kv.rank == 0)
+    assert isinstance(error, RankMismatch)
+    assert "only in the" in str(error)
+    assert "wait=False" in str(error)
+    work = kv.save(folder / "w", wait=False)
+    error = outcome(work.wait if kv.rank == 0 else kv.barrier)
+    assert isinstance(error, RankMismatch)
+    assert "rank 0 calls wait(save(" in str(error)
+    assert not work.done
+    error = outcome(kv.close if kv.rank == 0 else kv.barrier)
+    assert isinstance(error, RankMismatch)
+    work.wait()
+    assert os.listdir(folder) == ["w"]
