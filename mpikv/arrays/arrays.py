@@ -39,6 +39,7 @@ __all__ = [
     "lies_on_host",
     "local_sum",
     "name_of",
+    "narrows",
     "quiet",
     "run_quietly",
     "source",
@@ -229,6 +230,15 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
     if _KINDS.get(given.name) != _KINDS.get(wanted.name) or given.name not in _KINDS:
         return False
     return not (given.kind == "i" and wanted.kind == "u")
+
+
+def narrows(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
+    """Return whether both are integers, some of which ``wanted`` does not hold: in a cast they would wrap.
+
+    >>> narrows(np.dtype("int64"), np.dtype("int8")), narrows(np.dtype("uint8"), np.dtype("int16"))
+    (True, False)
+    """
+    return given is not wanted and given.kind in "iu" and wanted.kind in "iu" and not np.can_cast(given, wanted)
 
 
 @cache

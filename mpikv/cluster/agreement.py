@@ -207,8 +207,8 @@ class Agreement:
             noted(error, f"in {verb} on rank {self._group.rank} of {self._group.size}")
         return settled(error)
 
-    def name(self, call: Call, error: MemoryError) -> None:
-        """Have the message of a lack of memory begin with its call, and end with this rank."""
+    def name(self, call: Call, error: Exception) -> None:
+        """Have the message of an error begin with its call, and end with this rank."""
         error.args = (self._placed(str(call), call.verb, error),)
 
     def _placed(self, begin: str, verb: str, error: BaseException) -> str:

@@ -34,6 +34,8 @@ class Values:
 
     def __init__(self, transport: Transport, planner: Planner, root: int, pooling: bool) -> None:
         self.transport, self._memory, self._root = transport, transport.memory, root
+        self.at_root = transport.rank == root
+        """Whether this rank's arrays are those that are stored."""
         self.planner = planner
         """What makes plans; others are to be made with another one after :meth:`invalidate`."""
         self.table = KeyTable()
@@ -103,7 +105,7 @@ class Values:
     def write(self, keys: Sequence[Key], arrays: Sequence[Array]) -> None:
         """Store the root's arrays, so that every rank can read them; of a GPU such as :meth:`set_apart` returns."""
         entries = self.table.find(keys)
-        if self.transport.rank == self._root:
+        if self.at_root:
             apart = list(map(self.apart, arrays)) if self._memory.is_host else arrays
             self._memory.copy([entry.value for entry in entries], apart)
         if not self.transport.shared:
@@ -251,7 +253,7 @@ class Values:
         """Return the arrays that :meth:`write` is to be given. The root has a GPU's views of values copied now, for
         which there may be too little memory. Local.
         """
-        if self._memory.is_host or self.transport.rank != self._root or not any(map(self.is_view, arrays)):
+        if self._memory.is_host or not self.at_root or not any(map(self.is_view, arrays)):
             return arrays
         kept: Sequence[Array] = self._memory.order.run(lambda given: list(map(self.apart, given)), arrays)
         return kept

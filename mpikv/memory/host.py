@@ -99,7 +99,10 @@ class HostMemory:
         table[ids] = 0 if rows is None else rows
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        table[ids] += rows
+        sums = table[ids]
+        # Of int64 and uint64 numpy would make floats.
+        np.add(sums, rows, out=sums, dtype=sums.dtype, casting="unsafe")
+        table[ids] = sums
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
         rows = rows[order]

@@ -26,7 +26,7 @@ from ..verbs import Verbs
 from ..verbs.arguments import in_form
 from ..verbs.comparison import add_text
 from ..verbs.operands import given_to_fill
-from ..verbs.renewed import Renewed
+from ..verbs.renewed import Filled
 from ..verbs.row_arguments import Brought
 from .door import State
 
@@ -278,9 +278,10 @@ def prepare_capture(verbs: Verbs, key: Any, value: Any, out: Any) -> PreparedCal
     given = Fixed(_copy(key), _copy(value), _copy(out), given_to_fill(key, value, out))
     verbs.push_pull.pushpull(given.key, given.value, given.out, 0)  # finds all that is wrong with it
     plan, _, _, result = _bind(verbs, given)
-    if type(result) is Renewed:
+    if type(result) in Filled:
         raise TypeError(
-            "each call fills the same arrays, and one of them is read-only; use pushpull, or numpy's arrays"
+            "each call fills the same arrays, and one of them is read-only, or of integers that hold less than the "
+            "stored ones; use pushpull, or numpy's arrays of the stored dtype"
         )
     verbs.give_up()  # nothing is to be filled
     return verbs.comparison.plan_call("capture", plan), lambda: given
@@ -303,7 +304,7 @@ def _bind(verbs: Verbs, given: Fixed) -> tuple[Plan, Arrays | Brought | None, Ar
     if isinstance(sources, Brought):
         return plan, sources, (), result
     targets, renewed = verbs.operands.targets(plan, key, fills, implied=out is None)
-    return plan, sources, targets, renewed if type(renewed) is Renewed else result
+    return plan, sources, targets, renewed if type(renewed) in Filled else result
 
 
 def _has_rows(given: Fixed) -> bool:

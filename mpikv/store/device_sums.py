@@ -22,6 +22,7 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array, Key, Transport
 from ..transports.nccl import NcclTransport
 from ..verbs.arguments import outs_of, priorities, writable
+from ..verbs.renewed import answer, widened
 from .kvstore import let_gpus_queue
 
 if TYPE_CHECKING:
@@ -93,11 +94,12 @@ class DeviceSums:
             [writable(each, name, source.shape, source.dtype, self.memory) for each in group]
             for name, source, group in zip(form.keys, sources, outs_of(key, filled, form.keys).groups, strict=True)
         ]
-        work = self._work(sources, outs)
+        targets, result = widened(form.keys, [each.dtype for each in sources], outs, self.memory, filled)
+        work = self._work(sources, targets)
         option = f"on GPUs, priority {priorities(priority, form.keys)}"
         call = self._store._verbs.comparison.value_call(verb, form, sources, option)
         move = self._sum if verb == "pushpull" else self._broadcast
-        return call, partial(self._run, move, work, filled)
+        return call, partial(self._run, move, work, result)
 
     def _work(self, sources: Sequence[Array], outs: Sequence[Sequence[Array]]) -> _Work:
         work, address = _Work([], [], []), self.memory.gpu.address
@@ -124,7 +126,7 @@ class DeviceSums:
     def _run(self, move: Callable[[_Pairs], None], work: _Work, result: Any) -> Any:
         let_gpus_queue()
         self.memory.order.run(run_quietly, self._make, move, work)
-        return result
+        return answer(result)
 
     def _make(self, move: Callable[[_Pairs], None], work: _Work) -> None:
         self._copy(work.before)

@@ -22,7 +22,7 @@ from ..config import VARIABLES_ONLY, Config
 from ..engine.exchange import Exchange
 from ..engine.lazy import lazy
 from ..engine.plan import digest
-from ..errors import Closed, ConfigError, Stalled, Unsupported, a_kind, is_settled, known_names, text_of
+from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
@@ -312,7 +312,8 @@ class KVStore(KVStoreBase):
         Args:
             key: an int or a str, a list of them, or a dict of arrays. Repeated keys in a list mean a list of arrays.
             value: an array of the stored shape, or a list of such arrays, which are summed on this rank first, from
-                left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast.
+                left to right; for a list of keys, a list with one of either per key. A dtype of the same kind is cast,
+                but integers that the stored dtype does not hold are refused; sums may wrap in it, as numpy's do.
                 Half precision is summed in float32 and rounded once, a list once more before it is sent. The arrays are
                 never changed or kept and may be reused when push returns; memory that several ranks push from when it
                 has returned on all of them. None, on every rank, takes the
@@ -359,9 +360,10 @@ class KVStore(KVStoreBase):
         Args:
             key: an int or a str, a list of them, or a dict of arrays to fill.
             out: an array of the stored shape, or a list of such arrays, each of which is filled; for a list of keys,
-                a list with one of either per key. A dtype of the same kind is cast. A key's own :meth:`view` is brought
-                up to date. The arrays must not overlap: that is not looked for, as it would take longer than a small
-                pull. None: new arrays of numpy's are returned.
+                a list with one of either per key. A dtype of the same kind is cast, but integers that it does not hold
+                are refused, on this rank alone, when the call is made. A key's own :meth:`view` is brought up to date.
+                The arrays must not overlap: that is not looked for, as it would take longer than a small pull. None:
+                new arrays of numpy's are returned.
             priority: as in :meth:`push`.
             ignore_sparse: what happens to a :class:`RowSparse` among the outs. True leaves it as it is, and logs so;
                 False gives it all rows of the value that are not zero, for which the whole value travels;
@@ -1154,7 +1156,7 @@ class KVStore(KVStoreBase):
             quietly = run_quietly if self._exchange.updater.may_raise else self._quiet
             try:
                 return self._run_in_order(quietly, run) if self._order.needed else quietly(run)
-            except MemoryError as error:
+            except (MemoryError, ValueMismatch) as error:
                 self._agreement.name(call, error)
                 raise
         except BaseException as error:

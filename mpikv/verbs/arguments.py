@@ -14,9 +14,10 @@ from ..engine.plan import Plan, label
 from ..errors import ConfigError, ValueMismatch, a_kind
 from ..optimizers import Optimizer, create
 from ..protocols import Array, Key, Memory
-from .renewed import contained
+from .renewed import check_integers, contained
 
 __all__ = [
+    "WIDER",
     "in_form",
     "new_arrays",
     "optimizer_of",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 
+WIDER = "init the key with a wider dtype"
+"""What to do about integers that a stored value cannot hold."""
 _SEVERAL = "it is in a list, which holds several arrays of this rank, each of the stored shape; numpy.stack makes one"
 
 
@@ -42,8 +45,10 @@ def sources(entries: Sequence[Entry], groups: Sequence[Sequence[Any]]) -> list[t
     ]
 
 
-def singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
-    """Return the one array of each key, in this memory; it fits the value of a key that the table has."""
+def singles(form: Form, table: KeyTable | None, memory: Memory, is_read: bool) -> list[Array]:
+    """Return the one array of each key, in this memory; it fits the value of a key that the table has. Only its dtype
+    and shape need to where it is not read.
+    """
     arrays = []
     for key, group in zip(form.keys, form.groups, strict=True):
         if len(_some(group, key)) > 1:
@@ -52,7 +57,7 @@ def singles(form: Form, table: KeyTable | None, memory: Memory) -> list[Array]:
                 "rank, one for each device; give one of them, or a key to each"
             )
         entry = table[key] if table is not None and key in table else None
-        arrays.append(_readable(group[0], entry) if entry else memory.source(group[0]))
+        arrays.append(_readable(group[0], entry, is_read=is_read) if entry else memory.source(group[0]))
     return arrays
 
 
@@ -175,7 +180,7 @@ def updater_function(updater: Any) -> Callable[[Any, Array, Array], Any]:
     return updater  # type: ignore[no-any-return]
 
 
-def _readable(value: Any, entry: Entry, several: int = 1) -> Array:
+def _readable(value: Any, entry: Entry, several: int = 1, is_read: bool = True) -> Array:
     memory = entry.place.block.memory
     usual = type(value) is np.ndarray and value.dtype is entry.dtype and memory.is_host
     array = value if usual else memory.source(value)
@@ -184,8 +189,12 @@ def _readable(value: Any, entry: Entry, several: int = 1) -> Array:
             f"value of key {entry.key!r} has shape {array.shape} and the stored value {entry.shape}; "
             + ("reshape it, or init the key anew with overwrite=True" if several == 1 else _SEVERAL)
         )
-    if array.dtype != entry.dtype and not castable(array.dtype, entry.dtype):
-        raise ValueMismatch(f"{_kinds(f'value of key {entry.key!r}', array.dtype, entry.dtype)}, use astype")
+    if array.dtype != entry.dtype:
+        what = f"value of key {entry.key!r}"
+        if not castable(array.dtype, entry.dtype):
+            raise ValueMismatch(f"{_kinds(what, array.dtype, entry.dtype)}, use astype")
+        if is_read:
+            check_integers(what, array, entry.dtype, memory, WIDER)
     return array
 
 

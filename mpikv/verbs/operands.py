@@ -19,7 +19,7 @@ from ..memory.device import DeviceMemory
 from ..protocols import Array, Gpu, Key
 from ..sparse.rows import Rows, check_updater
 from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
-from .renewed import Renewed
+from .renewed import Renewed, widened
 from .row_arguments import Brought, brings_rows, brought
 
 __all__ = ["Operands", "given_to_fill"]
@@ -222,37 +222,47 @@ class Operands:
                 names = plan.keys if tuple(names) == plan.keys else ()
         if (arrays := self._plain(plan, names, outs, True, True)) is not None:
             return arrays, given
-        return self.fillable(lambda out: self.targets_of(plan, outs_of(key, out, plan.keys).groups), given, implied)
+        return self.fillable(
+            lambda out, result: self.targets_of(plan, outs_of(key, out, plan.keys).groups, result), given, implied
+        )
 
-    def fillable(self, fill: Callable[[Any], Arrays], given: Any, implied: bool = False) -> tuple[Arrays, Any]:
-        """Return the arrays to fill, which ``fill`` returns, and what the call returns: what was given to be filled,
-        or, with arrays that cannot be written, a :class:`Renewed`.
+    def fillable(
+        self, fill: Callable[[Any, Any], tuple[Arrays, Any]], given: Any, implied: bool = False
+    ) -> tuple[Arrays, Any]:
+        """Return the arrays to fill, and what the call returns, by ``fill``, which is told what the caller is to be
+        given: what was given to be filled, or, with arrays that cannot be written, what a :class:`Renewed` makes.
         """
         try:
-            return fill(given), given
+            return fill(given, given)
         except TypeError as error:
             if not is_unwritable(error):
                 raise
         self._memory.order.cancel()  # some were to be filled already
         renewed = Renewed(given, lambda array: stand_in(array, implied, self._memory))
-        return fill(renewed.arrays), renewed
+        return fill(renewed.arrays, renewed)
 
-    def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]]) -> list[tuple[Array, ...]]:
-        """Return the arrays to fill of each key."""
+    def targets_of(self, plan: Plan, groups: Sequence[Sequence[Any]], result: Any) -> tuple[Arrays, Any]:
+        """Return the arrays to fill of each key, and what the call returns, which is to be ``result``."""
         pairs = zip(plan.entries, targets(plan.entries, groups), strict=True)
-        return [tuple(self._exchange.values.fillable(array, entry) for array in group) for entry, group in pairs]
+        outs = [tuple(self._exchange.values.fillable(array, entry) for array in group) for entry, group in pairs]
+        return widened(plan.keys, plan.dtypes, outs, self._memory, result)
 
     def places(
-        self, key: Any, keys: tuple[Key, ...], stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]], out: Any
-    ) -> list[tuple[Array, ...]]:
-        """Return the arrays to fill with values of these shapes and dtypes, of keys that need not be known."""
+        self,
+        key: Any,
+        keys: tuple[Key, ...],
+        stored: Sequence[tuple[tuple[int, ...], np.dtype[Any]]],
+        out: Any,
+        result: Any,
+    ) -> tuple[Arrays, Any]:
+        """Return the same of values of these shapes and dtypes, of keys that need not be known."""
         outs = [
             tuple(writable(array, name, shape, dtype, self._memory) for array in group)
             for name, (shape, dtype), group in zip(keys, stored, outs_of(key, out, keys).groups, strict=True)
         ]
         for array in (array for group in outs for array in group):
             self._exchange.values.check_own(array)
-        return outs
+        return widened(keys, [dtype for _, dtype in stored], outs, self._memory, result)
 
 
 def given_to_fill(key: Any, value: Any, out: Any) -> Any:

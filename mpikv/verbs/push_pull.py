@@ -13,7 +13,7 @@ from ..engine.plan import Plan
 from .arguments import in_form
 from .comparison import Comparison, Contribution, UpdateCall
 from .operands import Operands, given_to_fill
-from .renewed import Renewed
+from .renewed import answer
 from .row_arguments import Brought, asks_rows
 from .rows import RowVerbs
 
@@ -100,7 +100,7 @@ class PushPull:
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
         def run() -> Any:
             self._exchange.pipeline.pull(plan, targets)
-            return result.made() if type(result) is Renewed else result
+            return answer(result)
 
         return self._comparison.plan_call("pull", plan, priority), run
 
@@ -120,6 +120,6 @@ class PushPull:
 
         def run() -> Any:
             pipeline.pushpull(plan, sources, steps, targets, confirm)
-            return result.made() if type(result) is Renewed else result
+            return answer(result)
 
         return call, run

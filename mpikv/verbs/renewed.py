@@ -1,7 +1,9 @@
-"""Structures of arrays like a caller's, in which new arrays stand for those that cannot be written.
+"""What a call fills in place of a caller's arrays, and gives to the caller when it is made.
 
 Arrays of JAX are never written to, and numpy's may be read-only. A call that would fill one returns a structure of the
 same dicts, lists and tuples instead, with a new array of the same library, shape and dtype in its place.
+
+Integers that an array cannot hold would wrap in it. So a call fills an array of the stored dtype first.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from typing import Any
 
-from ..arrays.arrays import as_of_library
-from ..errors import settled
-from ..protocols import Array
+import numpy as np
 
-__all__ = ["Renewed", "answer", "contained"]
+from ..arrays.arrays import as_of_library, narrows
+from ..errors import ValueMismatch, settled
+from ..protocols import Array, Key, Memory
+
+__all__ = ["Filled", "Renewed", "Widened", "answer", "check_integers", "check_out", "contained", "widened"]
 
 
 class Renewed:
@@ -46,9 +50,77 @@ class Renewed:
         return leaf if original is None else as_of_library(leaf, original)
 
 
+class Widened:
+    """What a call returns, once arrays are given the integers that are known to fit in them."""
+
+    def __init__(self, result: Any, outs: Sequence[tuple[Key, Array, Array]], memory: Memory) -> None:
+        """``outs``: for some keys the array to be filled, and the one of the stored dtype that the call fills."""
+        self._result, self._outs, self._memory = result, outs, memory
+
+    def made(self) -> Any:
+        """Give the arrays their integers, and return what the caller is given.
+
+        Raises:
+            ValueMismatch: some do not fit; no array was changed, and the other ranks have made their call.
+        """
+        for key, out, wide in self._outs:
+            check_out(key, wide, out.dtype, self._memory)
+        self._memory.copy([out for _, out, _ in self._outs], [wide for *_, wide in self._outs])
+        return answer(self._result)
+
+
+Filled = (Renewed, Widened)
+"""Kinds of results that are made when the arrays are filled."""
+
+
 def answer(result: Any) -> Any:
     """Return what a call returns to its caller."""
-    return result.made() if type(result) is Renewed else result
+    return result.made() if type(result) in Filled else result
+
+
+def widened(
+    keys: Sequence[Key],
+    dtypes: Sequence[np.dtype[Any]],
+    groups: Sequence[Sequence[Array]],
+    memory: Memory,
+    result: Any = None,
+) -> tuple[Sequence[Sequence[Array]], Any]:
+    """Return the arrays that a call fills with values of these dtypes, and what it returns, given the arrays of the
+    caller, and the result without them.
+    """
+    outs: list[tuple[Key, Array, Array]] = []
+
+    def stand_in(key: Key, dtype: np.dtype[Any], out: Array) -> Array:
+        if not narrows(dtype, out.dtype):
+            return out
+        outs.append((key, out, memory.empty(out.shape, dtype)))
+        return outs[-1][-1]
+
+    filled = [
+        tuple(stand_in(key, dtype, out) for out in group)
+        for key, dtype, group in zip(keys, dtypes, groups, strict=True)
+    ]
+    return (filled, Widened(result, outs, memory)) if outs else (groups, result)
+
+
+def check_integers(what: str, array: Array, dtype: np.dtype[Any], memory: Memory, advice: str) -> None:
+    """Raise ValueMismatch if integers of an array would wrap in a dtype."""
+    if not narrows(array.dtype, dtype) or not array.size:
+        return
+    here, known = memory.to_host(array), np.iinfo(dtype)
+    for number in int(here.min()), int(here.max()):
+        if not known.min <= number <= known.max:
+            raise ValueMismatch(f"{what} has {number}, and {dtype.name} holds {known.min} to {known.max}; {advice}")
+
+
+def check_out(key: Key, array: Array, dtype: np.dtype[Any], memory: Memory) -> None:
+    """Raise ValueMismatch if pulled integers would wrap in the dtype of the out of this rank, who alone knows it."""
+    try:
+        advice = f"the out of this rank was left as it was, pass one of {array.dtype.name}"
+        check_integers(f"the value of key {key!r}", array, dtype, memory, advice)
+    except ValueMismatch as error:
+        settled(error)
+        raise
 
 
 def contained(like: Sequence[Any], leaves: list[Any]) -> Any:

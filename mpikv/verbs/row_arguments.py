@@ -15,7 +15,8 @@ from ..errors import Unsupported, ValueMismatch, a_kind
 from ..memory.row_sparse import RowSparse, cast_rows, merged_rows, row_ids
 from ..memory.workspace import ALIGNMENT
 from ..protocols import Array, Key, Memory
-from .arguments import writable
+from .arguments import WIDER, writable
+from .renewed import check_integers, check_out
 
 __all__ = [
     "Asked",
@@ -167,6 +168,7 @@ def deliver(entry: Entry, wanted: Wanted) -> None:
         some = rows
         if each.ids is not wanted.ids:
             some = _taken(memory, rows, np.searchsorted(wanted.ids, each.ids), made.some)
+        check_out(entry.key, some, each.out.dtype, memory)
         if isinstance(each.out, RowSparse):
             each.out.replace(each.ids.copy(), _like(each.out, some, memory, made.cast))
         elif memory.is_host:
@@ -190,7 +192,9 @@ def fill(entry: Entry, out: RowSparse) -> None:
     memory = entry.place.block.memory
     rows = memory.to_host(entry.value).reshape(entry.shape[0], prod(entry.shape[1:]))
     ids = np.flatnonzero(rows.any(axis=1))
-    out.replace(ids, _like(out, _taken(memory, entry.value, ids), memory))
+    some = _taken(memory, entry.value, ids)
+    check_out(entry.key, some, out.dtype, memory)
+    out.replace(ids, _like(out, some, memory))
 
 
 def _union(wanted: Sequence[Array]) -> Array:
@@ -266,7 +270,9 @@ def _sum_of(entry: Entry, group: Sequence[Any], in_pairs: bool, apart: Callable[
     for each in group:
         _check_fit(entry, "value", each)
     memory = entry.place.block.memory
-    (only, *others) = (_in_memory(each, memory, apart) for each in group)
+    (only, *others) = every = [_in_memory(each, memory, apart) for each in group]
+    for each in every:
+        check_integers(f"value of key {entry.key!r}", each.values, entry.dtype, memory, WIDER)
     if others:
         terms = [(each.indices, each.values) for each in (only, *others)]
         tables, wide = memory.workspace, accumulator(entry.dtype)

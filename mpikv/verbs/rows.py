@@ -19,6 +19,7 @@ from ..sparse.rows import Rows
 from .arguments import outs_of
 from .comparison import Comparison, Contribution
 from .operands import Operands
+from .renewed import answer
 from .row_arguments import Asked, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of
 
 __all__ = ["RowVerbs"]
@@ -49,7 +50,7 @@ class RowVerbs:
             sparse = [()] * len(sparse)
         elif any(sparse):
             self._memory.order.check_new()
-        targets = self._operands.targets_of(plan, dense)
+        targets, result = self._operands.targets_of(plan, dense, out)
         call = self._comparison.plan_call("pull", plan, priority)
 
         def run() -> Any:
@@ -61,7 +62,7 @@ class RowVerbs:
             except MemoryError as error:
                 settled(error)  # the ranks have made their call, and each fills its own
                 raise
-            return out
+            return answer(result)
 
         return call, run
 
@@ -73,7 +74,9 @@ class RowVerbs:
             paired(entry, [each.indices for each in group], group)
             for entry, group in zip(plan.entries, rows, strict=True)
         ]
-        whole = self._operands.targets_of(plan, dense) if any(dense) else None
+        whole = None
+        if any(dense):
+            whole, result = self._operands.targets_of(plan, dense, result)
         return self.pushpull_rows(plan, given, whole, asked, result, priority)
 
     def row_sparse_pull(self, key: Any, out: Any, priority: Any, row_ids: Any) -> PreparedCall:
@@ -126,7 +129,7 @@ class RowVerbs:
             except MemoryError as error:
                 noted(error, "the rows were pushed, but not pulled")
                 raise
-            return result
+            return answer(result)
 
         return call, run
 

@@ -38,7 +38,7 @@ class ValueVerbs:
             self._rows.load([each.dtype for each in rows])
             call = self._comparison.value_call("init", form, rows, f"{Contribution.ROWS.value}, overwrite {known}")
             return call, lambda: self._rows.enter(keys, rows)
-        arrays = singles(form, None, self._memory)
+        arrays = singles(form, None, self._memory, True)
         exchange.check_storable(arrays)
         call = self._comparison.value_call("init", form, arrays, f"{Contribution.WHOLE.value}, overwrite {known}")
         apart = exchange.values.set_apart(arrays)
@@ -52,8 +52,9 @@ class ValueVerbs:
     def set(self, key: Any, value: Any) -> PreparedCall:
         form = parse(key, value)
         call = self._comparison.plan_call("set", self._exchange.values.plan(form.keys))
-        arrays = self._exchange.values.set_apart(singles(form, self._exchange.values.table, self._memory))
-        return call, lambda: self._exchange.values.write(form.keys, arrays)
+        values = self._exchange.values
+        arrays = values.set_apart(singles(form, values.table, self._memory, values.at_root))
+        return call, lambda: values.write(form.keys, arrays)
 
     def delete(self, key: Any) -> PreparedCall:
         keys = parse(key, None).keys
@@ -64,7 +65,7 @@ class ValueVerbs:
         exchange, table = self._exchange, self._exchange.values.table
         keys, _ = form = parse(key, value)
         table.check_kind(keys)
-        arrays = singles(form, table, self._memory)
+        arrays = singles(form, table, self._memory, exchange.values.at_root)
         exchange.check_storable(arrays)
         stored = [(a.shape, table[k].dtype if k in table else a.dtype) for k, a in zip(keys, arrays, strict=True)]
         if out is None and not self._memory.is_host and any(map(exchange.values.is_view, arrays)):
