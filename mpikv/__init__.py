@@ -30,6 +30,7 @@ from .errors import (
     TransportUnavailable,
     Unsupported,
     ValueMismatch,
+    no_attribute,
 )
 from .memory.row_sparse import RowSparse
 from .store.allreduce_store import AllReduce
@@ -99,7 +100,8 @@ def __getattr__(name: str) -> typing.Any:
     if name in ("codecs", "schedules"):
         return importlib.import_module(f".{name}", __name__)
     if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = "see mpikv.schedules" if "scheduler" in name.lower() else ""
+        raise no_attribute("name in mpikv", name, __all__, hint)
     found = globals()[name] = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
     return found
 

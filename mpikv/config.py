@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -85,14 +84,7 @@ class Config:
         parsers = {f"MPIKV_{field.name.upper()}": (field.name, _PARSERS[field.type]) for field in fields(cls)}
         values: dict[str, Any] = {}
         for variable in environ:
-            if not variable.startswith("MPIKV_") or variable in LAUNCHER_VARIABLES:
-                continue
             if variable not in parsers:
-                import difflib  # as seldom as somebody mistypes a name
-
-                near = difflib.get_close_matches(variable, parsers, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                warnings.warn(f"unknown variable {variable}{hint}", stacklevel=5)
                 continue
             (name, parse), text = parsers[variable], environ[variable]
             try:
@@ -105,6 +97,25 @@ class Config:
         except ConfigError as error:
             raise ConfigError(f"{error} (from the environment)") from None
         return replace(config, **{name: value for name, value in arguments.items() if value is not None})
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return what is to be said of variables that look like settings, and are none.
+
+    >>> unknown_variables({"MPIKV_TIMOUT": "5", "MPIKV_TIMEOUT": "5"})
+    ['unknown variable MPIKV_TIMOUT; did you mean MPIKV_TIMEOUT?']
+    """
+    known = {f"MPIKV_{field.name.upper()}" for field in fields(Config)}
+    unknown = [name for name in environ if name.startswith("MPIKV_") and name not in known | LAUNCHER_VARIABLES]
+    if not unknown:
+        return []
+    import difflib  # as seldom as somebody mistypes a name
+
+    near = [difflib.get_close_matches(name, known, n=1) for name in unknown]
+    return [
+        f"unknown variable {name}" + "".join(f"; did you mean {each}?" for each in found)
+        for name, found in zip(unknown, near, strict=True)
+    ]
 
 
 def aborts(environ: Mapping[str, str] = os.environ) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,13 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from .cluster.connecting import connect
 from .cluster.process_group import ProcessGroup
+from .cluster.runtime import owned
 from .cluster.status_board import StatusBoard
 from .cluster.tracebacks import hiding_frames
 from .cluster.waiting import Waiting
 from .compute.cuda.gpu import find_gpu, find_nccl, gpu_of, has_cupy
 from .compute.cuda.sharing import share_gpus
 from .compute.kernels import find_kernels
-from .config import OWN_AFFAIRS, Config, nccl_host, place_on_host, slice_bytes, visible_gpus, wants_slices
+from .config import (
+    OWN_AFFAIRS,
+    Config,
+    nccl_host,
+    place_on_host,
+    slice_bytes,
+    unknown_variables,
+    visible_gpus,
+    wants_slices,
+)
 from .errors import (
     ConfigError,
     PeerFailed,
@@ -31,7 +43,7 @@ from .errors import (
 from .memory.device import DeviceMemory
 from .memory.host import HostMemory
 from .optimizers.updaters import check_outside
-from .options import check_whole
+from .options import check_whole, naming_argument
 from .protocols import Gpu, GpuKernels, Transport
 from .store.allreduce_store import AllReduce
 from .store.endings import prepare_endings
@@ -112,6 +124,7 @@ class _Parts:
     """What the transport waits by, where ranks may come to wait for GPUs."""
 
 
+@naming_argument
 @hiding_frames
 def create(
     name: str = "local",
@@ -198,6 +211,8 @@ def create(
     except Exception as error:
         request.problem = error
     group = connect(comm, request.settings)
+    if group.rank == 0:
+        _warn_once(unknown_variables())
     try:
         parts = _rendezvous(request, group, bucket_bytes)
     except Stalled as error:  # of ranks that would not come to a close either
@@ -230,6 +245,17 @@ def _find_kind(name: str) -> StoreKind:
     if name.lower() not in _KIND_OF:
         raise ConfigError(known_names("store", name, _NAMES))
     return _KIND_OF[name.lower()]
+
+
+def _warn_once(texts: Sequence[str]) -> None:
+    """Warn of each text that this process has not warned of, at the line that calls this package."""
+    level, said = 1, owned("warnings")
+    while sys._getframe(level).f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level += 1
+    for text in texts:
+        if text not in said:
+            said.append(text)
+            warnings.warn(text, stacklevel=level + 1)
 
 
 # --- What this rank asks for

@@ -233,6 +233,12 @@ def known_names(what: str, name: object, known: Iterable[str], hint: str = "") -
 
     names = sorted(known)
     text = f"unknown {what} {name!r} (known: {', '.join(names)})"
-    near = difflib.get_close_matches(str(name).lower(), names, n=1)
-    hint = hint or (f"did you mean {near[0]!r}?" if near else "")
+    lower = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    hint = hint or (f"did you mean {lower[near[0]]!r}?" if near else "")
     return f"{text}; {hint}" if hint else text
+
+
+def no_attribute(what: str, name: str, known: Iterable[str], hint: str = "") -> AttributeError:
+    """Return the error for a name that a module does not have. Python asks for some by itself, such as ``__path__``."""
+    return AttributeError(name if name.startswith("__") else known_names(what, name, known, hint))

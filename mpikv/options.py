@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import MISSING, field, fields
-from functools import cache, partial
-from typing import Any
+from functools import cache, partial, wraps
+from inspect import Parameter, signature
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from .errors import ConfigError, brief, known_names, text_of
+from .errors import ConfigError, brief, known_names, mark_shortened, text_of
 
 __all__ = [
     "check_choice",
@@ -28,9 +30,48 @@ __all__ = [
     "choice",
     "count",
     "flag",
+    "naming_argument",
+    "naming_arguments",
     "number",
     "settle_fields",
 ]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Kind = TypeVar("Kind", bound="type[Any]")
+
+# Arguments that calls do not have, and where they are.
+_ELSEWHERE = {"average": "set_optimizer and mpikv.Trainer have it"}
+
+
+def naming_arguments(kind: Kind) -> Kind:
+    """Have the public functions of a class, and its constructor, answer an unknown argument with the nearest that they
+    have. A decorator.
+    """
+    for name, function in list(vars(kind).items()):
+        if isinstance(function, FunctionType) and (name == "__init__" or not name.startswith("_")):
+            setattr(kind, name, naming_argument(function))
+    return kind
+
+
+def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function that does so. A decorator."""
+
+    @wraps(function)
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        try:
+            return function(*arguments, **options)
+        except TypeError as error:
+            known = signature(function).parameters
+            takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in known.values())
+            unknown = "" if takes_any else next((name for name in options if name not in known), "")
+            if unknown:  # then the function was not entered
+                what = f"argument of {function.__qualname__.removesuffix('.__init__')}"
+                error.args = (known_names(what, unknown, known.keys() - {"self"}, _ELSEWHERE.get(unknown, "")),)
+                mark_shortened(error).__traceback__ = None
+            raise
+
+    return call
 
 
 def number(default: Any, interval: str) -> Any:

@@ -18,19 +18,17 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from .errors import ConfigError, known_names
-from .options import check_whole, choice, count, number, settle_fields
+from .errors import ConfigError, no_attribute
+from .options import check_whole, choice, count, naming_arguments, number, settle_fields
 
 __all__ = ["Cosine", "Factor", "MultiFactor", "Polynomial", "Schedule"]
 
 if not TYPE_CHECKING:  # which would take any name for one of these
 
     def __getattr__(name: str) -> NoReturn:
-        if name.startswith("__"):  # an import of this module looks for some
-            raise AttributeError(name)
         near = [own for own in __all__ if name.endswith("Scheduler") and own.startswith(name[: -len("Scheduler")])]
         hint = f"did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(known_names("schedule", name, __all__, hint))
+        raise no_attribute("schedule", name, __all__, hint)
 
 
 def beginning_with(scheduler: Any, base_lr: float) -> Any:
@@ -52,6 +50,7 @@ def beginning_with(scheduler: Any, base_lr: float) -> Any:
     return other
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class Schedule:
     """A constant rate after a warm-up; the base of the others, which define :meth:`~Schedule.decayed`.
@@ -93,6 +92,7 @@ class Schedule:
             raise ConfigError(f"{type(self).__name__}: {name}={getattr(self, name)!r} is {fault}")
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class Factor(Schedule):
     """Multiply the rate by a factor after every ``step`` updates.
@@ -119,6 +119,7 @@ def _check_steps(where: str, value: Any) -> tuple[int, ...]:
     return tuple(check_whole(where, boundary, low=1) for boundary in value)
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class MultiFactor(Schedule):
     """Multiply the rate by a factor after each of the given numbers of updates.
@@ -143,6 +144,7 @@ class MultiFactor(Schedule):
         return self.base_lr * self.factor ** sum(num_update > boundary for boundary in self.step)
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class _Falling(Schedule):
     """Fall to ``final_lr`` along a curve, which subclasses define."""
@@ -168,6 +170,7 @@ class _Falling(Schedule):
         """Return which part of the fall is left when so many of all its updates were made."""
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class Polynomial(_Falling):
     """Fall to ``final_lr`` along a power of the share of updates that remain.
@@ -185,6 +188,7 @@ class Polynomial(_Falling):
         return math.pow((every - done) / every, self.pwr)
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class Cosine(_Falling):
     """Fall to ``final_lr`` along half a period of the cosine.

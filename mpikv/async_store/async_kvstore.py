@@ -27,6 +27,7 @@ from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
 from ..errors import ConfigError, Stalled, Unsupported, settled
+from ..options import naming_arguments
 from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
@@ -51,6 +52,7 @@ _KEEPER = 0
 _INSTEAD = "'dist_sync' has it"
 
 
+@naming_arguments
 class AsyncKVStore(KVStore):
     """A store that applies each rank's push when it arrives: ``create("dist_async", staleness=4)``.
 

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import platform
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,7 +19,7 @@ from ..checkpoint import Kind, Source, inspect
 from ..cluster.connecting import connect
 from ..cluster.process_group import ProcessGroup
 from ..compute.kernels import find_kernels
-from ..config import TRANSPORTS, Config, Launch, advise_start, launch_of, visible_gpus
+from ..config import TRANSPORTS, Config, Launch, advise_start, launch_of, unknown_variables, visible_gpus
 from ..errors import MPIKVError
 from ..protocols import Key
 from ..transports import choose
@@ -186,13 +185,10 @@ def _describe_settings(environ: Mapping[str, str]) -> Report:
 
 def _settings() -> tuple[Config, list[str], bool]:
     """Return the settings, what is wrong with their variables, and whether these were usable."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            config = Config.read()
-        except MPIKVError as error:
-            return Config(), [str(error)], False
-    return config, [str(warning.message) for warning in caught], True
+    try:
+        return Config.read(), unknown_variables(), True
+    except MPIKVError as error:
+        return Config(), [str(error)], False
 
 
 def _describe_transport(name: str, mpi: Report) -> Report:

@@ -24,7 +24,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..options import check_float32
+from ..options import check_float32, naming_arguments
 from ..protocols import Array
 from .options import BLOCK, Scratch
 
@@ -68,6 +68,7 @@ class _Codes(ABC):
         return table
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class TwoBit(_Codes):
     """Sends the sign of what is at least ``threshold``, and nothing else: 2 bits per element.
@@ -120,6 +121,7 @@ class TwoBit(_Codes):
             words[:] = _packed(spare[0])[: words.size]
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class OneBit(_Codes):
     """Sends 1 for what is above ``threshold`` and -1 for all else: 1 bit per element.

@@ -12,12 +12,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..options import count, settle_fields
+from ..options import count, naming_arguments, settle_fields
 from ..protocols import Array, Rounds, Sum
 
 __all__ = ["LowRank"]
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class LowRank:
     """Sends two thin matrices whose product is near the gradient, found by one step of the power method.

@@ -13,12 +13,13 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from ..errors import ConfigError
-from ..options import check_number, check_whole
+from ..options import check_number, check_whole, naming_arguments
 from ..protocols import Array, Gather, Rounds
 
 __all__ = ["TopK", "largest"]
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class TopK:
     """Sends the elements of each value that have the largest magnitude: 8 bytes for each of them.

@@ -53,7 +53,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import ConfigError, known_names
+from ..errors import ConfigError, known_names, no_attribute
 from ..options import count, flag, number
 from .optimizer import BLOCK, Block, Optimizer, Step
 from .options import rate
@@ -129,7 +129,7 @@ _ELSEWHERE = {
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise no_attribute("name in mpikv.optimizers", name, __all__)
     found = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
     return found
 

@@ -14,6 +14,7 @@ from ..engine.keys import Form, parse
 from ..engine.plan import label
 from ..errors import KeyNotInitialized, RankMismatch, Unsupported, ValueMismatch, brief
 from ..memory.host import HostMemory
+from ..options import naming_arguments
 from ..protocols import Array, Gpu, Key
 from ..verbs.comparison import compare_text
 from ..verbs.operands import given_to_fill
@@ -43,6 +44,7 @@ OpenSums: TypeAlias = "Callable[[KVStore, Gpu], DeviceSums | None]"
 Collective."""
 
 
+@naming_arguments
 class AllReduce(Wrapped):
     """A store that keeps no values: ``create("horovod")``, ``"byteps"`` or ``"allreduce"``.
 

@@ -24,6 +24,7 @@ from ..engine.lazy import lazy
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
+from ..options import naming_arguments
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
 from ..verbs import Verbs
@@ -51,6 +52,7 @@ _CLOSE = Call("close", digest("close"))
 _ENDED = State.ENDED
 
 
+@naming_arguments
 class KVStore(KVStoreBase):
     """A table of named arrays that all ranks share: a push adds up one array per rank, a pull reads the value.
 
@@ -123,6 +125,12 @@ class KVStore(KVStoreBase):
         """What is to be called before the store is closed, once, on every rank alike."""
         self._stores = open_stores()
         self._stores.append(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a store cannot be pickled or copied, as it belongs to this process and its ranks; leave it out, save its "
+            "values by kv.save(path), or make another store by mpikv.create()"
+        )
 
     # --- Facts
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from ..cluster.tracebacks import hidden_from_pytest
 from ..errors import ConfigError, Unsupported, a_kind
+from ..options import naming_arguments
 from ..protocols import Key
 from ..verbs.renewed import contained
 from .wrapped import Wrapped
@@ -21,6 +22,7 @@ __tracebackhide__ = hidden_from_pytest
 _MOST_LISTS = 1024
 
 
+@naming_arguments
 class Scope(Wrapped):
     """The keys of a store that begin with a name, which are left out here: made by :meth:`mpikv.KVStore.scope`.
 

@@ -13,7 +13,7 @@ from ..arrays.arrays import accumulator, castable, is_array, is_immutable, lies_
 from ..engine.keys import flatten
 from ..errors import ConfigError, ValueMismatch, a_kind
 from ..memory.host import HOST, HostMemory
-from ..options import check_choice
+from ..options import check_choice, naming_arguments
 from ..protocols import Array, Gpu
 from .array_location import Located, added_up, readable, writable
 
@@ -23,6 +23,7 @@ __all__ = ["Parameter", "first_names", "name_parameters"]
 _MOST_WORK = 100_000
 
 
+@naming_arguments
 class Parameter:
     """A weight that a :class:`mpikv.Trainer` updates in place, with its gradient. All of it is local.
 

@@ -27,6 +27,7 @@ from ..errors import (
     known_names,
 )
 from ..optimizers import Optimizer
+from ..options import naming_arguments
 from ..protocols import Array, Key
 from ..store.plugins import KVStoreBase
 from ..verbs.arguments import optimizer_of
@@ -42,6 +43,7 @@ __tracebackhide__ = hidden_from_pytest
 Result = TypeVar("Result")
 
 
+@naming_arguments
 class Trainer:
     """Updates named weights on all ranks by the sum of their gradients.
 

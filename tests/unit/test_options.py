@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import traceback
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import mpikv
 from mpikv.codecs import LowRank, TopK
 from mpikv.errors import ConfigError
 from mpikv.options import check_float32, check_number, check_switch, check_whole, choice, count, number, settle_fields
@@ -79,3 +86,74 @@ def test_fields_are_checked_and_stored() -> None:
         Options(2, rate="1")
     with pytest.raises(ConfigError, match=r"^unknown mode 'fats' \(known: fast, slow\); did you mean 'fast'\?$"):
         Options(2, mode="fats")
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "create": (lambda kv: mpikv.create(time_out=5), "'time_out' .*did you mean 'timeout'"),  # type: ignore[call-arg]
+    "push": (lambda kv: kv.push("w", np.ones(2), average=True), "'average' .*set_optimizer .* have it"),
+    "init": (lambda kv: kv.init("w", np.ones(2), overwrit=True), "'overwrit' .*did you mean 'overwrite'"),
+    "scope": (lambda kv: kv.scope("a").pull("w", outs=None), "'outs' .*did you mean 'out'"),
+    "dist_async": (lambda kv: mpikv.create("dist_async").pull("w", outs=None), "did you mean 'out'"),
+    "horovod": (lambda kv: mpikv.create("horovod").pushpull("w", outs=None), "did you mean 'out'"),
+    "Trainer": (lambda kv: mpikv.Trainer({}, "sgd", kv_store=kv), "did you mean 'kvstore'"),  # type: ignore[call-arg]
+    "Factor": (lambda kv: mpikv.schedules.Factor(3, facto=1), "did you mean 'factor'"),  # type: ignore[call-arg]
+    "TopK": (lambda kv: TopK(rati=0.1), "did you mean 'ratio'"),  # type: ignore[call-arg]
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_argument_is_answered_with_the_nearest(name: str) -> None:
+    call, text = CALLS[name]
+    with mpikv.create() as kv, pytest.raises(TypeError, match=f"unknown argument of .*{text}") as raised:
+        call(kv)
+    package = str(Path(mpikv.__file__).parent)
+    assert not [frame for frame in traceback.extract_tb(raised.tb) if frame.filename.startswith(package)]
+
+
+def test_other_type_errors_are_what_they_were() -> None:
+    with mpikv.create() as kv:
+        with pytest.raises(TypeError, match=r"push\(\) missing 1 required positional argument: 'key'"):
+            kv.push()  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="push: a key is an int or a str, not a float"):
+            kv.push(0.5, np.ones(2), wait=True)
+
+        @kv.updater
+        def update(key: Any, total: Any, stored: Any) -> None:
+            update(key, totl=total)  # type: ignore[call-arg]
+
+        kv.init("w", np.ones(2))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'totl'"):
+            kv.push(key="w", value=np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "text"),
+    [
+        (mpikv, "creat", "did you mean 'create'"),
+        (mpikv, "FactorScheduler", "see mpikv.schedules"),
+        (mpikv, "lr_scheduler", "see mpikv.schedules"),
+        (mpikv.optimizers, "SGDD", "did you mean 'SGD'"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(module: Any, name: str, text: str) -> None:
+    with pytest.raises(AttributeError, match=f"unknown name in {module.__name__} '{name}' .*{text}"):
+        getattr(module, name)
+    assert not hasattr(module, "__path_of_nothing__")
+
+
+@pytest.mark.parametrize("make", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async"])
+def test_a_store_says_that_it_cannot_be_copied(make: Callable[[Any], Any], name: str) -> None:
+    with mpikv.create(name) as kv, pytest.raises(TypeError, match=r"a store cannot be pickled .*kv\.save\(path\)"):
+        make(kv)
+
+
+def test_an_unknown_variable_is_warned_of_once_and_where_the_store_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIKV_TIMOUT", "5")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mpikv.create().close()
+        mpikv.create().close()
+    (warning,) = caught
+    assert "unknown variable MPIKV_TIMOUT; did you mean MPIKV_TIMEOUT" in str(warning.message)
+    assert warning.filename == __file__
