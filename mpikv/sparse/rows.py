@@ -145,7 +145,7 @@ class Rows:
         else:
             terms = [given]
             if not self._memory.is_host:
-                self._reserve(self._needed(entries, [ids for ids, _ in given], (), ()), held)
+                self._reserve(self._needed(entries, [[ids for ids, _ in given]]), held)
         return [
             merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
             for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
@@ -157,17 +157,17 @@ class Rows:
         """Return what each rank brings of the rows of which this rank owns something."""
         numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
-        places = list[Sequence[Any]]()
 
         def ready(told: Sequence[Sequence[Array]]) -> None:
-            self._reserve(self._needed(entries, numbers, places, told), held)
+            self._reserve(self._needed(entries, [*parts, *told]), held)
 
         if self._exchange.placement.everywhere:
+            parts = [numbers]
             terms = self._messages.to_all(numbers, values, kinds, label, ready)
             terms[rank] = list(given)
         else:
-            for entry, ids in zip(entries, numbers, strict=True):
-                places.append(self._owners(entry).split(ids, self._transport.size))
+            size, pairs = self._transport.size, zip(entries, numbers, strict=True)
+            places = [self._owners(entry).split(ids, size) for entry, ids in pairs]
             parts = [[ids[at] for ids, at in zip(numbers, each, strict=True)] for each in zip(*places, strict=True)]
             rows = list[Sequence[Array]]()
 
@@ -180,38 +180,18 @@ class Rows:
             terms[rank] = list(zip(parts[rank], rows[rank], strict=True))
         return terms
 
-    def _needed(
-        self,
-        entries: Sequence[Entry],
-        mine: Sequence[Array],
-        places: Sequence[Sequence[Any]],
-        told: Sequence[Sequence[Array]],
-    ) -> int:
-        """Return how much memory of a GPU a push of rows takes at most: with ``mine``, which are divided as ``places``
-        say, and what this rank was ``told`` of the others'.
-        """
-        size, nbytes = self._transport.size, 0
-        levels = 1 + size.bit_length() if self._exchange.in_pairs else 1
-        for item, entry in enumerate(entries):
-            kind = _kind(entry)
-            wide = kind.width * accumulator(kind.dtype).itemsize
-            slots = self._exchange.updater.slots(entry.dtype)
-            states = kind.width * sum(dtype.itemsize for dtype in slots.values())
-            received = sum(numbers[item].size for numbers in told if numbers)
-            rows = mine[item].size + received
-            # Rows for others, with their numbers; what others send; sums, level by level; the sums of rows that are
-            # all this rank's, cast; the rows of the value and of each state; those that are cleared; and the numbers of
-            # pieces of state.
-            if places and not self._owners(entry).alone:
-                nbytes += sum(map(len, places[item])) * (kind.nbytes + 8)
-            nbytes += received * kind.nbytes + levels * rows * (wide + 8)
-            nbytes += rows * (wide + 2 * kind.nbytes + states + 2 * 8)
-            if entry.present is not None and entry.present.rows is not None:
-                nbytes += 8 * entry.present.rows.size
-            if not entry.keeps_all:
-                nbytes += rows * kind.width // self._owners(entry).unit * 8
-            nbytes += (16 + size * (1 + 3 * levels) + 2 * len(slots)) * ALIGNMENT
-        return nbytes
+    def _needed(self, entries: Sequence[Entry], every: Sequence[Sequence[Array]]) -> int:
+        """Bound the memory of a GPU that a push takes. ``every``: numbers of all rows that this rank has or gets."""
+        wide = [Kind(prod(entry.shape[1:]), accumulator(entry.dtype)) for entry in entries]
+        levels = 1 + self._transport.size.bit_length() if self._exchange.in_pairs else 1
+        slots = max((len(self._exchange.updater.slots(entry.dtype)) for entry in entries), default=0)
+        before = (entry.present.rows for entry in entries if entry.present is not None)
+        cleared = sum(rows.nbytes for rows in before if rows is not None)
+        pieces = 0 if all(entry.keeps_all for entry in entries) else 2
+        # None is wider than a row of sums: what is sent or received, the sum at each level, its cast, the value's rows
+        # as they are read and written, and those of each state. A number of a piece may stand for one element.
+        rows = _room_for(every, wide, copies=4 + levels + slots + pieces, arrays=1 + 3 * levels)
+        return rows + cleared + len(entries) * (16 + 2 * slots) * ALIGNMENT
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
         """Return the root's rows."""
