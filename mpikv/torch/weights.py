@@ -135,7 +135,7 @@ class Weights:
         tensors = [value.detach() for value in values if isinstance(value, torch.Tensor)]
         # One more, so that a state of zeros is another than none.
         self._is_loaded = True
-        self._states[number] = 1.0 + sum(float(one.abs().sum(dtype=torch.float64)) for one in tensors)
+        self._states[number] = 1.0 + sum(float(_finite(one.abs()).sum(dtype=torch.float64)) for one in tensors)
 
     def _find_marks(self) -> int:
         tensors = self._tensors.values()
@@ -150,15 +150,23 @@ def _checksum(tensor: Any) -> int:
 def _are_close(tensor: Any, other: Any) -> bool:
     """Return whether two tensors differ by no more than steps of training on other processors may make them differ.
 
+    An infinity is close to itself alone, and NaN to NaN.
+
     >>> _are_close(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-6]))
     True
     >>> _are_close(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-2]))
     False
     """
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not (tensor.numel() and (tensor.is_floating_point() or tensor.is_complex())):
         return bool(torch.equal(tensor, other))
     room = torch.finfo(tensor.dtype).eps ** 0.5
-    return bool(torch.allclose(tensor, other, room, room * float(other.abs().max()), equal_nan=True))
+    largest = float(_finite(other.abs()).max())
+    return bool(torch.allclose(tensor, other, room, room * largest, equal_nan=True))
+
+
+def _finite(tensor: Any) -> Any:
+    """Return a copy with zeros in place of infinities and NaN, which would hide differences of all other numbers."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _some(names: list[str]) -> str:

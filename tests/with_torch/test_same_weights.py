@@ -16,6 +16,8 @@ from .training import assert_close, assert_equal_over_ranks, attach, loss_of, ne
 
 pytestmark = pytest.mark.ranks(2, 3)
 
+INFINITY, NAN = float("inf"), float("nan")
+
 
 @pytest.fixture
 def kv(comm):
@@ -175,6 +177,50 @@ def test_weights_that_rounding_has_made_others(kv):
     attached.detach()
 
 
+@pytest.mark.parametrize(
+    ("roots", "own", "same"),
+    [
+        ([INFINITY, 1.0], [INFINITY, 1.0], True),
+        ([INFINITY, 1.0], [INFINITY, 2.0], False),
+        ([INFINITY, 1.0], [-INFINITY, 1.0], False),
+        ([INFINITY, 1.0], [2.0, 1.0], False),
+        ([2.0, 1.0], [INFINITY, 1.0], False),
+        ([NAN, 1.0], [NAN, 1.0], True),
+        ([NAN, 1.0], [NAN, 2.0], False),
+        ([NAN, 1.0], [2.0, 1.0], False),
+        ([2.0, 1.0], [NAN, 1.0], False),
+        ([], [], True),
+    ],
+    ids=str,
+)
+def test_weights_that_are_infinite_or_none(kv, roots, own, same):
+    """Beside one that differs in its last bits, so that ranks compare all numbers."""
+    model = network()
+    model[1].register_parameter("table", nn.Parameter(torch.tensor(roots, dtype=torch.float64), requires_grad=False))
+    optimizer = adam(model)
+    attach(model, optimizer, kv=kv)
+    with torch.no_grad():
+        model[0].weight *= 1 + kv.rank * 1e-13
+        if is_last(kv):
+            model[1].table.copy_(torch.tensor(own))
+    if same:
+        train(model, optimizer, range(1), kv)
+    else:
+        differ(lambda: train(model, optimizer, range(1), kv), r"other than on the root: 1.table\)")
+
+
+def test_a_loaded_state_with_an_infinity(kv):
+    """As of a squared gradient that was too large."""
+    model, optimizer, _ = attached_pair(kv, "local")
+    train(model, optimizer, range(2), kv)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg_sq"][0, 0] = INFINITY
+    if is_last(kv):
+        state["state"][1]["exp_avg"] += 1
+    optimizer.load_state_dict(state)
+    differ(lambda: train(model, optimizer, range(1), kv), "the state that Adam has loaded")
+
+
 def test_a_root_that_hands_out_what_it_has_loaded(kv, update):
     model, optimizer, attached = attached_pair(kv, update)
     train(model, optimizer, range(3), kv)
@@ -237,7 +283,11 @@ def test_a_step_of_an_optimizer_that_is_not_attached(kv):
     optimizer.zero_grad()
     loss_of(model, 2, kv).backward()
     if kv.is_root:
-        other.step()
+        with pytest.warns(
+            UserWarning, match="SGD updates parameters of a model that is attached with other optimizers"
+        ):
+            other.step()
+        other.step()  # one warning
     optimizer.step()
     differ(lambda: train(model, optimizer, range(1), kv), "other than on the root")
 
