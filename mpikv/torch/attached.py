@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from itertools import count
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet, ref
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..codecs import create as create_codec
 from ..create import create
 from ..errors import ConfigError, MPIKVError, Unsupported
-from ..store.kvstore import KVStore
+from ..store.kvstore import KVStore, open_stores
 from .backward import BackwardSync
-from .checks import check_model, check_options, check_parameter, taken
+from .checks import OWNER, check_model, check_options, check_parameter
 from .closures import MeanLoss
 from .comparison import outline, settings_of
 from .data import fill_from_root, tensors_of
@@ -28,8 +29,8 @@ from .weights import Weights
 
 __all__ = ["Attached", "attach"]
 
-_prefixes: WeakKeyDictionary[KVStore, count[int]] = WeakKeyDictionary()
-"""The number of the next model of a store."""
+_known: WeakSet[Any] = WeakSet()
+"""The optimizers that are attached, and those of which a warning told that they are not."""
 
 
 def attach(
@@ -57,9 +58,10 @@ def attach(
     Args:
         model: a ``torch.nn.Module``, the same on every rank, whose tensors lie on the host.
         optimizer: a ``torch.optim.Optimizer`` of the model's parameters, or a list of them; None: only gradients are
-            averaged.
+            averaged. Of a wrapper, such as Accelerate's, its ``optimizer`` is taken.
         kv: a store without an updater and without compression, whose ranks take part and which stays the caller's;
-            None: one of all ranks of the launch, which is closed at the end of the program.
+            None: one of all ranks of the launch, which is closed at the end of the program, or by a later call of
+            ``attach`` when every rank has dropped the model.
         update: ``local``: every rank updates all weights and has all of the optimizer's state. ``store``: each rank
             updates its part, has the state of that part alone, and sends the new weights to the others, which moves
             twice the bytes between ranks. ``optimizer.state_dict()`` is collective then, and has all of the state.
@@ -85,7 +87,10 @@ def attach(
     parameter that has another device, dtype or shape by then, and a step whose gradients were not exchanged. The ranks
     compare settings of optimizers here; passes, steps and their settings in each backward; weights, and states that
     optimizers have loaded, in the first backward after a rank has changed or loaded some; and all of these once more in
-    ``detach``, or when the store is closed.
+    ``detach``, or when the store is closed. A step of an optimizer that was made later, and not attached, warns.
+
+    The attachment lives as long as the model's parameters or the optimizer. What a model that was dropped has left in
+    the store is freed by the next ``attach`` on it, or when the store is closed.
 
     Example:
         >>> import mpikv.torch, torch
@@ -120,13 +125,14 @@ class Attached:
         """The store, for its rank, its size and its other facts."""
         self._model, self._options = model, options
         given = [] if optimizer is None else optimizer
-        self._optimizers: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
+        self._optimizers = [*map(_unwrap, given if isinstance(given, (list, tuple)) else [given])]
         self._ending = ExitStack()
         """What ends the attachment, as far as it was made."""
-        if own:
-            self._ending.callback(kv.close)
+        self._remains = _Remains(self, own)
+        self._ending.callback(self._remains.free)
         try:
             with raising_on_all(kv, "attach"):
+                _free_dropped(self._remains)
                 named = self._agree()
                 self._prepare()
                 self._watch(named)
@@ -135,7 +141,13 @@ class Attached:
             with suppress(Exception):  # where the store has ended, which would hide the error that tells why
                 self._ending.close()
             raise
-        kv.before_close.append(self._before_close)
+        kv.before_close.append(self._remains)
+        _known.update(self._optimizers)
+        _watch_steps()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Be None in copies and files of a parameter."""
+        return type(None), ()
 
     def _agree(self) -> dict[str, Any]:
         """Refuse what cannot be attached, and give all ranks the root's tensors; return the parameters. Collective."""
@@ -162,18 +174,11 @@ class Attached:
         if compression is not None:
             sums = kv.group(range(kv.size))
             assert sums is not None  # as this rank is one of them
-            self._sums = sums
-            ending.callback(sums.close)
+            self._sums = self._remains.sums = sums
             sums.set_gradient_compression(compression)
-        number = next(_prefixes.setdefault(kv, count()))
-        prefix = self._prefix = f"torch{number}/" if number or len(kv) else ""
-        model_buffers = None
-        if buffers == "root":
-            model_buffers = ModelBuffers(kv, prefix, self._model)
-            ending.callback(model_buffers.release)
+        prefix = self._remains.prefix
+        model_buffers = ModelBuffers(kv, prefix, self._model) if buffers == "root" else None
         self._loss = MeanLoss(kv, prefix) if optimizers else None
-        if self._loss is not None:
-            ending.callback(self._loss.release)
         weights = Weights(kv, prefix, optimizers)
         ending.callback(weights.release)
         overlaps = not kv.any_rank(not _has_spare_core(kv))
@@ -217,7 +222,7 @@ class Attached:
         """
         self._sync.complete()
         with raising_on_all(self.kv, "add"):
-            if self._prefix + name in {gradient.name for gradient in self._sync.gradients}:
+            if name in {gradient.name for gradient in self._sync.gradients}:
                 raise ConfigError(f"add: a parameter {name!r} is attached already; give this one another name")
             if not parameter.requires_grad or not parameter.numel():
                 raise ConfigError(
@@ -235,8 +240,8 @@ class Attached:
         self._sync.watch(trained)
         self._sync.weights.watch(named.items())
         for _, one in trained:
-            taken[one] = True
-            self._ending.callback(taken.pop, one, None)
+            setattr(one, OWNER, self)
+            self._ending.callback(vars(one).pop, OWNER, None)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -321,15 +326,10 @@ class Attached:
             RankMismatch: they differ. A second call ends it all the same.
         """
         self._sync.complete()
-        if self._before_close in self.kv.before_close:
-            self.kv.before_close.remove(self._before_close)
+        if self._remains in self.kv.before_close:
+            self.kv.before_close.remove(self._remains)
             self._sync.check_end("detach")
         self._ending.close()
-
-    def _before_close(self) -> None:
-        """Compare, where the store is closed without :meth:`detach`. Collective."""
-        self._sync.complete()
-        self._sync.check_end("close")
 
     def statistics(self) -> dict[str, Any]:
         """Return what is known of the exchange. Local.
@@ -411,8 +411,7 @@ class Attached:
                 self._sync.next_store.raise_on_all_ranks(fault, "optimizer.step")
             self._check_synchronized()
             self._check_exchanged(sharded.optimizer)
-            names = {one: self._sync.watched[one].name for one in sharded.undivided()}
-            sharded.divide((name.removeprefix(self._prefix), one) for one, name in names.items())
+            sharded.divide((self._sync.watched[one].name, one) for one in sharded.undivided())
 
     def _check_exchanged(self, optimizer: Any) -> None:
         """Raise ConfigError on every rank where a gradient of the step is not one that ranks have exchanged."""
@@ -436,6 +435,91 @@ class Attached:
         """Return a parameter's name, for a message; of one that is not the model's, what is known of it."""
         own = (repr(name) for name, one in self._model.named_parameters() if one is parameter)
         return next(own, f"a parameter of shape {tuple(parameter.shape)}, which the model does not have,")
+
+
+class _Remains:
+    """What an attachment has in its store, without a reference to the model: the store keeps it until the end."""
+
+    def __init__(self, attached: Attached, own: bool) -> None:
+        self.kv, self.own, self.attached = attached.kv, own, ref(attached)
+        self.number = 0
+        """Among those of the store, or among the stores that attach has made; the same on every rank."""
+        self.sums: KVStore | None = None
+        """The store of compressed gradients."""
+
+    @property
+    def prefix(self) -> str:
+        """With which the keys begin."""
+        return f"torch{self.number}/"
+
+    def __call__(self) -> None:
+        """Compare, where the store is closed without :meth:`Attached.detach`. Collective."""
+        sync = None if (attached := self.attached()) is None else attached._sync
+        if sync is not None:
+            sync.complete()
+        # Ranks collect garbage at other times, so that some may have the model still.
+        if not self.kv.any_rank(sync is None) and sync is not None:
+            sync.check_end("close")
+
+    def is_dropped(self) -> bool:
+        """Return whether this rank has dropped the model, and all of a store that would be closed. Local."""
+        ends = [one for one in self.kv.before_close if isinstance(one, _Remains)] if self.own else [self]
+        return all(one.attached() is None for one in ends)
+
+    def free(self) -> None:
+        """Give the store's memory back. Collective."""
+        if self.sums is not None:
+            self.sums.close()
+        if self.own:
+            self.kv.close()
+        elif keys := [key for key in map(str, self.kv.keys()) if key.startswith(self.prefix)]:
+            self.kv.delete(keys)
+
+
+def _free_dropped(new: _Remains) -> None:
+    """Free what is left of models that every rank has dropped, and number a new attachment. Collective."""
+    kv = new.kv
+    stores = open_stores() if new.own else [kv]
+    listed = [one for store in stores for one in store.before_close if isinstance(one, _Remains)]
+    known = {one.number: one for one in listed if one.own or not new.own}
+    dropped = {number for number, one in known.items() if one.own == new.own and one.is_dropped()}
+    mine = (dropped, max(known, default=-1))
+    kv.barrier()  # so that no rank waits in MPI for one that does not come
+    every = [mine] if kv.comm is None else kv.comm.allgather(mine)
+    for number in sorted(set.intersection(*(numbers for numbers, _ in every))):
+        known[number].kv.before_close.remove(known[number])
+        known[number].free()
+    new.number = 1 + max(last for _, last in every)
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """Return the optimizer of torch that a wrapper has, as Accelerate's and Lightning's do."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+@cache
+def _watch_steps() -> None:
+    """Have torch tell of the steps of all optimizers."""
+    register_optimizer_step_pre_hook(torch.compiler.disable(_warn_of_stranger))
+
+
+def _warn_of_stranger(optimizer: Any, *_: Any) -> None:
+    """A hook: warn, once, of an optimizer that updates a model to which others were attached."""
+    if optimizer in _known:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = getattr(parameter, OWNER, None)
+            if owner is not None and owner._optimizers:
+                _known.add(optimizer)
+                warnings.warn(
+                    f"{type(optimizer).__name__} updates parameters of a model that is attached with other optimizers: "
+                    "ranks do not compare its steps and settings; call detach(), and attach the model with it",
+                    stacklevel=4,
+                )
+                return
 
 
 def _has_spare_core(kv: KVStore) -> bool:

@@ -11,11 +11,12 @@ that are left are made before the next collective call, so that ranks are at the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn
+from weakref import WeakMethod
 from zlib import crc32
 
 import numpy as np
@@ -103,7 +104,8 @@ class BackwardSync:
         self.seconds_waited = 0.0
         self._handles: list[Any] = []
         # As they are, also where torch compiles a function that calls backward: its compiler would read the store, too.
-        self._hook, self._callback = torch.compiler.disable(self._take), torch.compiler.disable(self._finish)
+        self._hook = torch.compiler.disable(_weak(self._take))
+        self._callback = torch.compiler.disable(self._finish)
         self._task: int | None = None
         self._told = False
         """Whether all ranks know that the pass has failed."""
@@ -121,14 +123,13 @@ class BackwardSync:
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
         """Add up the gradients of these parameters from the next pass on."""
         for name, parameter in named:
-            gradient = Gradient(self._prefix + name, parameter)
+            gradient = Gradient(name, parameter)
             self.gradients.append(gradient)
             self.watched[parameter] = gradient
-            hook = partial(self._hook, gradient)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook))
 
     def release(self) -> None:
-        """Remove the hooks, give each gradient memory of its own, and the store's back. No pass is cut short."""
+        """Remove the hooks, and give each gradient memory of its own. Local. No pass is cut short."""
         for handle in self._handles:
             handle.remove()
         for gradient in self.gradients:
@@ -137,20 +138,17 @@ class BackwardSync:
             gradient.drop_memory()
         self._made.clear()
         self._census = self._totals
-        names = [name for bucket in self.buckets for name in bucket.names]
         for bucket in self.buckets:
             bucket.arrays.clear()
-        if names:
-            self._sums.delete(names)
-            self._kv.delete(self._census_key)
 
     # --- One pass
 
-    def _take(self, gradient: Gradient, _: Any) -> None:
+    def _take(self, parameter: Any) -> None:
         """A hook: the gradient is in its place."""
         if self.paused:
             self.why_local = _KEPT_BACK
             return
+        gradient = self.watched[parameter]
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
@@ -225,7 +223,7 @@ class BackwardSync:
                 return
             self._sent += 1
             wait = self.blocking or not self._overlaps
-            work = self._sums.pushpull(bucket.names, None, bucket.arrays, wait=wait)
+            work = self._sums.pushpull(bucket.keys, None, bucket.arrays, wait=wait)
             if not wait:
                 self._works.append(work)
 
@@ -331,7 +329,7 @@ class BackwardSync:
         self._end()
         for bucket in rest:
             unused = [np.empty_like(array) for array in bucket.arrays]
-            works.append(self._sums.pushpull(bucket.names, None, unused, wait=False))
+            works.append(self._sums.pushpull(bucket.keys, None, unused, wait=False))
         for work in works:
             with suppress(RankMismatch, PeerFailed, NotFinite):  # where ranks are in other passes
                 work.wait()
@@ -355,14 +353,14 @@ class BackwardSync:
         root_order = kv.broadcast(key, np.array([places[gradient] for gradient in order], np.int64))
         kv.delete(key)
         gradients = [self.gradients[place] for place in root_order]
-        names = [gradient.name for gradient in gradients]
-        self._sums.init(names, [row_of(gradient.parameter) for gradient in gradients])
-        arrays = dict(zip(names, self._sums.buffer(names), strict=True))
+        keys = {gradient: self._prefix + gradient.name for gradient in gradients}
+        self._sums.init([*keys.values()], [row_of(gradient.parameter) for gradient in gradients])
+        arrays = dict(zip(gradients, self._sums.buffer([*keys.values()]), strict=True))
         groups = [gradients]
         if self._bucket_bytes is not None:
             groups = fill_buckets(gradients, _FIRST_BUCKET, self._bucket_bytes)
         for group in groups:
-            self.buckets.append(Bucket(group, [arrays[gradient.name] for gradient in group]))
+            self.buckets.append(Bucket([keys[one] for one in group], group, [arrays[one] for one in group]))
         self._totals = np.zeros(_HEAD + len(self.gradients), np.int64)
         kv.init(self._census_key, self._totals, overwrite=True)
         self._census = kv.buffer(self._census_key)
@@ -410,6 +408,19 @@ class BackwardSync:
         check_equal(self._kv, self._describe(self.number), verb, _ADVICE)
         if not self._kv.any_rank(self.weights.is_touched()):
             self.weights.compare(verb)
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method while its object lives. For hooks of parameters, whose references Python's
+    garbage collector does not see: one to what holds the parameter would keep both for ever.
+    """
+    found = WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*arguments)
+
+    return call
 
 
 def _handled() -> str:

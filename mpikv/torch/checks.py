@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ConfigError, Unsupported, a_kind
 from ..options import check_choice, check_whole
@@ -15,12 +14,12 @@ from .data import tensors_of
 from .sharded import check_shardable
 from .tensors import check_dense
 
-__all__ = ["check_model", "check_options", "check_parameter", "taken"]
+__all__ = ["OWNER", "check_model", "check_options", "check_parameter"]
 
 _COMPRESSIBLE = (torch.float32, torch.float16, torch.bfloat16)
 
-taken: Any = WeakTensorKeyDictionary()
-"""The parameters that have hooks."""
+OWNER = "_mpikv_attached"
+"""The attribute of a parameter that holds its attachment, which lives as long as its parameters, or its optimizers."""
 
 
 def check_options(kv: KVStore, update: str, buffers: str, bucket_bytes: int) -> None:
@@ -53,8 +52,10 @@ def check_model(model: Any, optimizers: Sequence[Any], sharded: bool, compressed
 
 
 def _check_optimizer(optimizer: Any, named: dict[str, Any], sharded: bool) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer")
+    if not (isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer, "_optimizer_step_pre_hooks")):
+        raise TypeError(
+            f"attach: the optimizer is {a_kind(optimizer)}, and not a torch.optim.Optimizer; if it wraps one, pass that"
+        )
     own = set(named.values())
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -87,7 +88,7 @@ def _check_shared(optimizers: Sequence[Any]) -> None:
 
 def check_parameter(name: str, parameter: Any, compressed: bool) -> None:
     """Raise an error unless a parameter can be attached."""
-    if parameter in taken:
+    if getattr(parameter, OWNER, None) is not None:
         raise ConfigError(f"the parameter {name!r} is attached already; call detach() of what attach returned first")
     check_dense(name, parameter)
     if compressed and parameter.requires_grad and parameter.dtype not in _COMPRESSIBLE:

@@ -21,10 +21,6 @@ class MeanLoss:
         self._kv, self._key, self._row = kv, f"{prefix}*loss", np.zeros(1)
         kv.init(self._key, self._row)
 
-    def release(self) -> None:
-        """Give the store's memory back. Collective."""
-        self._kv.delete(self._key)
-
     def of(self, loss: Any) -> Any:
         """Return the mean of a number, or of a tensor or an array of one, without its graph; a tensor stays one, of its
         form. What is neither, such as None, is returned as it is. Collective where it is a number.

@@ -92,8 +92,8 @@ class Gradient:
 class Bucket:
     """Gradients that are added up in one call."""
 
-    def __init__(self, gradients: Sequence[Gradient], arrays: Sequence[Array]) -> None:
-        self.names, self.arrays = [one.name for one in gradients], list(arrays)
+    def __init__(self, keys: Sequence[str], gradients: Sequence[Gradient], arrays: Sequence[Array]) -> None:
+        self.keys, self.arrays = list(keys), list(arrays)
         self.gradients, self.missing = gradients, len(gradients)
         self.nbytes = sum(array.nbytes for array in arrays)
         for gradient, array in zip(gradients, arrays, strict=True):

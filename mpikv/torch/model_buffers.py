@@ -17,7 +17,7 @@ class ModelBuffers:
 
     def __init__(self, kv: KVStore, prefix: str, model: Any) -> None:
         """Collective."""
-        self._kv, self._is_root = kv, kv.is_root
+        self._is_root = kv.is_root
         self._places: dict[Any, list[tuple[Any, str, str]]] = {}
         """By dtype, the buffers' modules, names there and whole names: a module may put another tensor in the place."""
         for path, module in model.named_modules():
@@ -33,11 +33,6 @@ class ModelBuffers:
         self._keys = [f"{prefix}*buffers/{dtype}" for dtype in self._places]
         if self._keys:
             kv.init(self._keys, self._rows)
-
-    def release(self) -> None:
-        """Give the store's memory back. Collective."""
-        if self._keys:
-            self._kv.delete(self._keys)
 
     def add_to(self, keys: list[str], values: list[Any], outs: list[Any]) -> None:
         """Add the buffers to the arguments of a ``pushpull``.

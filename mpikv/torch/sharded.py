@@ -134,8 +134,7 @@ class ShardedStep:
         self._released = True
         try:
             self.optimizer.state = self._gathered()
-        finally:  # as the other ranks do, who may have put their parts together
-            self._kv.delete([part.key for part in self._parts.values()])
+        finally:
             self._parts.clear()
 
     def divide(self, named: Iterable[tuple[str, Any]]) -> None:

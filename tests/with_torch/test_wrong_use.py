@@ -310,6 +310,34 @@ def test_what_is_no_optimizer(kv, wrong):
     check_attaches(kv)
 
 
+class Wrapper(optim.Optimizer):
+    """As Accelerate's: it has an optimizer, and has not called what makes it one itself."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_a_wrapped_optimizer(kv, update):
+    model = network()
+    wrapped = Wrapper(Wrapper(sgd(model)))
+    attach(model, wrapped, kv=kv, update=update)
+    train(model, wrapped, range(2), kv)
+    check_trains(kv, model, wrapped.optimizer.optimizer)
+    fails(
+        kv, TypeError, "a Wrapper, and .* if it wraps one, pass that", lambda: attach(network(), Wrapper(None), kv=kv)
+    )
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "model", [1.0]], ids=repr)
 def test_what_is_no_model(kv, wrong):
     fails(kv, TypeError, "torch.nn.Module", lambda: attach(wrong, kv=kv))
