@@ -47,8 +47,9 @@ def attach(
 
     Collective, after model and optimizer are made and before the first step. Parameters and buffers of every rank
     become the root's. From then on the ranks call ``backward()`` and ``optimizer.step()`` equally often; when
-    ``backward()`` returns, each ``parameter.grad`` is the mean over ranks, so that clipping, scaling and the step see
-    what one process with the whole batch would. The forward pass is left alone: a rank may evaluate by itself.
+    ``backward()`` returns, each ``parameter.grad`` is the mean over ranks. With equally many examples on every rank,
+    clipping, scaling and the step see what one process with the whole batch would. The forward pass is left alone: a
+    rank may evaluate by itself.
 
     The exchange of a bucket begins when backward has computed its last gradient. Where all ranks are on one host, and
     backward keeps all of its cores busy, all gradients are exchanged at the end, which is faster there. A gradient that
