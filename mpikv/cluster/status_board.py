@@ -331,9 +331,12 @@ class Inquiry:
         """Ask all other hosts. Local."""
         self.number += 1
         for _, ranks in self._others:
-            begin = self._group.rank % len(ranks)
-            for rank in (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]:
+            for rank in self._asked(ranks):
                 self._group.send_word(str(self.number).encode(), rank, _ASKS)
+
+    def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
+        begin = self._group.rank % len(ranks)
+        return (*ranks[begin:], *ranks[:begin])[:_MOST_ASKED]
 
     def answer(self) -> None:
         """Answer what other hosts have asked. Local."""
@@ -362,10 +365,10 @@ class Inquiry:
                     heard[word[0]] = Answer(tuple(late), text)
             said = [(host, next((heard[rank] for rank in host[1] if rank in heard), None)) for host in self._others]
             if all(answer for _, answer in said) or here.now() >= limit:
-                return [answer or _silence(*host) for host, answer in said]
+                return [answer or _silence(name, sorted(self._asked(ranks))) for (name, ranks), answer in said]
             here.nap(0.005, limit)
 
 
 def _silence(name: str, ranks: Sequence[int]) -> Answer:
     who = f"ranks {list(ranks)} are" if len(ranks) > 1 else f"rank {ranks[0]} is"
-    return Answer((), f"host {name} does not answer: its {who} late or gone, or the network is cut")
+    return Answer(tuple(ranks), f"host {name} does not answer: its {who} late or gone, or the network is cut")
