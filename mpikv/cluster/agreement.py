@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -32,7 +33,8 @@ from ..errors import (
 )
 from ..protocols import Key, Transport
 from .process_group import ProcessGroup
-from .status_board import StatusBoard, note
+from .status_board import StatusBoard, note, text_of_note
+from .tracebacks import place_here
 
 __all__ = ["JOINED", "Agreement", "Call", "CallReport", "PreparedCall", "format_error"]
 
@@ -42,6 +44,8 @@ _WELL = 1
 _FAILED = (1 << 62) - 1
 _JOINABLE = ("push", "pull", "pushpull", "row_sparse_pull", "barrier")
 JOINED = (1 << 62) - 2
+# Closes a store as close does, where no line of the program calls it.
+_END = "the end of the program"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +79,10 @@ class CallReport(NamedTuple):
     """What a rank tells the others when not all have made the same call."""
 
     text: str
+    """The call; at the end of the program the one before it."""
     verb: str
+    place: str
+    """Of the line that makes the call, where there is one."""
     keys: Sequence[Key]
     token: int
     parts: Sequence[str]
@@ -161,9 +168,12 @@ class Agreement:
 
     def _tell(self, call: Call, error: BaseException | None) -> list[CallReport]:
         """Exchange what each rank has to say."""
-        mine = CallReport(
-            str(call), call.verb, call.keys, call.token, tuple(call.describe()), format_error(error) if error else ""
-        )
+        text, verb, place = str(call), call.verb, place_here()
+        if verb == "close" and not place:
+            last = f"call #{self.calls - 1} {text_of_note(self._board.before)}" if self.calls > 1 else "create"
+            text, verb = last, _END
+        said = format_error(error) if error else ""
+        mine = CallReport(text, verb, place, call.keys, call.token, tuple(call.describe()), said)
         return [CallReport(*json.loads(text)) for text in self._group.gather(json.dumps(mine))]
 
     def _settle(self, call: Call) -> tuple[CallReport, bool]:
@@ -179,6 +189,7 @@ class Agreement:
             text = (
                 f"ranks disagree at call #{self.calls}: {_difference(working)}; nothing was changed; "
                 "every rank must make the same calls in the same order, outside of conditions on the rank"
+                f"{_places(working)}"
             )
             raise self.at_rank(call.verb, self._mismatch(text, working))
         return next(iter(working.values())), len(working) < len(said)
@@ -187,14 +198,18 @@ class Agreement:
         for rank, other in working.items():
             if other.verb not in _JOINABLE:
                 text = (
-                    f"rank {rank} calls {other.text} while others have left join(), and take part only in "
+                    f"{_act([rank], other)} while others have left join(), and take part only in "
                     f"{', '.join(_JOINABLE)}; every rank must enter join(), and make other calls outside of it"
                 )
                 raise self.at_rank(call.verb, self._mismatch(f"{text}; nothing was changed", working))
 
     def _mismatch(self, text: str, working: Mapping[int, CallReport]) -> RankMismatch:
-        """Return an error of all ranks. One that closes the store may be at its end, where nothing is printed."""
-        first = next((rank for rank, other in working.items() if other.verb != "close"), 0)
+        """Return an error of all ranks. First is one of the fewest that do the same, who are wrong more likely; but one
+        at the end of its program has no traceback.
+        """
+        alike = Counter(other.token for other in working.values())
+        calling = [rank for rank, other in working.items() if other.verb not in ("close", _END)]
+        first = min(calling, key=lambda rank: alike[working[rank].token], default=0)
         return mark_repeated(RankMismatch(text), first == self._group.rank)
 
     def at_rank(self, verb: str, error: Raised) -> Raised:
@@ -244,7 +259,14 @@ def _difference(said: Mapping[int, CallReport]) -> str:
         sides = enumerate(zip_longest(first.parts, other.parts))
         where = next((f" (item {at}: {_between(left, right)})" for at, (left, right) in sides if left != right), "")
     like = [rank for rank, one in said.items() if one.token == other.token]
-    return f"rank {rank} calls {first.text}; {_ranks(like)} {other.text}{where}"
+    return f"{_act([rank], first)}; {_act(like, other)}{where}"
+
+
+def _places(said: Mapping[int, CallReport]) -> str:
+    """Return the lines of the first rank of each call."""
+    firsts = {other.token: (rank, other) for rank, other in reversed(list(said.items()))}
+    places = [f"rank {rank} is{other.place}" for rank, other in sorted(firsts.values()) if other.place]
+    return f"; {', '.join(places)}" if places else ""
 
 
 _OPTIONS = re.compile(r"(?P<name>[^(]*)\((?P<options>.*)\)", re.DOTALL)
@@ -268,5 +290,10 @@ def _options_of(text: str) -> tuple[str, list[str]]:
     return (found["name"], found["options"].split(", ")) if found else (text, [])
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} calls" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} call"
+def _act(ranks: Sequence[int], said: CallReport) -> str:
+    """Say what ranks do, all of them the same."""
+    who, one = ", ".join(map(str, ranks)), len(ranks) == 1
+    if said.verb == _END:
+        end = "has reached the end of its program" if one else "have reached the ends of their programs"
+        return f"rank{'s' * (not one)} {who} {end}, after {said.text}"
+    return f"rank {who} calls {said.text}" if one else f"ranks {who} call {said.text}"

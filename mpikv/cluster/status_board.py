@@ -40,7 +40,7 @@ from .printing import warn
 from .process_group import ProcessGroup
 from .runtime import present, system_function
 
-__all__ = ["Inquiry", "StatusBoard", "note"]
+__all__ = ["Inquiry", "StatusBoard", "note", "text_of_note"]
 
 _QUESTION = signal.SIGURG
 # The file of answers, as /proc calls it.
@@ -73,6 +73,11 @@ def note(text: str) -> bytes:
     return len(said).to_bytes(8, sys.byteorder) + said.ljust(_TEXT, b"\0")
 
 
+def text_of_note(said: bytes) -> str:
+    """Return the text of a note."""
+    return said[8:].rstrip(b"\0").decode(errors="replace")
+
+
 class StatusBoard:
     """The slots of the ranks of this host."""
 
@@ -88,8 +93,8 @@ class StatusBoard:
         mine["pid"] = mine["thread"] = present().process
         if group.size > 1:
             mine["answers"] = _answer_questions() if present().world is None else -1  # nobody sends a signal there
-        self.said = b""
-        """What this rank's slot says."""
+        self.said = self.before = b""
+        """What this rank's slot says, and has said before."""
 
     def _look_at(self, slots: Array) -> None:
         place = self._ranks.index(self._rank)
@@ -100,7 +105,8 @@ class StatusBoard:
 
     def write(self, number: int, said: bytes) -> None:
         """Say that this rank has begun call ``number``, of which a :func:`note` says more."""
-        self._note[:] = self.said = said
+        self.before, self.said = self.said, said
+        self._note[:] = said
         self.number[0] = number
 
     def warn(self, waited: float, missing: Sequence[int]) -> None:

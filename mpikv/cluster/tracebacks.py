@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..config import keeps_frames
 from ..errors import MPIKVError, PeerFailed, is_repeated, is_shortened, mark_shortened
 from .printing import print_lines
 
-__all__ = ["hidden_from_pytest", "hide_frames", "hiding_frames", "place_of", "print_last"]
+__all__ = ["hidden_from_pytest", "hide_frames", "hiding_frames", "place_here", "place_of", "print_last"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -91,10 +91,22 @@ def place_of(error: BaseException) -> str:
     """Return where an error was raised, for the end of a line: in a caller's code, if it passed any, and rather there
     than in a library from which the caller has come here, as torch.
     """
-    entries = list(_callers(error.__traceback__))
-    entries = [entry for entry in entries if not _is_installed(entry.tb_frame)] or entries
-    frames = traceback.extract_tb(entries[-1], 1) if entries else traceback.extract_tb(error.__traceback__)
-    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    entries = list(_callers(error.__traceback__)) or list(_entries(error.__traceback__))[-1:]
+    return _innermost([(entry.tb_frame, entry.tb_lineno) for entry in reversed(entries)])
+
+
+def place_here() -> str:
+    """Return where the caller's code is that has called this package, for the end of a line; nothing where none has, as
+    at the end of the program.
+    """
+    frames = traceback.walk_stack(None)
+    return _innermost([(frame, line) for frame, line in frames if not _is_ours(frame) and not _is_library(frame)])
+
+
+def _innermost(frames: Sequence[tuple[FrameType, int]]) -> str:
+    """Return the place of the first of these frames that is of no installed library, if any is."""
+    own = [(frame, line) for frame, line in frames if not _is_installed(frame)] or frames
+    return f" at {own[0][0].f_code.co_filename}:{own[0][1]} in {own[0][0].f_code.co_name}" if own else ""
 
 
 def _is_repeated(error: BaseException) -> bool:

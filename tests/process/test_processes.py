@@ -161,3 +161,22 @@ def test_a_rank_at_the_end_of_its_program_is_said_to_be_there(tmp_path: Path) ->
     done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "ended.py"))
     assert done.returncode != 0
     assert "rank 1 began call #1 init('w') last and has reached the end of its program" in done.stderr
+
+
+SKIPPING = """\
+import numpy as np, mpikv
+kv = mpikv.create(timeout=30)
+kv.init("w", np.zeros(2))
+if kv.rank == 0:
+    kv.push("w", np.ones(2))
+"""
+
+
+@pytest.mark.deadline(60)
+def test_a_rank_that_skips_its_last_call_has_reached_the_end_of_its_program(tmp_path: Path) -> None:
+    (tmp_path / "skipping.py").write_text(SKIPPING)
+    done = ran("-m", "mpikv", "run", "-n", "2", str(tmp_path / "skipping.py"))
+    assert done.returncode == 1
+    told = "rank 0 calls push('w'); rank 1 has reached the end of its program, after call #1 init('w');"
+    assert f"push: ranks disagree at call #2: {told}" in done.stderr
+    assert f"; rank 0 is at {tmp_path / 'skipping.py'}:5 in <module> [rank 0/2]" in done.stderr

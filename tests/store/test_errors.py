@@ -28,6 +28,7 @@ from mpikv import (
 )
 from mpikv.cli.gpus import survey
 from mpikv.cli.launchers import clean
+from mpikv.errors import is_repeated
 
 GPU_NAMES = ("nccl", "dist_device_sync", "dist_sync_device")
 NO_GPU = "the package CuPy .*pip install|no GPU can be used here|pip install 'nvidia-nccl"
@@ -870,6 +871,18 @@ def test_closing_while_others_push(transport, comm):
     with pytest.raises(RankMismatch, match=rf"push\('w'\).*rank {last} calls close"):
         kv.close() if kv.rank == last else kv.push("w", np.ones(2))
     comm.Barrier()
+
+
+@SEVERAL
+def test_calls_that_differ_are_told_with_their_lines(transport):
+    """And the rank that is alone with its call prints the error in full, unless each is."""
+    with mpikv.create(transport=transport) as kv:
+        kv.init("w", np.ones(2))
+        last = kv.size - 1
+        place = rf"is at {re.escape(__file__)}:\d+ in test_calls_that_differ\w+"
+        with pytest.raises(RankMismatch, match=rf"; rank 0 {place}, rank {last} {place} \[rank") as raised:
+            kv.barrier() if kv.rank == last else kv.pull("w")
+        assert is_repeated(raised.value) == (kv.rank != (last if kv.size > 2 else 0))
 
 
 @pytest.mark.processes
