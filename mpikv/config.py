@@ -198,7 +198,7 @@ def nccl_host(environ: Mapping[str, str] = os.environ) -> str:
 
 
 # Variables of the launcher, set for its ranks; not settings of a store.
-LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN"})
+LAUNCHER_VARIABLES = frozenset({"MPIKV_RUN", "MPIKV_RUN_AT"})
 # Begins the name of the file, in the directory that MPIKV_RUN names, in which a rank writes which files it shares.
 FILES = "files."
 # Begins the name of the file there by which a rank says that its script has ended well without starting MPI.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config import tasks_set_aside
 from ..errors import ConfigError
 
-__all__ = ["Allocation", "find_allocation", "parse_counts"]
+__all__ = ["Allocation", "find_allocation", "find_kill_wait", "parse_counts"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
     >>> find_allocation({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2,1"}).size
     3
+
+    Raises:
+        ConfigError: the job is a heterogeneous one, or a variable has not Slurm's form.
     """
     if "SLURM_JOB_ID" not in environ:
         return None
@@ -61,3 +65,17 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
     size = tasks_set_aside(environ) if "SLURM_NTASKS" in environ else sum(tasks)
     return Allocation(tasks, cpus, size, "SLURMD_NODENAME" in environ)
+
+
+def find_kill_wait(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds that Slurm leaves a job between SIGTERM and SIGKILL; None where no Slurm says so."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    try:
+        answer = subprocess.run(
+            ["scontrol", "show", "config"], env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(rb"^KillWait\s*=\s*(\d+) sec", answer.stdout, re.MULTILINE)
+    return float(found[1]) if found else None

@@ -20,12 +20,19 @@ from types import FrameType
 from typing import IO
 
 from ..config import GIVEN_UP, UNSTARTED, aborts
-from .watch import Death, Watch
+from .reports import Reports
+from .watch import PREFIX, Death, Watch
 
-__all__ = ["Job", "run_job"]
+__all__ = ["GRACE", "NOT_LISTENING", "Job", "run_job"]
 
-GRACE = 4.0
-"""Seconds between a signal that asks the job to end and the next, harder one."""
+GRACE = 30.0
+"""Seconds that ranks have between SIGTERM and the end of the job; Slurm's own KillWait, if nobody changes it."""
+
+NOT_LISTENING = 213
+"""The status of Open MPI's launcher where the thread that listens to ranks did not start, before any rank did."""
+
+# Seconds between other signals that ask the job to end and the next, harder one.
+_HARDER = 4.0
 
 # In nanoseconds: how much later the first death may be seen than those that followed from it, and how far apart two
 # that look alike must be for their order to be believed.
@@ -34,32 +41,63 @@ _MOMENT, _DOUBT = 50_000_000, 20_000_000
 # Seconds after the end of a rank without MPI until the user is told.
 _PATIENCE = 5.0
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FREE = (signal.SIGUSR1, signal.SIGUSR2)
 
 # Of <sys/prctl.h>.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def run_job(
-    command: Sequence[str], environ: Mapping[str, str], size: int, *, one_host: bool, tell: Callable[[str], None]
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    size: int,
+    *,
+    one_host: bool,
+    tell: Callable[[str], None],
+    grace: float = GRACE,
 ) -> tuple[int, str]:
     """Run the launcher's command line to its end; return the exit status and, where it is not 0, the reason.
 
-    ``tell`` is given what the user should know while the job runs.
+    ``tell`` is given what the user should know while the job runs. ``one_host``: all ranks are on this one. A launcher
+    that fails to start, as Open MPI's seldom does on a busy machine, is started once more.
 
     The status is that of the rank that failed first; 1 where a rank left before the end of its script although the
     launcher reports success; 128 + s where this process received the signal s; else the launcher's own.
     """
-    with tempfile.TemporaryDirectory(prefix="mpikv-run-") as directory:
-        watch = Watch(Path(directory))
-        job, told = Job(command, {**environ, "MPIKV_RUN": directory}), set[int]()
+    status, reason, begun = _run_once(command, environ, size, one_host, tell, grace)
+    if status == NOT_LISTENING and not begun:
+        tell(f"{reason} before it started a rank, as it may on a busy machine; it is started once more")
+        status, reason, _ = _run_once(command, environ, size, one_host, tell, grace)
+    return status, reason
+
+
+def _run_once(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    size: int,
+    one_host: bool,
+    tell: Callable[[str], None],
+    grace: float,
+) -> tuple[int, str, bool]:
+    """Return the exit status, the reason, and whether the script of a rank may have begun."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpikv-run-")))
+        environ = {**environ, "MPIKV_RUN": str(directory)}
+        watch, senders = Watch(directory), []
+        if not one_host:
+            reports = stack.enter_context(contextlib.closing(Reports(directory)))
+            environ["MPIKV_RUN_AT"] = reports.address
+            senders.append(reports.send)
+        senders.append(watch.send)
+        job, told = Job(command, environ, lambda number: sum(send(number) for send in senders), grace), set[int]()
 
         def bereft() -> None:
             # Open MPI's launcher waits for hosts that it cannot reach any more, and MPICH's may overlook a rank that
             # leaves in silence, for which the others then wait.
-            if aborts(environ) and _failures(_recorded(Path(directory)), watch.deaths):
+            if aborts(environ) and _failures(_recorded(directory), watch.deaths):
                 job.end_soon()
-            if absent := _without_mpi(Path(directory)) - told:
+            if absent := _without_mpi(directory) - told:
                 told.update(absent)
                 ranks = ("ranks " if len(absent) > 1 else "rank ") + ", ".join(map(str, sorted(absent)))
                 tell(
@@ -68,17 +106,20 @@ def run_job(
                 )
 
         status = watch.wait(job.process, bereft)
+        if not one_host:
+            reports.wait()
         if job.received is None:
-            code, reason = _verdict(status, Path(directory), watch.deaths, size, one_host)
+            code, reason = _verdict(status, directory, watch.deaths, size)
         else:
             code, reason = 128 + job.received, f"stopped by {signal.Signals(job.received).name}"
         job.finish(failed=code != 0)
         if not _descendants():
             watch.remove_files(orphans=code != 0)
-        return code, reason
+        # Each rank says so before its script begins. Those of this host that had not have been ended.
+        return code, reason, job.received is not None or any(directory.glob(PREFIX + "*"))
 
 
-def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int, one_host: bool) -> tuple[int, str]:
+def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int) -> tuple[int, str]:
     recorded = _recorded(directory)
     failures = _failures(recorded, deaths)
     if why := _given_up(directory, failures):
@@ -88,8 +129,7 @@ def _verdict(status: int, directory: Path, deaths: Sequence[Death], size: int, o
     if status:
         code = 128 - status if status < 0 else status
         return code, f"the launcher ended with status {code}"
-    missing = sorted(set(range(size)) - set(recorded)) if one_host else []
-    if missing:
+    if missing := sorted(set(range(size)) - set(recorded)):
         ranks = ", ".join(map(str, missing))
         return 1, f"the launcher reports success, but not all ranks reached the end of the script; missing: {ranks}"
     return 0, ""
@@ -158,16 +198,25 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
 
 
 class Job:
-    """The launcher's process, to which SIGINT, SIGTERM and SIGHUP are passed on. A second one, or time, kills it."""
+    """The launcher's process. SIGINT, SIGTERM and SIGHUP end the job, harder when repeated or after a while.
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start it. Only the main thread may, since it installs signal handlers."""
+    These, SIGUSR1 and SIGUSR2 go to the ranks, and not to the launcher: Open MPI's would kill them within a second.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environ: Mapping[str, str], send: Callable[[int], int], grace: float
+    ) -> None:
+        """Start it. ``send`` sends a signal to all ranks and returns how many they are.
+
+        Only the main thread may start one, since it installs signal handlers.
+        """
         self.received: int | None = None
+        self._send_ranks, self._grace = send, grace
         self._harder_signals: list[int] = []
         self._early: list[int] = []
         self._started = self._ending = False
         # One that is ignored stays ignored: nohup, and shells for their background jobs, ask for that.
-        numbers = [number for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+        numbers = [number for number in (*_ENDING, *_FREE) if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.getsignal(number) for number in (*numbers, signal.SIGALRM)}
         for number in numbers:
             signal.signal(number, self._pass_on)
@@ -193,7 +242,7 @@ class Job:
         if self.received is None and not self._ending:
             self._ending = True
             self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
-            signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
+            signal.setitimer(signal.ITIMER_REAL, _HARDER, _HARDER)
 
     def finish(self, failed: bool) -> None:
         """Once the launcher has ended: end what it left behind, if the job failed, and handle signals as before."""
@@ -207,18 +256,26 @@ class Job:
         if not self._started:
             self._early.append(number)
             return
+        if number in _FREE:
+            self._send_job(number)
+            return
         if self.received is not None:
             self._send(signal.SIGKILL)
             return
         self.received = number
-        # A rank that waits inside MPI does not see SIGINT, and MPICH's launcher then waits for that rank.
-        self._harder_signals = [signal.SIGTERM, signal.SIGKILL] if number == signal.SIGINT else [signal.SIGKILL]
-        self._send(number)
-        signal.setitimer(signal.ITIMER_REAL, GRACE, GRACE)
+        # A rank that waits inside MPI sees no signal that its script handles.
+        self._harder_signals = [signal.SIGTERM, signal.SIGKILL]
+        self._send_job(number)
+        signal.setitimer(signal.ITIMER_REAL, _HARDER if number == signal.SIGINT else self._grace, _HARDER)
 
     def _harder(self, number: int, frame: FrameType | None) -> None:
         if self._harder_signals:
             self._send(self._harder_signals.pop(0))
+
+    def _send_job(self, number: int) -> None:
+        # Where no rank has begun, there is nothing to save.
+        if not self._send_ranks(number):
+            self._send(number)
 
     def _send(self, number: int) -> None:
         if self.process.returncode is None:
@@ -257,7 +314,7 @@ def _process_control(option: int, value: int) -> Callable[[], None]:
 
 def _end_descendants() -> None:
     """Kill and reap all descendants. Those whose parents die become children of this process, hence the rounds."""
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + _HARDER
     while (left := _descendants()) and time.monotonic() < deadline:
         for pid in left:
             # Gone meanwhile, or not yet our own child.

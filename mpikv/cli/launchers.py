@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,7 @@ main()
 # What a launcher tells its ranks. A launcher that is started by a rank and sees them takes itself for one.
 _OUTER_LAUNCH = re.compile(
     r"(PMI_|PMIX_(?!MCA_)|HYDI_|OMPI_COMM_|OMPI_WORLD_|OMPI_UNIVERSE_SIZE$|OMPI_MCA_(num_procs|initial_wdir)$"
-    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_RUN$)"
+    r"|OMPI_(ARGV|COMMAND|FILE_LOCATION|NUM_APP_CTX|TOOL_NAME)$|PRTE_LAUNCHED$|MPI_LOCAL(RANKID|NRANKS)$|MPIKV_RUN(_AT)?$)"
 )
 
 
@@ -246,11 +246,13 @@ def plan(
     hosts: Mapping[str, int] | None = None,
     tasks: Sequence[int] = (),
     tag: bool = False,
+    forwarded: Sequence[str] = (),
 ) -> Plan:
     """Return the command line that starts ``command`` on ``size`` ranks, and the variables to set for it. Pure.
 
     ``hosts`` maps each host to the number of its ranks; None is this host, or where Slurm has set aside ``tasks``, one
-    number for each of its nodes, which the launcher finds itself. ``cores`` counts those of one host.
+    number for each of its nodes, which the launcher finds itself. ``cores`` counts those of one host. ``forwarded``
+    names variables for all hosts.
     """
     shares = tuple(hosts.values()) if hosts else tuple(tasks) or (size,)
     local_size = min(size, max(*shares, math.ceil(size / len(shares))))
@@ -267,7 +269,7 @@ def plan(
     if tag:
         line += _tag_option(library)
     if several and library.kind == OPENMPI:
-        line += [part for name in _forwarded({**environ, **variables}, wanted) for part in ("-x", name)]
+        line += [part for name in _forwarded({**environ, **variables}, {*wanted, *forwarded}) for part in ("-x", name)]
     return Plan((*line, *command), variables)
 
 
@@ -317,12 +319,14 @@ def _tag_option(library: Library) -> list[str]:
     return ["--output", "rank"] if library.major >= 5 else ["--tag-output"]
 
 
-def _forwarded(environ: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+def _forwarded(environ: Mapping[str, str], wanted: Collection[str]) -> list[str]:
     """Return the names that Open MPI does not pass to other hosts by itself."""
-    return sorted(
+    found = {
         name
         for name in environ
         if (name in wanted and not name.startswith(("OMPI_", "PRTE_")))
         or name.startswith(("MPIKV_", "MPI4PY_"))
         or name == "PYTHONPATH"
-    )
+    }
+    # The launcher is told only when it starts.
+    return sorted({*found, "MPIKV_RUN_AT"})

@@ -2,8 +2,8 @@
 
 The script runs as plain Python would run it. What differs is its end: where one rank fails, the others would wait for
 it in their next collective call for ever, so an uncaught exception or a nonzero exit ends the whole job, after its
-traceback was shown. How a rank ended is written to the directory that the launcher names, since an mpiexec may report
-success for a rank that left early.
+traceback was shown. Each rank reports how it ended to ``mpikv run``, since an mpiexec may report success for a rank
+that left early.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 from ..cluster.containers import may_read_processes
 from ..cluster.printing import flush_output, print_lines, until_read
 from ..cluster.tracebacks import place_of, print_last
 from ..config import FILES, UNSTARTED, aborts, forgo_single_copy, launch_of
 from ..store.endings import tell_unseen
+from .reports import Report, open_report
 from .watch import PREFIX, shared_files
 
 INTERRUPTED = 130
@@ -44,25 +44,26 @@ def main() -> None:
         # sends each argument of a print by itself. And a rank that is killed loses none.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     process = os.getpid()
+    report = open_report(os.environ)
     # Not right after the script: its threads may outlive its last line.
-    at_end = atexit.register(_record, rank, 0, process)
+    at_end = atexit.register(_record, report, rank, 0, process)
     status = 1
     try:
-        _announce(rank, process)
+        report(f"{PREFIX}{rank}", f"{process} {platform.node()}")
         status = _run(sys.argv[1:], prefix, rank)
     except BaseException as error:  # of the script's own hook, say
         print_last(error, prefix, rank)
     finally:
         if status:
             atexit.unregister(at_end)
-            _fail(status, rank, size, process)
+            _fail(report, status, rank, size, process)
     sys.exit(status)
 
 
-def _fail(status: int, rank: int, size: int, process: int) -> None:
+def _fail(report: Report, status: int, rank: int, size: int, process: int) -> None:
     """Record a failure, and end all ranks. Returns where nobody can be told but by this process's own exit status."""
     with suppress(OSError):  # the job is to end also where there is no room to say why
-        _record(rank, status, process)
+        _record(report, rank, status, process)
     flush_output()
     # A child that the script forked comes here too, but it is no rank.
     if size > 1 and os.getpid() == process and aborts():
@@ -142,29 +143,18 @@ def _is_ours(frame: types.FrameType) -> bool:
     return frame.f_globals is globals() or frame.f_globals.get("__name__") == "runpy"
 
 
-def _announce(rank: int, process: int) -> None:
-    if directory := _directory():
-        (directory / f"{PREFIX}{rank}").write_text(f"{process} {platform.node()}")
-
-
-def _record(rank: int, status: int, process: int) -> None:
-    if os.getpid() == process and (directory := _directory()):
+def _record(report: Report, rank: int, status: int, process: int) -> None:
+    if os.getpid() == process:
         if status:
-            (directory / f"{FILES}{rank}").write_text("\n".join(shared_files(process)))
+            report(f"{FILES}{rank}", "\n".join(shared_files(process)))
         elif not _has_started_mpi():
-            (directory / f"{UNSTARTED}{rank}").touch()
-        (directory / str(rank)).write_text(str(status))
+            report(f"{UNSTARTED}{rank}", "")
+        report(str(rank), str(status))
 
 
 def _has_started_mpi() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
-
-
-def _directory() -> Path | None:
-    """Return where the launcher's side wants to be told about this rank; it is on the launcher's host only."""
-    directory = Path(os.environ.get("MPIKV_RUN", ""))
-    return directory if directory.is_absolute() and directory.is_dir() else None
 
 
 def _abort(status: int) -> None:

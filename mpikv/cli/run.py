@@ -17,8 +17,8 @@ from ..cluster.containers import why_no_room
 from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
-from .allocation import find_allocation
-from .job import run_job
+from .allocation import find_allocation, find_kill_wait
+from .job import GRACE, run_job
 from .output import UNREAD, has_lost_reader
 from .parser import Parser
 from .watch import remove_leftovers
@@ -37,14 +37,18 @@ examples:
   mpikv run -n 4 --dry-run train.py        only show the command and the variables
 
 A rank runs the script as plain Python would, but an uncaught exception or a nonzero exit on one rank ends the whole job
-(MPIKV_ABORT=0: does not). Ctrl-C and SIGTERM are passed on; after 4 seconds, or when repeated, they become harder.
+(MPIKV_ABORT=0: does not). All ranks get the signals that this command gets: SIGUSR1 and SIGUSR2, which mean nothing to
+it; SIGTERM, after which they have the seconds of --grace; Ctrl-C, after which they have 4. A repeated one kills them.
+
+Ranks on other hosts get few variables from Open MPI: MPIKV_*, MPI4PY_*, OMPI_*, OMP_NUM_THREADS, PYTHONPATH, and what
+--env names. MPICH gives them all.
 
 exit status:
-  0        every rank reached the end of its script
+  0        every rank reached the end of its script, on all hosts
   2        nothing was started: misuse, no MPI library, or a launcher that does not fit it
   128 + s  this command received the signal s; 141 if nobody reads its output any more, as in 'mpikv run ... | head'
-  other    that of the rank that failed first (an uncaught exception is 1); 1 where a rank left early without saying so,
-           which is noticed on one host only; else the launcher's
+  other    that of the rank that failed first (an uncaught exception is 1); 1 where a rank left early without saying so;
+           else the launcher's
 
 Inside a Slurm job (salloc, sbatch) it starts the ranks on the nodes of the job, with any MPI library. Whether srun does
 depends on that library and on what 'srun --mpi=list' shows: 'srun --mpi=pmi2 python train.py' serves MPICH.
@@ -90,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tag", action="store_true", help="begin each line of output with its rank")
     add("--launcher", metavar="PATH", help="the mpiexec to use, instead of looking for it")
+    add(
+        "--grace",
+        metavar="SECONDS",
+        type=_seconds,
+        help=f"how long ranks have after SIGTERM (default: Slurm's KillWait in a job, else {GRACE:g})",
+    )
+    add("--env", metavar="NAME", action="append", default=[], help="forward this variable, too (repeatable)")
     add("--dry-run", action="store_true", help="print the command and the variables, and start nothing")
     add("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     add("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -102,6 +113,16 @@ def _ranks(text: str) -> int | str:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number or 'auto'")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
 
 
 def parse_hosts(text: str) -> dict[str, int]:
@@ -194,6 +215,8 @@ _ENTRY = "import sys; sys.path[0] or sys.path.pop(0); from mpikv.cli.rank import
 
 def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     environ = launchers.environment()
+    if unset := [name for name in options.env if name not in environ]:
+        raise ConfigError(f"--env names variables that are not set: {', '.join(unset)}")
     command = [sys.executable, "-c", _ENTRY, *program]
     slurm = None if options.hosts else find_allocation(environ)
     cores = launchers.core_count() if slurm is None else slurm.cores
@@ -220,6 +243,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             hosts=hosts,
             tasks=slurm.tasks if slurm else (),
             tag=options.tag,
+            forwarded=options.env,
         )
     if options.dry_run:
         print(
@@ -232,11 +256,16 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
         _note("running as root: Open MPI refuses this by default, so this command sets the variables that allow it")
     if left := remove_leftovers():
         _note(f"removed {len(left)} files left by killed jobs of this user, such as {left[0]}")
-    one_host = len(hosts) == 1 if hosts else slurm is None or (slurm.here and len(slurm.tasks) == 1)
+    one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
     if one_host and (problem := why_no_room(version, size, others=False)):
         raise TransportUnavailable(problem)
     status, reason = run_job(
-        plan.command, {**launchers.clean(environ), **plan.variables}, size, one_host=one_host, tell=_note
+        plan.command,
+        {**launchers.clean(environ), **plan.variables},
+        size,
+        one_host=one_host,
+        tell=_note,
+        grace=options.grace or find_kill_wait(environ) or GRACE,
     )
     # Launchers then kill the ranks: MPICH's by the one signal, Open MPI's by the other.
     if status in (128 + signal.SIGKILL, 128 + signal.SIGTERM) and has_lost_reader():

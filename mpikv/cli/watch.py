@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import select
+import signal
 import stat
 import struct
 import subprocess
@@ -85,6 +86,14 @@ class Watch:
         for handle in (own, *self._alive):
             os.close(handle)
         return launcher.returncode
+
+    def send(self, number: int) -> int:
+        """Send a signal to the ranks that are alive, as far as they are met, and return how many they are."""
+        handles = list(self._alive)
+        for handle in handles:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                signal.pidfd_send_signal(handle, number)
+        return len(handles)
 
     def remove_files(self, orphans: bool) -> None:
         """Remove what the ranks shared, and after a failure orphans. Only after the last of them ended."""

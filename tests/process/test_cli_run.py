@@ -65,7 +65,7 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
     (
         OPENMPI,
         {"size": 16, "tasks": (8, 8)},
-        "-n 16 -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
+        "-n 16 -x MPIKV_RUN_AT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
         threads(1) | ALL | QUIET | UNBOUND,
     ),
     (OPENMPI, {"size": 9}, "-n 9", threads(1) | ALL | QUIET | ONE_HOST | CROWDED),
@@ -74,14 +74,19 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
     (OPENMPI, {"hosts": {"a": 4}}, "-n 4 --host a:4", threads(2) | ALL | QUIET | ONE_HOST | UNBOUND),
     (
         OPENMPI,
-        {"hosts": {"a": 2, "b": 2}, "environ": {"MPIKV_TIMEOUT": "5", "PYTHONPATH": "/x", "HOME": "/h"}},
-        "-n 4 --host a:2,b:2 -x MPIKV_TIMEOUT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER -x PYTHONPATH",
+        {
+            "hosts": {"a": 2, "b": 2},
+            "environ": {"MPIKV_TIMEOUT": "5", "PYTHONPATH": "/x", "HOME": "/h", "LANG": "C"},
+            "forwarded": ["HOME"],
+        },
+        "-n 4 --host a:2,b:2 -x HOME -x MPIKV_RUN_AT -x MPIKV_TIMEOUT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER "
+        "-x PYTHONPATH",
         threads(4) | ALL | QUIET | UNBOUND,
     ),
     (
         OPENMPI,
         {"hosts": {"a": 9, "b": 1}, "size": 10},
-        "-n 10 --host a:9,b:1 -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
+        "-n 10 --host a:9,b:1 -x MPIKV_RUN_AT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
         threads(1) | ALL | QUIET | CROWDED,
     ),
     (
@@ -114,7 +119,7 @@ def test_plan_on_several_hosts_forwards_what_it_sets() -> None:
     job = plan(OPENMPI, LAUNCHER, ["python"], size=4, cores=4, uid=0, environ={}, hosts=hosts)
     forwarded = {name for option, name in zip(job.command, job.command[1:], strict=False) if option == "-x"}
     # Open MPI forwards its own by itself.
-    assert forwarded == {name for name in job.variables if not name.startswith(("OMPI_", "PRTE_"))}
+    assert forwarded == {"MPIKV_RUN_AT"} | {name for name in job.variables if not name.startswith(("OMPI_", "PRTE_"))}
 
 
 def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
@@ -125,7 +130,13 @@ def test_an_outer_launch_is_forgotten_but_settings_stay() -> None:
         "OMPI_COMM_WORLD_RANK": "1",
         "MPI_LOCALRANKID": "0",
     }
-    outer |= {"PRTE_LAUNCHED": "1", "OMPI_MCA_num_procs": "4", "MPIKV_RUN": "/tmp/x", "OMPI_WORLD_SIZE": "2"}
+    outer |= {
+        "PRTE_LAUNCHED": "1",
+        "OMPI_MCA_num_procs": "4",
+        "MPIKV_RUN": "/tmp/x",
+        "MPIKV_RUN_AT": "x",
+        "OMPI_WORLD_SIZE": "2",
+    }
     settings = {
         "OMPI_MCA_btl": "tcp",
         "PMIX_MCA_gds": "hash",
@@ -251,6 +262,8 @@ def script(folder: Path, text: str, name: str = "script.py") -> str:
         ("-n 2 --hosts a:0 SCRIPT", "'a:0'"),
         ("-n 2 --hosts a,a SCRIPT", "'a'"),
         ("-n 3 --hosts a:1,b:1 SCRIPT", "room for 2 ranks, not for 3"),
+        ("-n 2 --grace none SCRIPT", "'none' is not a positive number of seconds"),
+        ("-n 2 --env NO_SUCH --env PATH SCRIPT", "--env names variables that are not set: NO_SUCH"),
         ("-n 2 --launcher /no/such SCRIPT", "'/no/such' is not an executable"),
     ],
 )
@@ -314,7 +327,7 @@ def test_ranks_are_looked_for_where_they_are(
 ) -> None:
     """One of another node would be taken for a rank that has left without a word."""
     told = []
-    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host, tell: (told.append(one_host), (0, ""))[1])
+    monkeypatch.setattr("mpikv.cli.run.run_job", lambda *_, one_host, **_options: (told.append(one_host), (0, ""))[1])
     for name, value in job.items():
         monkeypatch.setenv(name, value)
     assert run.main(["-n", "2", script(tmp_path, "pass")]) == 0
@@ -677,7 +690,7 @@ def test_a_signal_leaves_no_process(
 ) -> None:
     text = STAY.format(prepare=prepare, folder=str(tmp_path), stay=stay)
     # The directory of a job whose mpikv is killed stays behind, here where pytest removes it.
-    job = start("run", "-n", "2", script(tmp_path, text), TMPDIR=str(tmp_path))
+    job = start("run", "-n", "2", "--grace", "1", script(tmp_path, text), TMPDIR=str(tmp_path))
     ranks = started_ranks(tmp_path, 2)
     job.send_signal(number)
     done = finish(job)
@@ -688,6 +701,32 @@ def test_a_signal_leaves_no_process(
     for rank in left:
         os.kill(rank, signal.SIGKILL)
     assert left == []
+
+
+NOTED = """
+import os, pathlib, signal, time
+from mpi4py import MPI
+got = []
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, lambda number, _: got.append(signal.Signals(number).name))
+MPI.COMM_WORLD.Barrier()
+pathlib.Path({folder!r}, str(os.getpid())).touch()
+while "SIGTERM" not in got:
+    time.sleep(0.01)
+time.sleep(2)
+print(*got, "saved")
+"""
+
+
+def test_ranks_get_signals_and_time_to_save(tmp_path: Path, library: Library) -> None:
+    """Open MPI's launcher would kill them after one second."""
+    job = start("run", "-n", "2", script(tmp_path, NOTED.format(folder=str(tmp_path))))
+    started_ranks(tmp_path, 2)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        job.send_signal(number)
+        time.sleep(0.2)
+    done = finish(job)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, 2 * "SIGUSR1 SIGUSR2 SIGTERM saved\n"), done.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -752,10 +791,47 @@ def test_terminal_is_read_and_its_interrupt_ends_the_job(tmp_path: Path, library
     ],
 )
 def test_exit_status(command: str, status: int, reason: str) -> None:
+    """Of several hosts, too."""
     before: Mapping[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=True, tell=print)
-    assert (found, text.startswith(reason)) == (status, True)
+    for one_host in (True, False):
+        found, text = run_job(["sh", "-c", command], os.environ, 2, one_host=one_host, tell=print)
+        assert (found, text.startswith(reason)) == (status, True)
     assert before == {number: signal.getsignal(number) for number in before}
+
+
+def test_ranks_of_other_hosts_report_and_get_signals(tmp_path: Path) -> None:
+    """They see no directory of this host."""
+    text = f"""
+import os, pathlib, signal
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+pathlib.Path({str(tmp_path)!r}, os.environ["PMI_RANK"]).touch()
+if {{last}}:
+    signal.pause()
+"""
+    rank = f"{sys.executable} -c '{run._ENTRY}' "
+    first, last = (rank + script(tmp_path, text.format(last=last), f"stays_{last}.py") for last in range(2))
+    ranks = f"export MPIKV_RUN=; PMI_SIZE=2 PMI_RANK=0 {first} & PMI_SIZE=2 PMI_RANK=1 {last} & wait"
+    usual = threading.Thread(target=lambda: (started_ranks(tmp_path, 2), os.kill(os.getpid(), signal.SIGUSR1)))
+    usual.start()
+    found, why = run_job(
+        ["sh", "-c", ranks], {**clean(os.environ), "PYTHONPATH": str(ROOT)}, 2, one_host=False, tell=print
+    )
+    usual.join()
+    assert (found, why.partition(";")[2]) == (1, " missing: 1")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_launcher_that_does_not_listen_is_started_once_more(tmp_path: Path, begun: bool) -> None:
+    """Not where a rank has begun."""
+    rank = 'printf "$$ $(uname -n)" >$MPIKV_RUN/rank.0; ' * begun
+    count = tmp_path / "count"
+    told: list[str] = []
+    command = f"echo x >>{count}; [ $(wc -l <{count}) = 2 ] || {{ {rank}exit 213; }}; echo 0 >$MPIKV_RUN/0"
+    found, _ = run_job(["sh", "-c", command], os.environ, 1, one_host=True, tell=told.append)
+    assert (found, count.read_text()) == ((213, "x\n") if begun else (0, "x\nx\n"))
+    assert [text.partition(" before it started a rank")[0] for text in told] == (
+        [] if begun else ["the launcher ended with status 213"]
+    )
 
 
 def test_a_launcher_that_overlooks_a_death_is_ended() -> None:
