@@ -59,6 +59,11 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """
     if "SLURM_JOB_ID" not in environ:
         return None
+    if (components := environ.get("SLURM_HET_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"this Slurm job is heterogeneous (SLURM_HET_SIZE={components}), and MPI's launchers see its first "
+            "component only; submit it as one component"
+        )
     tasks, cpus = (
         parse_counts(name, environ[name]) if name in environ else (1,)
         for name in ("SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE")

@@ -311,6 +311,9 @@ def test_auto_is_the_tasks_of_the_job_of_slurm(tmp_path: Path, library: Library)
     wrong = mpikv("run", "-n", "auto", "--dry-run", name, **job | {"SLURM_TASKS_PER_NODE": "2x3"})
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "mpikv run: SLURM_TASKS_PER_NODE='2x3' is not in Slurm's form" in wrong.stderr
+    two = mpikv("run", "-n", "auto", "--dry-run", name, **job, SLURM_HET_SIZE="2")
+    assert (two.returncode, two.stdout) == (2, "")
+    assert "mpikv run: this Slurm job is heterogeneous (SLURM_HET_SIZE=2)" in two.stderr
 
 
 @pytest.mark.parametrize(
