@@ -35,6 +35,7 @@ from typing import Any
 import pytest
 
 from mpikv.cli.gpus import survey
+from mpikv.cli.job import NOT_LISTENING
 from mpikv.cli.launchers import Launcher, Library, clean, find_launcher, find_library, plan
 from mpikv.cluster.runtime import present
 from mpikv.config import visible_gpus
@@ -313,9 +314,13 @@ class Job:
         (self.folder / "tests.json").write_text(json.dumps([item.nodeid for item in items]))
         self.ranks = [Rank(self.folder / f"{rank}.jsonl") for rank in range(size)]
         self.begun = False
-        command, environment = self.command(["-m", "pytest", *self.arguments(config, items)])
-        with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(
+        self.python = ["-m", "pytest", *self.arguments(config, items)]
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        command, environment = self.command(self.python)
+        with (self.folder / "log").open("ab") as log:
+            return subprocess.Popen(
                 command,
                 env=environment | {"TMPDIR": str(self.folder)},
                 stdin=subprocess.DEVNULL,
@@ -358,7 +363,7 @@ class Job:
     def follow(self, item: pytest.Item) -> list[pytest.TestReport]:
         """Wait for the outcome of a test and return its reports. A test that fails ends the job."""
         test, config = item.nodeid, item.config
-        if not self.begun and not self.wait(START, lambda: any(rank.started for rank in self.ranks)):
+        if not self.begun and not self.begin():
             state = "ended" if self.has_ended() else f"did not start a test in {START:g} s"
             message = f"the job {state}\n{self.output()}\n{self.stacks(test)}"
             self.end()
@@ -378,6 +383,18 @@ class Job:
             message = f"did not finish in {deadline_of(item):g} s\n{self.fates(test)}\n{self.stacks(test)}"
         self.end()
         return failure(item, message)
+
+    def begin(self) -> bool:
+        """Wait for the first test and return whether it came. A launcher that started no rank has a second chance."""
+        if self.wait(START, self.has_begun):
+            return True
+        if self.process.poll() != NOT_LISTENING or (self.folder / "ended").exists() or processes_in(self.folder):
+            return False
+        self.process = self.start()
+        return self.wait(START, self.has_begun)
+
+    def has_begun(self) -> bool:
+        return any(rank.started for rank in self.ranks)
 
     def all_finished(self, test: str) -> bool:
         return all(test in rank.finished for rank in self.ranks)
