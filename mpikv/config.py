@@ -280,6 +280,11 @@ def place_on_host(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | 
     return None
 
 
+def has_one_thread(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether OMP_NUM_THREADS keeps the BLAS below numpy from starting threads in each rank."""
+    return environ.get("OMP_NUM_THREADS") == "1"
+
+
 def forced_library(environ: Mapping[str, str] = os.environ) -> str:
     """Return the MPI library that mpi4py is told to load, or nothing."""
     return environ.get("MPI4PY_LIBMPI", "")

@@ -21,6 +21,7 @@ import pytest
 from support.launching import Deadline, Frozen, Here, Launched, Together, ranks_of, why_no_gpu, world_of_this_rank
 from support.simulated import shared_patches
 
+import mpikv
 from mpikv.__main__ import COMMANDS
 from mpikv.cluster.runtime import present
 from mpikv.config import launch_of
@@ -115,6 +116,13 @@ def monkeypatch(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
     """Return what takes all patches back after the test, in order: simulated ranks are in one process and share it."""
     with shared_patches(request.node.nodeid) if present().world else pytest.MonkeyPatch.context() as patch:
         yield patch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def told_of_the_host() -> None:
+    """Have the first store of a launch say what is wrong with this host before a test that reads the log."""
+    if (launch := launch_of()) is not None and launch.size > 1 and not present().world:
+        mpikv.create().close()
 
 
 @pytest.fixture

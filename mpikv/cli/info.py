@@ -17,6 +17,7 @@ from typing import Any
 from .. import __version__
 from ..checkpoint import Kind, Source, inspect
 from ..cluster.connecting import connect
+from ..cluster.mpi_library import name_rivals
 from ..cluster.process_group import ProcessGroup
 from ..compute.kernels import find_kernels
 from ..config import TRANSPORTS, Config, Launch, advise_start, launch_of, unknown_variables, visible_gpus
@@ -163,6 +164,7 @@ def _describe_mpi(environ: Mapping[str, str]) -> Report:
             found["slurm"] = (
                 f"{job.size} tasks on {len(job.tasks)} nodes; use  {advise_start(job.size, library.version)}"
             )
+        found["problem"] = name_rivals(library.version) or None
         found["launcher"] = str(find_launcher(library, environ).path)
     except MPIKVError as error:
         found["problem"] = str(error)

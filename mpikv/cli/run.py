@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from ..cluster.containers import why_no_room
+from ..cluster.mpi_library import name_rivals
 from ..cluster.printing import print_lines
 from ..errors import ConfigError, MPIKVError, TransportUnavailable
 from . import launchers
@@ -259,6 +260,8 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
     one_host = not hosts and (slurm is None or (slurm.here and len(slurm.tasks) == 1))
     if one_host and (problem := why_no_room(version, size, others=False)):
         raise TransportUnavailable(problem)
+    if version and (rivals := name_rivals(version)):
+        _note(rivals)
     status, reason = run_job(
         plan.command,
         {**launchers.clean(environ), **plan.variables},

