@@ -15,8 +15,6 @@ class _Fault(NamedTuple):
     first: int
     last: int
     text: str
-    wanted: str
-    """The versions without it, as pip is told."""
 
 
 _NEWEST = 99999
@@ -25,33 +23,30 @@ _FAULTS = (
         22803,
         22808,
         "PyTorch has passed over 2.28.3 to 2.28.8 for their faults (https://github.com/pytorch/pytorch/pull/166174)",
-        ">=2.28.9,<2.29",
     ),
     _Fault(
         22902,
         22902,
         "sums may hang, as in no later version (https://github.com/pytorch/pytorch/pull/174338)",
-        ">=2.29.3,<2.31.2",
     ),
     _Fault(
         23102,
         _NEWEST,
         "from 2.31.2 on a communicator is safely destroyed only after an abort (pytorch#194775, not tried here), so a "
         "program may hang in close()",
-        ">=2.29.3,<2.31.2",
     ),
 )
 
 
 def faults_of(version: int, cuda: int) -> list[str]:
-    """Return what is known to be wrong with a version of NCCL, each with the line that installs another one for this
+    """Return what is known to be wrong with a version of NCCL, each with the line that installs one without, for this
     version of CUDA.
 
     >>> faults_of(22707, 13), len(faults_of(22808, 12)), len(faults_of(22809, 12))
     ([], 1, 0)
     """
     return [
-        f"NCCL {shown(version)}: {fault.text}; pip install 'nvidia-nccl-cu{cuda}{fault.wanted}'"
+        f"NCCL {shown(version)}: {fault.text}; pip install 'mpikv[cuda{cuda}]'"
         for fault in _FAULTS
         if fault.first <= version <= fault.last
     ]

@@ -124,7 +124,7 @@ def find_nccl() -> Any:
         reasons = [line for warning in caught for line in str(warning.message).splitlines() if "Reason" in line]
         why = f" ({brief(reasons[0].partition('Reason: ')[2], 200)})" if reasons else ""
         raise TransportUnavailable(
-            f"CuPy {cupy.__version__} cannot load the library NCCL{why}: pip install 'nvidia-nccl-cu{major}>=2.27.7,<3'"
+            f"CuPy {cupy.__version__} cannot load the library NCCL{why}: pip install 'mpikv[cuda{major}]'"
         )
     return nccl
 
