@@ -176,7 +176,8 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 # Where ranks differ in one of these, NCCL waits for ever, or moves other bytes than it should.
-_OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_PROTO")
+_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+_OF_NCCL = ("NCCL_ALGO", "NCCL_BUFFSIZE", "NCCL_COMM_BLOCKING", _ORDER, "NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_PROTO")
 
 
 def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -186,6 +187,17 @@ def nccl_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     {'NCCL_ALGO': 'Ring'}
     """
     return {name: environ[name] for name in _OF_NCCL if name in environ}
+
+
+def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL launch the work of several communicators on a GPU in the order of the program, unless a variable says
+    otherwise: else ranks may wait for each other for ever. It counts before NCCL is first used.
+
+    >>> order_launches(environ := {})
+    >>> environ
+    {'NCCL_LAUNCH_ORDER_IMPLICIT': '1'}
+    """
+    environ.setdefault(_ORDER, "1")
 
 
 def nccl_host(environ: Mapping[str, str] = os.environ) -> str:

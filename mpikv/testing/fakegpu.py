@@ -222,6 +222,8 @@ class FakeGpu:
         """The threads that ask for events only."""
         self.capture_fails = ""
         """Why captures cannot be ended, where a test wants that."""
+        self.last_kernels = weakref.WeakKeyDictionary[Any, tuple[int, int]]()
+        """By NCCL's communicators: the stream of the last kernel of each, and its time there."""
         self._numbers = itertools.count(1)
         self._next = _FIRST_ADDRESS
         self._blocks: dict[int, weakref.ref[Block]] = {}

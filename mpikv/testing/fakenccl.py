@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 
 from ..arrays.arrays import bfloat16
+from ..config import nccl_settings
 from ..protocols import Array
 from .fakegpu import FakeGpu
 from .fakestreams import Blocker, FakeGraph, FakeStream, MisuseError
@@ -216,6 +217,7 @@ class FakeCommunicator:
         self._stuck.blocked = False
         self._graphs: WeakSet[FakeGraph] = WeakSet()
         self._captures = 0
+        self._ordered = nccl_settings().get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
         if (rank, ndev) != ((self._comm.rank, self._comm.size) if self._comm else (0, 1)):
             raise MisuseError(f"rank {rank} of {ndev} is not what the group of ranks has")
         others = [other for other in range(ndev) if other != rank]
@@ -320,9 +322,11 @@ class FakeCommunicator:
 
     def _check_in_use(self, call: str) -> None:
         if self.state != "in use":
-            misuse = f"{call} of a communicator that was {self.state}"
-            self._gpu.checker.faults.append(misuse)  # a thread of which nobody hears may call it
-            raise MisuseError(misuse)
+            self._misuse(f"{call} of a communicator that was {self.state}")
+
+    def _misuse(self, text: str) -> NoReturn:
+        self._gpu.checker.faults.append(text)  # a thread of which nobody hears may be here
+        raise MisuseError(text)
 
     def _begin(self, call: str, handle: int) -> tuple[FakeStream, bool]:
         """Count a call and return its stream."""
@@ -366,6 +370,7 @@ class FakeCommunicator:
         received, stream = None, self._gpu.current()
         if not operations[0].capture:
             stream = operations[0].stream
+        self._check_order(operations[0].name, stream)
         if not sticks and not self._stuck.blocked:
             wanted = {peer for peer in range(self._size) if peer != self._rank and concerns(operations, peer)}
             received = self._exchange({peer: message(operations, peer) for peer in wanted}, wanted)
@@ -389,6 +394,16 @@ class FakeCommunicator:
                 operation.recv.content[:] = streams[operation.peer].take("send", said, operation.recv)
         for incoming in streams.values():
             incoming.check_empty()
+
+    def _check_order(self, name: str, stream: FakeStream) -> None:
+        """Note a kernel, and raise if nothing orders it and the last one of another communicator: on another rank they
+        may be the other way round, and each then waits for what the other holds.
+        """
+        with self._gpu.checker.lock:
+            for other, (number, count) in () if self._ordered else self._gpu.last_kernels.items():
+                if other is not self and other.state == "in use" and stream.clock.get(number, 0) < count:
+                    self._misuse(f"{name} on stream {stream.number} and another communicator's work have no order")
+            self._gpu.last_kernels[self] = stream.number, stream.time
 
     def _result(self, operation: Operation, incoming: Sequence[Incoming]) -> Array:
         """Return what a collective operation brings to this rank; every rank's part of it is taken."""

@@ -26,6 +26,7 @@ import numpy as np
 from ..arrays.arrays import accumulator, bfloat16
 from ..cluster.process_group import ProcessGroup
 from ..cluster.waiting import Waiting
+from ..config import order_launches
 from ..errors import MPIKVError, PeerFailed, Stalled, TransportError
 from ..memory.device import DeviceMemory
 from ..protocols import Array, Memory, Transport
@@ -148,6 +149,7 @@ class NcclTransport(Unshared):
             waiting, self._gpu.watch, self._check_flight, self._fail, self._order.drop_done, self.rank
         )
         self._order.watch(self._check, self.abandon, self._queue, self._watchdog.wake)
+        order_launches()
         preflight(group, self._gpu, nccl.get_version())
         # A message is prepared while the one ahead of it is summed.
         self.send_buffers: tuple[Array, ...] = self._for_messages(limit), self._for_messages(limit)

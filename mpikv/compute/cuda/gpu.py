@@ -310,7 +310,9 @@ class CupyGpu:
 
     @_translated
     def capturing(self) -> bool:
-        return bool(self.cuda.get_current_stream(self.ordinal).is_capturing())
+        # Torch has a present stream of its own. It may be missing, or be imported by another thread just now.
+        torch_captures = getattr(sys.modules.get("torch.cuda"), "is_current_stream_capturing", bool)
+        return bool(torch_captures() or self.cuda.get_current_stream(self.ordinal).is_capturing())
 
     @_translated
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,23 @@ def test_sums(one):
     assert (one.read()[:4] == sum(range(1, one.size + 1))).all()
     assert (one.read()[4:] == one.rank + 1).all()
     one.gpu.checker.assert_clean()
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("order", ["none", "events", "implicit"])
+def test_kernels_of_two_communicators(one, order, monkeypatch):
+    """NCCL's guide: without an order on each GPU, "deadlocks could ensue"."""
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", str(int(order == "implicit")))
+    others = [one.nccl.NcclCommunicator(one.size, bytes(128), one.rank) for _ in range(2)]
+    streams = [one.gpu.stream() for _ in others]
+    for number, (other, stream) in enumerate(zip(others, streams, strict=True)):
+        if order == "events":
+            stream.wait((streams[0] if number else one.stream).record())
+        stream.wait(one.stream.record())
+        refused = order == "none" and number > 0
+        with pytest.raises(MisuseError, match="have no order") if refused else nullcontext():
+            place = one.address + 4 * number
+            other.allReduce(place, place, 1, FLOAT, SUM, stream.handle)
 
 
 @pytest.mark.ranks(1, 2, 3)

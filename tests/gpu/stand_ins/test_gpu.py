@@ -824,6 +824,14 @@ def test_a_tensor_is_asked_for_its_memory_once(gpu, cupy, torch):
     assert len(tensor.asked) == number + 1
 
 
+@pytest.mark.parametrize("by", ["cupy", "torch", ""])
+def test_a_capture_by_either_library_is_known(gpu, cupy, monkeypatch, by):
+    cupy.streams[0].is_capturing = lambda: by == "cupy"
+    assert gpu.capturing() is (by == "cupy")
+    monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace(is_current_stream_capturing=lambda: by == "torch"))
+    assert gpu.capturing() is bool(by)
+
+
 def test_a_tensor_without_strides(gpu, torch):
     def refuse() -> None:
         raise RuntimeError("sparse tensors do not have strides")

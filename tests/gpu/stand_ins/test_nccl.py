@@ -768,7 +768,8 @@ def test_ranks_have_one_version_of_nccl(group, nccl):
 def test_ranks_have_the_same_settings(group, nccl, monkeypatch):
     if group.rank == 1:
         monkeypatch.setenv("NCCL_ALGO", "Ring")
-    assert "rank 0 has {} and rank 1 has {'NCCL_ALGO': 'Ring'}" in refused(group, nccl)
+    order = "'NCCL_LAUNCH_ORDER_IMPLICIT': '1'"
+    assert f"rank 0 has {{{order}}} and rank 1 has {{'NCCL_ALGO': 'Ring', {order}}}" in refused(group, nccl)
 
 
 @pytest.mark.ranks(1, 2, 3)
