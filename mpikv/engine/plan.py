@@ -497,6 +497,10 @@ class Planner:
             cut_updates = partial(self._ranged, gpu, joint, shard, pieces)
         else:
             cut_updates = partial(self._updates, block, start, shard, pieces, total)
+        sends = tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers)
+        alone = self.transport.size == 1 and not self.transport.memory.is_host
+        if alone and total.dtype == dtype and not self.updater.assigns:
+            sends = (total,)  # where it is to be read anyway
         value, own = block.values[where], slice(start + shard.low, start + shard.high)
         buffers = () if block.buffers is None else block.buffers
         return Bucket(
@@ -508,10 +512,10 @@ class Planner:
             total=total,
             joint_updates=joint,
             cut_updates=cut_updates,
-            sends=tuple(send_buffer[:nbytes].view(dtype) for send_buffer in self.transport.send_buffers),
+            sends=sends,
             items=_items(pieces, entries),
             shapes=tuple(_shape_of(piece, entries[piece.item]) for piece in pieces),
-            direct=pieces[0].high == stop - start and self._may_be_direct(nbytes),
+            direct=pieces[0].high == stop - start and sends[0] is not total and self._may_be_direct(nbytes),
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
             reduce=self.placement.bind_reduce(shard),

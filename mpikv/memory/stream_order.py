@@ -128,7 +128,8 @@ class GpuOrder:
         self._in_use: deque[tuple[Event, Any]] = deque()
         # A thread may come here twice: a finalizer that runs inside, as garbage is collected, may make a call.
         self._dropping = threading.RLock()
-        self._wake: Callable[[], None] = _nothing
+        self.wake: Callable[[], None] = _nothing
+        """Is told that :meth:`drop_done` will have something to drop."""
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
         self._abort: Callable[[str], None] = _nothing
@@ -149,9 +150,9 @@ class GpuOrder:
     ) -> None:
         """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
         known to have failed, ``abort`` ends it, and tells other ranks why, what is not queued by a transport is queued
-        by ``queue``, and ``wake`` is told that :meth:`drop_done` will have something to drop.
+        by ``queue``, and ``wake`` is :attr:`wake`.
         """
-        self.check, self._abort, self.queue, self._wake = check, abort, queue, wake
+        self.check, self._abort, self.queue, self.wake = check, abort, queue, wake
 
     @property
     def failed(self) -> bool:
@@ -253,7 +254,7 @@ class GpuOrder:
     def _keep(self, done: Event, arguments: Any) -> None:
         self._in_use.append((done, arguments))
         if not self.drop_done():
-            self._wake()
+            self.wake()
 
     def drop_done(self) -> bool:
         """Let go of what the GPU has done with; return whether that was all. In any thread."""

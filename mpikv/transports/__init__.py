@@ -8,6 +8,7 @@ as ``cluster.waiting`` does. It never sees a key.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..memory.device import DeviceMemory
 from ..memory.host import HOST
 from ..protocols import Memory, Transport
 from .local import LocalTransport
+from .watchdog import Watchdog
 
 __all__ = ["choose", "open_gpu_transport", "open_transport"]
 
@@ -101,12 +103,15 @@ def open_gpu_transport(
     Raises:
         TransportUnavailable: NCCL cannot join these GPUs.
     """
+    waiting = Waiting(config.timeout, config.warn_after, warn)
     if group.size == 1:
-        return LocalTransport(config.bucket_bytes, memory)
+        order = memory.order
+        watchdog = Watchdog(waiting, memory.gpu.watch, order.check, _log_failure, order.drop_done, rank=0)
+        order.wake = watchdog.wake
+        return LocalTransport(config.bucket_bytes, memory, watchdog)
     from .nccl import NcclTransport
     from .requests import AbortableWaiting
 
-    waiting = Waiting(config.timeout, config.warn_after, warn)
     if control is None:
         own = replace(config, bucket_bytes=min(config.bucket_bytes, Config.bucket_bytes))
         control = open_transport(group, own, warn, waits=AbortableWaiting(group, waiting))
@@ -114,3 +119,7 @@ def open_gpu_transport(
     return NcclTransport(
         group, control, memory, nccl, config.bucket_bytes, waiting, gathers=gathers, native_halves=native
     )
+
+
+def _log_failure(error: Exception, _: str) -> None:
+    logging.getLogger("mpikv").error("%s; the next call on the GPU raises", error)

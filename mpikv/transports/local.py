@@ -10,6 +10,7 @@ from ..errors import settled
 from ..memory.host import HOST
 from ..protocols import Array, Memory
 from .unshared import Unshared
+from .watchdog import Watchdog
 
 __all__ = ["LocalTransport"]
 
@@ -21,8 +22,9 @@ class LocalTransport(Unshared):
     rank = 0
     size = 1
 
-    def __init__(self, limit: int, memory: Memory = HOST) -> None:
-        self.limit, self.memory = limit, memory
+    def __init__(self, limit: int, memory: Memory = HOST, watchdog: Watchdog | None = None) -> None:
+        """``watchdog`` ends with this transport."""
+        self.limit, self.memory, self._watchdog = limit, memory, watchdog
         self.send_buffers: tuple[Array, ...] = (memory.zeros(limit),)
         self.slot = 0
 
@@ -43,7 +45,7 @@ class LocalTransport(Unshared):
     def allreduce(self, send: Array, recv: Array) -> Sequence[Array]:
         if self.memory.is_host:
             np.copyto(recv, send, casting="safe")
-        else:
+        elif send is not recv:
             self.memory.copy((recv,), (send,))
         return (recv,)
 
@@ -65,3 +67,5 @@ class LocalTransport(Unshared):
     def close(self) -> None:
         self.send_buffers = (np.empty(0, np.uint8),)
         self.memory.order.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()

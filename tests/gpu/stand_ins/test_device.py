@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +15,7 @@ import pytest
 import mpikv
 from mpikv.cluster.connecting import connect
 from mpikv.cluster.status_board import StatusBoard
+from mpikv.cluster.waiting import Waiting
 from mpikv.config import Config
 from mpikv.errors import Closed, PeerFailed, TransportUnavailable, Unsupported
 from mpikv.memory.device import DeviceMemory
@@ -233,6 +235,19 @@ def test_a_lack_of_memory_is_told_with_the_call(comm):
         gpu.spare = 0
         with pytest.raises(MemoryError, match=rf"^init\('x'\): .*fake:0 has no .*{where}"):
             kv.init("x", value)
+
+
+@pytest.mark.ranks(1, 2)
+def test_arrays_of_a_call_are_let_go_of_without_another_call(comm):
+    gpu = FakeGpu(comm.rank if comm else 0)
+    with store_on(gpu, comm) as kv:
+        kv.init("w", np.ones(3))
+        gradient = gpu.upload(np.ones(3))
+        memory = weakref.ref(gradient._block)
+        kv.push("w", gradient)
+        del gradient
+        Waiting(10.0).until(lambda: memory() is None, tuple)
+    gpu.checker.assert_clean()
 
 
 @pytest.mark.ranks(2, 3)

@@ -91,6 +91,16 @@ def named(done: list[Done], work: str) -> list[Done]:
 # --- What is at the same time
 
 
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("sizes", [SIZES, SMALL], ids=["large", "small"])
+def test_one_rank_copies_once_before_an_update(comm: Any, sizes: Sequence[int]) -> None:
+    job = Job(comm, sizes=sizes)
+    with noted(job.gpu) as done:
+        job.kv.push(job.keys, job.sources)
+    assert len(named(done, "copy")) == len(named(done, "update")) > 5
+    job.end()
+
+
 @SEVERAL
 @pytest.mark.parametrize("captured", [False, True])
 def test_messages_travel_while_others_are_updated_and_copied(comm: Any, captured: bool) -> None:
