@@ -20,16 +20,18 @@ from ..errors import Stalled, mark_stalled
 from ..protocols import Array
 from .mpi_library import TranslatedErrors, library_of
 from .printing import warn
-from .runtime import present
+from .runtime import OfMessages, present
 from .shutdown import PATIENCE, announce_shutdown, await_shutdown, complete, end_job, receive_shutdowns
 from .waiting import Waiting
 from .windows import SharedWindows
 
-__all__ = ["ProcessGroup", "warn_once"]
+__all__ = ["ANSWERS", "ASKS", "GONE", "ProcessGroup", "warn_once"]
 
-# The tag of the message of a rank that has ended a store while others may be in a call of it, and its longest text,
-# which MPI passes on without either rank's help.
-_ENDED, _MOST_TOLD = 32102, 500
+# The tags of words: that a rank has given up a call, or has ended the store while others may be in a call of it;
+# questions and answers of hosts.
+GONE, ENDED, ASKS, ANSWERS = WORDS = (1, 32102, 32103, 32104)
+# The longest text, which MPI passes on without either rank's help.
+_MOST_TOLD = 500
 # What was told by ranks that had ended a store: MPI may still read it.
 _last_words: list[Any] = []
 
@@ -61,7 +63,9 @@ class ProcessGroup:
         self.divided = ""
         """What MPI says of the ranks of one machine, if it takes them for ranks of several hosts."""
         self._end = ""
-        self._has_ended = self._has_spoken = False
+        self._has_ended = False
+        # How many words this rank has sent to each; for itself, less those that it has heard.
+        self._words = np.zeros(self.size, np.int64)
         self.witness: Callable[[], None] = lambda: None
         """Answers other hosts that ask about this one. Called by ranks that wait."""
         self._listening = threading.Lock()
@@ -176,11 +180,11 @@ class ProcessGroup:
             with self.translated("sending a shutdown notice"):
                 for rank in range(self.size):
                     if rank != self.rank:
-                        self.send_word(text, rank, _ENDED)
+                        self.send_word(text, rank, ENDED)
 
     def send_word(self, text: bytes, rank: int, tag: int) -> None:
-        """Send what the other rank may never receive. Local."""
-        self._has_spoken = True
+        """Send what the other rank receives at the end of the store, if not before. Local."""
+        self._words[rank] += 1
         _last_words.append(self.comm.Isend(text, rank, tag))
 
     def hear_word(self, tag: int) -> tuple[int, bytes] | None:
@@ -192,6 +196,7 @@ class ProcessGroup:
             return None
         text = bytearray(status.Get_count(mpi.BYTE))
         found.Recv(text)
+        self._words[self.rank] -= 1
         return status.source, bytes(text)
 
     def told_end(self) -> str:
@@ -201,7 +206,7 @@ class ProcessGroup:
         with self._listening:
             if self._may_speak():
                 with self.translated("receiving a shutdown notice"):
-                    word = self.hear_word(_ENDED)
+                    word = self.hear_word(ENDED)
                 if word:
                     self._end = f"rank {word[0]} has left: {word[1].decode(errors='replace')}"
             return self._end
@@ -225,14 +230,19 @@ class ProcessGroup:
         with self.translated("closing"):
             self.windows.close()
             self.host_comm.Free()
-            # What was told and not received would be found in the next communicator, which takes its number.
-            told = np.array([self._has_spoken])
-            self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, told, self.mpi.LOR))
-            self._control.Free()
             with self._listening:  # a watchdog may be about to
+                self._complete(self._control.Iallreduce(self.mpi.IN_PLACE, self._words, self.mpi.SUM))
+                # The next communicator, which takes this one's number, would find them.
+                Waiting(self._timeout).until(OfMessages(self._hear_all), tuple)
                 comm, self.comm, self.host_comm = self.comm, None, None
-            if not told[0]:
-                comm.Free()
+            self._control.Free()
+            comm.Free()
+
+    def _hear_all(self) -> bool:
+        """Return whether this rank has heard as many words as all have sent to it; hear those that have come."""
+        while any(self.hear_word(tag) for tag in WORDS):
+            pass
+        return bool(self._words[self.rank] == 0)
 
 
 def _describe_machine(rank: int) -> str:

@@ -37,7 +37,7 @@ import numpy as np
 
 from ..protocols import Array
 from .printing import warn
-from .process_group import ProcessGroup
+from .process_group import ANSWERS, ASKS, ProcessGroup
 from .runtime import present, system_function
 
 __all__ = ["Inquiry", "StatusBoard", "note", "text_of_note"]
@@ -52,8 +52,6 @@ _TEXT = 160
 _LOOKS, _AT_REST = 20, 3
 # Of the ranks of a host, so that many ranks on many hosts do not flood the network.
 _MOST_ASKED = 4
-# The tags of the messages between hosts.
-_ASKS, _ANSWERS_OF_HOST = 32103, 32104
 # Seconds until a host has answered, and for how long what was found out about this one is answered again.
 _HOST_PATIENCE, _FRESH = 1.0, 1.0
 _PACKAGE = str(Path(__file__).parents[1])
@@ -338,7 +336,7 @@ class Inquiry:
         self.number += 1
         for _, ranks in self._others:
             for rank in self._asked(ranks):
-                self._group.send_word(str(self.number).encode(), rank, _ASKS)
+                self._group.send_word(str(self.number).encode(), rank, ASKS)
 
     def _asked(self, ranks: Sequence[int]) -> Sequence[int]:
         begin = self._group.rank % len(ranks)
@@ -346,9 +344,9 @@ class Inquiry:
 
     def answer(self) -> None:
         """Answer what other hosts have asked. Local."""
-        while word := self._group.hear_word(_ASKS):
+        while word := self._group.hear_word(ASKS):
             source, number = word
-            self._group.send_word(json.dumps([int(number), *self.look()]).encode(), source, _ANSWERS_OF_HOST)
+            self._group.send_word(json.dumps([int(number), *self.look()]).encode(), source, ANSWERS)
 
     def look(self) -> Answer:
         """Return what is to be said of this host."""
@@ -365,7 +363,7 @@ class Inquiry:
         limit = here.now() + _HOST_PATIENCE
         while True:
             self.answer()
-            while word := self._group.hear_word(_ANSWERS_OF_HOST):
+            while word := self._group.hear_word(ANSWERS):
                 number, late, text = json.loads(word[1])
                 if number == self.number:
                     heard[word[0]] = Answer(tuple(late), text)

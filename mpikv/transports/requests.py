@@ -12,15 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from ..cluster.process_group import ProcessGroup
+from ..cluster.process_group import GONE, ProcessGroup
 from ..cluster.runtime import OfMessages, present
 from ..cluster.waiting import Waits
 from ..errors import Stalled, TransportError
 
 __all__ = ["AbortableWaiting", "Requests"]
 
-# The tag of the message of a rank that has given up.
-_GONE = 1
 # Polls between two looks for what other ranks tell, which take longer than those.
 _LOOK_EVERY = 64
 # Operations that were given up. MPI may still read and write their buffers, which their requests keep alive.
@@ -125,7 +123,7 @@ class Requests:
         # A rank that comes later may find its operation complete; this tells it that it is alone.
         for rank in range(self._comm.size):
             if rank != self._comm.rank:
-                self._group.send_word(b"", rank, _GONE)
+                self._group.send_word(b"", rank, GONE)
 
     def check(self) -> None:
         """Raise Stalled if another rank has given up."""
@@ -139,7 +137,7 @@ class Requests:
         if not self._comm.Iprobe():  # most often there is no message of any kind
             return None
         self._group.witness()
-        if not self._comm.Iprobe(tag=_GONE):
+        if not self._comm.Iprobe(tag=GONE):
             return None
         if why := self._group.told_end():  # by the rank for which they have
             return TransportError(why)
