@@ -1,15 +1,13 @@
-"""What a push and a pull do on a GPU, where work is queued and not done.
+"""What a GPU does otherwise in the stages of a push and a pull, where work is queued and not done.
 
-Of a call with several messages NCCL has a stream of its own: while it carries a message, the GPU prepares the next one,
-updates by the sum of the one before, and copies what has come to the caller's outputs. So messages are summed one ahead
-of the updates, and copied out one behind them. Each step is queued where its turn comes on all ranks, and waits for no
-more than the transfer that it needs.
+Of a call with several messages NCCL has a stream of its own: while it carries a message, the GPU packs the next one,
+updates by the sum of the one before, and unpacks the one before that. Each stage is queued where its turn comes on all
+ranks, and waits for no more than the transfer that it needs.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,10 +16,10 @@ import numpy as np
 
 from ..arrays.arrays import add_in_pairs_over, local_sum, run_quietly
 from ..memory.device import DeviceMemory
-from ..protocols import Array, Event, GpuKernels, Whole
+from ..protocols import Array
 from .compression import Compression, restoring
-from .pipeline import Arrays, Confirm, Pipeline, Steps, are_plain, cut
-from .plan import Bucket, Plan
+from .pipeline import Arrays, Confirm, Pipeline, Steps, are_plain
+from .plan import Plan
 from .values import Values
 
 __all__ = ["GpuPipeline"]
@@ -34,20 +32,15 @@ class GpuPipeline(Pipeline):
         super().__init__(values, compression)
         assert isinstance(self._memory, DeviceMemory)
         self._gpu, self._order = self._memory.gpu, self._memory.order
+        self.streams = self._order
         if self._in_pairs:
             self._add = partial(add_in_pairs_over, self._transport.rank)
-        # Where streams take no turns: a host waits in it, or sums are put together of whole values.
-        self._in_one_go = self._compression is not None or self._whole
-        self._whole_kernels: GpuKernels | None = None
-        if self._whole and not self._updater.may_raise and isinstance(self._kernels, GpuKernels):
-            self._whole_kernels = self._kernels
 
     # --- Before the ranks agree
 
     def prepare(self, plan: Plan) -> None:
         super().prepare(plan)
-        if self._whole_kernels is not None and "owned" not in plan.memo:
-            self._order.run(self._bound, self._whole_kernels, plan)
+        self._order.run(lambda: plan.update_whole)
 
     def add_lists(self, plan: Plan, sources: Arrays) -> Arrays:
         # A codec of ranges packs each array by itself.
@@ -72,68 +65,10 @@ class GpuPipeline(Pipeline):
 
     # --- Push and pull
 
-    def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
-        if self._in_one_go:
-            super().push(plan, sources, steps, confirm)
-        else:
-            self._push_by_streams(plan, sources, steps, None)
+    def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
+        return targets if plan.overlaps and self._lie_apart(plan, sources, targets) else ()
 
-    def pushpull(
-        self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None
-    ) -> None:
-        if self._in_one_go:
-            super().pushpull(plan, sources, steps, targets, confirm)
-        else:
-            self._push_by_streams(plan, sources, steps, targets)
-
-    def pull(self, plan: Plan, targets: Arrays) -> None:
-        stale = self._values.table.stale
-        if plan.overlaps and np.any(stale[plan.rows]):
-            delivery = _Delivery(self, targets, early=are_plain(targets))
-            with self._order.apart():
-                for bucket in plan.buckets:
-                    delivery.add(bucket)
-                delivery.end()
-            stale[plan.rows] = False
-            if delivery.early:
-                return
-        super().pull(plan, targets)
-
-    def _push_by_streams(self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays | None) -> None:
-        """Sum message by message, and update; with targets, which may be none, give each rank the new values, and copy
-        them there. Without, the caller's stream goes on when the sources were read.
-        """
-        delivery = None
-        if targets is not None:
-            delivery = _Delivery(self, targets, plan.overlaps and self._may_fill_early(plan, sources, targets))
-        # The terms of a sum last until the next sum, where the library does not add.
-        most = int(plan.overlaps or len(plan.buckets) == 1)
-        ahead: deque[tuple[Bucket, Sequence[Array], Event | None]] = deque()
-
-        def update() -> None:
-            bucket, addends, sent = ahead.popleft()
-            self._order.arrive(sent)
-            self._update(bucket, addends, steps)
-            if delivery is not None:
-                delivery.add(bucket)
-
-        with self._order.apart() if plan.overlaps else nullcontext():
-            for bucket in plan.buckets:
-                ahead.append((bucket, self._reduce(bucket, sources), self._order.sent()))
-                if len(ahead) > most:
-                    update()
-            # A sum in pairs is made in the update: of addends, of which this rank's may be the caller's array.
-            if delivery is None and not self._in_pairs:
-                self._order.note_read()
-            while ahead:
-                update()
-            if delivery is not None:
-                delivery.end()
-        self.count(plan, stale=delivery is None)
-        if delivery is not None and targets and not delivery.early:
-            super().pull(plan, targets)
-
-    def _may_fill_early(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> bool:
+    def _lie_apart(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> bool:
         """Return whether targets may be filled while the sources of other keys are yet to be read: of plain arrays none
         lies in another one, but for those of one key. Local.
         """
@@ -149,69 +84,28 @@ class GpuPipeline(Pipeline):
         order = np.argsort(low)
         return bool((high[order][:-1] <= low[order][1:]).all())
 
-    def give(self, bucket: Bucket) -> Event | None:
-        """Give every rank an updated message; return the point behind that, if the stream has to wait for it."""
-        if self.current:
-            return None
-        bucket.publish()
-        return self._order.sent()
+    def publish(self, plan: Plan, outs: Arrays = ()) -> None:
+        with self._order.apart() if plan.overlaps else nullcontext():
+            super().publish(plan, outs)
 
-    def fill(self, bucket: Bucket, sent: Event | None, targets: Arrays) -> None:
-        """Copy a message to plain arrays, when it has come."""
-        self._order.arrive(sent)
-        self._copy(targets[bucket.items] if bucket.items else cut(bucket, targets), bucket.parts)
+    # --- The stages
 
-    # --- Update
+    def _run(self, plan: Plan, *arguments: Any, **options: Any) -> None:
+        with self._order.apart() if plan.overlaps else nullcontext():
+            super()._run(plan, *arguments, **options)
+
+    def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        self._memory.copy(targets, sources)
 
     def _update_whole(self, plan: Plan, steps: Steps, confirm: Confirm | None) -> None:
-        if self._whole_kernels is None:
+        if plan.update_whole is None:
             super()._update_whole(plan, steps, confirm)
-            return
-        pairs = zip(plan.totals, steps.each, strict=True)
-        self._bound(self._whole_kernels, plan)([step for total, step in pairs if total is not None])
-
-    def _bound(self, kernels: GpuKernels, plan: Plan) -> Callable[[Sequence[Any]], None]:
-        """Return what updates all whole values that this rank owns, by as few launches as can be."""
-        update: Callable[[Sequence[Any]], None] | None = plan.memo.get("owned")
-        if update is not None:
-            return update
-        pairs = zip(plan.entries, plan.totals, strict=True)
-        wholes = [Whole(total, entry.value, entry.state) for entry, total in pairs if total is not None]
-        plan.memo["owned"] = bound = kernels.bind_whole(self._updater, wholes)
-        return bound
+        else:
+            pairs = zip(plan.totals, steps.each, strict=True)
+            plan.update_whole([step for total, step in pairs if total is not None])
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
         if self._updater.may_raise:
             super().update(step, total, value, state)
         else:
             self._kernels.bind(self._updater, total, value, state)(step)
-
-    def _copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        self._memory.copy(targets, sources)
-
-
-class _Delivery:
-    """Gives all ranks the new values of a call, message by message. Copies each to the arrays that the caller wants to
-    be filled when the next one is on its way, if these may be filled so ``early``.
-    """
-
-    def __init__(self, pipeline: GpuPipeline, targets: Arrays, early: bool) -> None:
-        self.early = early
-        self._pipeline, self._targets = pipeline, targets
-        self._coming: deque[tuple[Bucket, Event | None]] = deque()
-
-    def add(self, bucket: Bucket) -> None:
-        """Give a message. Collective."""
-        self._coming.append((bucket, self._pipeline.give(bucket)))
-        if len(self._coming) > 1:
-            self._fill()
-
-    def end(self) -> None:
-        """Copy what is left. Local."""
-        while self._coming:
-            self._fill()
-
-    def _fill(self) -> None:
-        bucket, sent = self._coming.popleft()
-        if self.early:
-            self._pipeline.fill(bucket, sent, self._targets)

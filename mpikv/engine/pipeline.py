@@ -1,12 +1,22 @@
-"""What a push and a pull do once all ranks have agreed on them: pack, reduce, update, publish, unpack.
+"""What a push and a pull do once all ranks have agreed on them: five stages of each message.
 
-Every bucket of a plan goes this way: it is packed from the caller's arrays, summed over ranks, given to the updater
-while it is in the cache, published where ranks do not share memory, and copied to the caller's outputs. What a GPU does
-otherwise is in ``gpu_pipeline.py``.
+=======  ================================================================  ==========
+stage    does                                                              collective
+=======  ================================================================  ==========
+pack     copies this rank's arrays to a send buffer, or leaves them there  no
+reduce   adds up the messages of all ranks, at the owners                  yes
+update   gives the sum to the updater, while it is in the cache            no
+publish  gives every rank the owners' values, unless memory is shared      yes
+unpack   copies the values to the caller's arrays                          no
+=======  ================================================================  ==========
+
+One loop, :meth:`Pipeline._run`, takes the messages of all calls through them. ``gpu_pipeline.py`` has the
+stages of a GPU, and ``compression.py`` those of codecs, which pack and reduce.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -15,7 +25,8 @@ import numpy as np
 
 from ..arrays.arrays import add, add_in_pairs, disjoint, local_sum, run_quietly
 from ..errors import noted
-from ..protocols import Array
+from ..memory.stream_order import GpuOrder
+from ..protocols import Array, Event
 from .compression import Compression, Layers, restoring
 from .keys import Entry
 from .plan import Bucket, Plan, Update
@@ -40,21 +51,23 @@ class Steps(NamedTuple):
 
 
 class Pipeline:
-    """Moves the values of a store, with one updater, placement and compression. All is collective unless it says that
-    it is local.
+    """Moves the values of a store, with one updater, placement and compression. Collective, but for methods that are
+    called local.
     """
 
     def __init__(self, values: Values, compression: Compression | None) -> None:
         planner, transport = values.planner, values.transport
         self._values, self._transport, self._memory = values, transport, transport.memory
         self._updater, self._kernels, self._whole = planner.updater, planner.kernels, planner.whole
-        self._in_pairs = planner.in_pairs
+        self._everywhere, self._in_pairs = planner.placement.everywhere, planner.in_pairs
         self._add = add_in_pairs if planner.in_pairs else add
         self._compression = compression
+        self.streams: GpuOrder | None = None
+        """The streams of a GPU, on which transfers may run beside updates."""
         self.current = planner.current
         """Whether a push leaves every rank with the newest values."""
         self.prefetched: Array | None = None
-        """The first message of a push, prepared before the ranks agree on it."""
+        """The first message of a push, packed before the ranks agree on it."""
 
     # --- Before the ranks agree
 
@@ -63,7 +76,7 @@ class Pipeline:
         plan.prepare()
 
     def stage(self, plan: Plan, sources: Arrays) -> None:
-        """Prepare the first message of the push that comes next. Local."""
+        """Pack the first message of the push that comes next. Local."""
         if plan.prefetches:
             self.prefetched = self._pack(plan.buckets[0], sources)
 
@@ -78,23 +91,26 @@ class Pipeline:
     # --- Push and pull
 
     def push(self, plan: Plan, sources: Arrays | None, steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the sources over ranks, or where there are none the buffers, and update. Both may be filled again when it
-        returns.
+        """Sum the sources over ranks, or the buffers where there are none, and update. The caller may write to both
+        again when it returns.
 
-        ``confirm`` is called with what a fallible updater raised on this rank, or None; it raises if one raised
-        anywhere.
+        ``confirm`` is called with the error of an updater on this rank, or None; it raises if one raised on any rank.
         """
         if sources is None and self._compression is not None:
             sources = self.buffers_as_sources(plan)  # which only this rank reads then
-        self._push(plan, sources, steps, confirm)
+        self._run(plan, sources, steps, confirm)
         if plan.single_copy or sources is None:
             self._transport.fence()
 
     def pull(self, plan: Plan, targets: Arrays) -> None:
         """Copy the values to the targets, if there are any."""
-        if not self.current:
-            self._refresh(plan)
-        if are_plain(targets):
+        plain = len(targets) > 0 and type(targets[0]) is not tuple
+        if not self.current and self._values.table.stale[plan.rows].any():
+            outs = targets if plain and plan.overlaps else ()
+            self.publish(plan, outs)
+            if outs:
+                return
+        if plain:
             bound = plan.bound_values
             if bound is None or not bound.give(targets):
                 self._copy(targets, plan.values)
@@ -106,27 +122,31 @@ class Pipeline:
     def pushpull(
         self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None
     ) -> None:
-        """Push as :meth:`push`, then pull; bucket by bucket where that pays and no target is another key's source.
+        """Push as :meth:`push`, then pull; message by message where that pays and no target is another key's source.
         Without targets this rank only has the newest values.
         """
         if sources is None and self._compression is not None:
             sources = self.buffers_as_sources(plan)
         if sources is None and self._all_fill_buffers(plan, targets):
-            self._push(plan, None, steps, confirm, in_place=True)
+            self._run(plan, None, steps, confirm, in_place=True)
             self._transport.fence()
             return
-        if sources is None or not plan.streams:
-            self._push(plan, sources, steps, confirm)
+        outs = self._early_outs(plan, sources, targets) if plan.streams else None
+        self._run(plan, sources, steps, confirm, outs)
+        if outs is None:
             self._transport.fence()
-            self.pull(plan, targets)
-            return
-        # Whether copies may be early is this rank's affair; the order of the exchanges is not.
-        outs: Arrays = ()
-        if targets and disjoint(groups_of(sources), groups_of(targets)):
-            outs = targets if are_plain(targets) else _flat_copies(plan, targets)
-        self._push(plan, sources, steps, confirm, outs)
         if not outs:
             self.pull(plan, targets)
+
+    def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
+        """Return the arrays to unpack to while later messages are still to be sent: none of them, where that is unsafe;
+        None, where it does not pay to publish early either, on all ranks alike. Local.
+        """
+        if sources is None:
+            return None
+        if not targets or not disjoint(groups_of(sources), groups_of(targets)):
+            return ()
+        return targets if are_plain(targets) else _flat_copies(plan, targets)
 
     def _all_fill_buffers(self, plan: Plan, targets: Arrays) -> bool:
         """Return whether every rank pulls into the buffers that it pushes, which their owners can then fill."""
@@ -139,7 +159,9 @@ class Pipeline:
         """Return this rank's buffers as what a caller would bring. Local."""
         return self._values.buffers(plan)
 
-    def _push(
+    # --- The stages of all messages
+
+    def _run(
         self,
         plan: Plan,
         sources: Arrays | None,
@@ -148,28 +170,36 @@ class Pipeline:
         outs: Arrays | None = None,
         in_place: bool = False,
     ) -> None:
-        """Sum bucket by bucket; update each while it is in the cache; unpack it, if wanted, one bucket behind.
+        """Take the messages of a push through their stages; with ``outs``, those of a pull too.
 
-        The delay lets the exchange of the next bucket be the fence that the unpacking of this one needs. Other ranks
-        may read what is pushed until the next fence. Without sources the buffers are, which are not compressed, and
-        which are filled ``in_place`` with the new values.
+        A message is reduced, and updated when :attr:`Plan.schedule` says so: what carries the next ones then works
+        while memory does. Other ranks may read what is pushed until the next fence. Without sources the buffers are
+        pushed, which are not compressed, and which are filled ``in_place`` with the new values.
         """
-        compressed, previous = None, None
+        delivery = None if outs is None else _Delivery(self, plan, outs)
+        streams, sums = self.streams, dict[Bucket, tuple[Sequence[Array], Event | None]]()
+        compressed = None
         if self._compression is not None and sources is not None:
             compressed = self._compression.start(plan, _layers(sources))
-        for bucket in plan.buckets:
-            addends = self._reduce(bucket, sources) if compressed is None else (compressed(bucket),)
-            self._update(bucket, addends, steps, addends if in_place else ())
-            if outs is not None:
-                if previous is not None:
-                    self._unpack(previous, outs)
-                previous = bucket
-        if outs is not None and previous is not None:
+        for coming, ready in plan.schedule:
+            if coming is not None:
+                addends = self._reduce(coming, sources) if compressed is None else (compressed(coming),)
+                sums[coming] = addends, streams.sent() if streams is not None else None
+            elif delivery is None and streams is not None:
+                streams.note_read()  # updates that are left read sums alone
+            if ready is not None:
+                addends, sent = sums.pop(ready)
+                if streams is not None:
+                    streams.arrive(sent)
+                self._update(ready, addends, steps, addends if in_place else ())
+                if delivery is not None:
+                    delivery.add(ready)
+        if delivery is not None:
             self._transport.fence()
-            self._unpack(previous, outs)
+            delivery.end()
         if self._whole:
             self._update_whole(plan, steps, confirm)
-        self.count(plan, stale=outs is None)
+        self.count(plan, stale=delivery is None)
 
     def count(self, plan: Plan, stale: bool) -> None:
         """Take note of a push. ``stale``: ranks have not been given the newest values. Local."""
@@ -183,12 +213,21 @@ class Pipeline:
     # --- Pack and reduce
 
     def _reduce(self, bucket: Bucket, sources: Arrays | None) -> Sequence[Array]:
-        """Sum a bucket over ranks; return the addends of this rank's elements."""
+        """Sum a message over ranks; return the addends of this rank's elements."""
         if sources is None:
             assert bucket.buffer is not None
-            return bucket.buffers or bucket.reduce(bucket.buffer, bucket.total)
-        send, self.prefetched = self.prefetched, None
-        return bucket.reduce(self._pack(bucket, sources) if send is None else send, bucket.total)
+            if bucket.buffers:
+                return bucket.buffers
+            send = bucket.buffer
+        elif self.prefetched is not None:
+            send, self.prefetched = self.prefetched, None
+        else:
+            send = self._pack(bucket, sources)
+        if self._everywhere:
+            return self._transport.allreduce(send, bucket.total)
+        if (owner := bucket.shard.owner) is not None:
+            return self._transport.reduce(send, bucket.total, owner)
+        return self._transport.reduce_scatter(send, bucket.total, bucket.shard.counts)
 
     def _pack(self, bucket: Bucket, sources: Arrays) -> Array:
         """Prepare this rank's contribution to a bucket: in the send buffer, or where it lies when the transport would
@@ -200,7 +239,7 @@ class Pipeline:
         send = bucket.sends[slot]
         if not bucket.dense:
             send.fill(0)
-        if are_plain(sources):
+        if type(sources[0]) is not tuple:
             given, bound = sources[bucket.items] if bucket.items else cut(bucket, sources), bucket.bound_slots[slot]
             if bound is None or not bound.take(given):
                 self._copy(bucket.slots[slot], given)
@@ -321,21 +360,25 @@ class Pipeline:
             self.publish(plan)
         self._transport.fence()
 
-    def publish(self, plan: Plan) -> None:
-        """Give every rank the newest values of the keys."""
+    def publish(self, plan: Plan, outs: Arrays = ()) -> None:
+        """Give every rank the newest values of the keys, and copy them to ``outs``: plain arrays, or none."""
+        delivery = _Delivery(self, plan, outs)
         for bucket in plan.buckets:
-            bucket.publish()
+            delivery.add(bucket)
+        delivery.end()
         self._values.table.stale[plan.rows] = False
 
-    def _refresh(self, plan: Plan) -> None:
-        """Give this rank the newest values."""
-        if self._values.table.stale[plan.rows].any():
-            self.publish(plan)
+    def deliver(self, bucket: Bucket) -> None:
+        """Publish a message: give every rank its owners' values."""
+        if self.current:
+            return
+        if (owner := bucket.shard.owner) is not None:
+            self._transport.broadcast(bucket.value, owner)
+        else:
+            self._transport.all_gather(bucket.value, bucket.shard.counts)
 
-    def _unpack(self, bucket: Bucket, outs: Arrays) -> None:
-        """Give every rank an updated bucket, and copy it to the callers' arrays: plain ones, or flat ones."""
-        if not self.current:
-            bucket.publish()
+    def unpack(self, bucket: Bucket, outs: Arrays) -> None:
+        """Copy a message to the callers' arrays: plain ones, or flat ones. Local."""
         if are_plain(outs):
             given, bound = outs[bucket.items] if bucket.items else cut(bucket, outs), bucket.bound_parts
             if bound is None or not bound.give(given):
@@ -354,6 +397,36 @@ class Pipeline:
             yield
         finally:
             table.counts[plan.rows], table.stale[plan.rows] = counts, stale
+
+
+class _Delivery:
+    """Publishes messages, and unpacks each one message later: the exchange of the next one is the fence, or the wait
+    for a transfer, that this needs.
+    """
+
+    def __init__(self, pipeline: Pipeline, plan: Plan, outs: Arrays) -> None:
+        self._pipeline, self._outs = pipeline, outs
+        self._streams = pipeline.streams if plan.overlaps else None
+        self._coming = deque[tuple[Bucket, Event | None]]()
+
+    def add(self, bucket: Bucket) -> None:
+        """Publish a message. Collective."""
+        self._pipeline.deliver(bucket)
+        self._coming.append((bucket, None if self._streams is None else self._streams.sent()))
+        if len(self._coming) > 1:
+            self._unpack()
+
+    def end(self) -> None:
+        """Unpack what is left. Local."""
+        while self._coming:
+            self._unpack()
+
+    def _unpack(self) -> None:
+        bucket, sent = self._coming.popleft()
+        if self._outs:
+            if self._streams is not None:
+                self._streams.arrive(sent)
+            self._pipeline.unpack(bucket, self._outs)
 
 
 def are_plain(arrays: Arrays) -> bool:

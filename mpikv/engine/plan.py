@@ -19,7 +19,19 @@ from ..arrays.arrays import accumulator, name_of
 from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
-from ..protocols import Array, BoundList, GpuKernels, Kernels, Key, ListKernels, Placement, Shard, Transport, Updater
+from ..protocols import (
+    Array,
+    BoundList,
+    GpuKernels,
+    Kernels,
+    Key,
+    ListKernels,
+    Placement,
+    Shard,
+    Transport,
+    Updater,
+    Whole,
+)
 from .arena import LINE_BYTES, Block, Kept
 from .grid import rounded
 from .keys import Entry
@@ -104,10 +116,6 @@ class Bucket:
     """This rank's message when it is made in the keys' buffers, if they have any."""
     buffers: tuple[Array, ...]
     """There, where all ranks share memory: every rank's elements of this rank's shard."""
-    reduce: Callable[[Array, Array], Sequence[Array]]
-    """As :meth:`~mpikv.protocols.Placement.bind_reduce` returns it. Collective."""
-    publish: Callable[[], None]
-    """As :meth:`~mpikv.protocols.Placement.bind_publish` returns it. Collective."""
     bind_list: Callable[[Sequence[Array]], BoundList | None]
     """As :meth:`Planner.bind_list`."""
 
@@ -207,9 +215,13 @@ class Plan:
 
     @lazy
     def streams(self) -> bool:
-        """Whether a pushpull unpacks each bucket while it is in the cache, of the host."""
-        plain = self.planner.transport.memory.is_host and self.planner.by_bucket and not self.planner.whole
-        return plain and self.nbytes >= _STREAMED_BYTES
+        """Whether a pushpull publishes each message when it is updated: on the host where it is still in the cache
+        then.
+        """
+        planner = self.planner
+        if not planner.transport.memory.is_host:
+            return not (planner.whole or planner.compressed)
+        return planner.by_bucket and not planner.whole and self.nbytes >= _STREAMED_BYTES
 
     @lazy
     def overlaps(self) -> bool:
@@ -217,6 +229,22 @@ class Plan:
         ranks.
         """
         return len(self.buckets) > 1 and all(map(self.planner.may_overlap, self.buckets))
+
+    @lazy
+    def schedule(self) -> tuple[tuple[Bucket | None, Bucket | None], ...]:
+        """For each turn of a push, the message that is reduced in it, and the one that is updated: so many turns later
+        as messages may be in flight beside it.
+        """
+        ahead = int(self.planner.adds_there and (self.overlaps or len(self.buckets) == 1))
+        none = (None,) * ahead
+        return tuple(zip(self.buckets + none, none + self.buckets, strict=True))
+
+    @lazy
+    def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
+        """Updates all whole values that this rank owns, by as few launches as can be; None where each is updated by
+        itself.
+        """
+        return self.planner.bind_whole(self.entries, self.totals)
 
     @lazy
     def shapes(self) -> list[tuple[int, ...]]:
@@ -429,12 +457,17 @@ class Planner:
         return self.transport.shared or self.placement.everywhere or self.transport.size == 1
 
     def may_overlap(self, bucket: Bucket) -> bool:
-        """Return whether the sum of the message that comes next may be made while this one is updated: both are on a
-        GPU at once, each in a half of the scratch memory, and the transport's library adds.
+        """Return whether the sum of the message that comes next may be made while this one is updated: each has a half
+        of the scratch memory.
         """
-        adds = self.transport.size > 1 and not (self.in_pairs or self.compressed or self.whole)
         nbytes = max(bucket.shard.counts) * accumulator(bucket.value.dtype).itemsize
-        return adds and not self.transport.memory.is_host and nbytes <= self._half
+        return self.adds_there and nbytes <= self._half
+
+    @lazy
+    def adds_there(self) -> bool:
+        """Whether the library of a GPU's transport adds: an update then reads the sum alone, never what is sent."""
+        adds = self.transport.size > 1 and not (self.in_pairs or self.compressed or self.whole)
+        return adds and not self.transport.memory.is_host
 
     @lazy
     def _half(self) -> int:
@@ -473,6 +506,16 @@ class Planner:
             return None
         total: Array = block.sums_of(low, low + entry.place.size).reshape(entry.shape)
         return total
+
+    def bind_whole(
+        self, entries: Sequence[Entry], totals: Sequence[Array | None]
+    ) -> Callable[[Sequence[Any]], None] | None:
+        """Return what updates whole values by their totals, at once on a GPU; None where nothing does."""
+        if not self.whole or self.updater.may_raise or not isinstance(self.kernels, GpuKernels):
+            return None
+        pairs = zip(entries, totals, strict=True)
+        wholes = [Whole(total, entry.value, entry.state) for entry, total in pairs if total is not None]
+        return self.kernels.bind_whole(self.updater, wholes)
 
     def buckets(self, entries: Sequence[Entry]) -> Iterator[Bucket]:
         """Cut keys into messages."""
@@ -518,8 +561,6 @@ class Planner:
             direct=pieces[0].high == stop - start and sends[0] is not total and self._may_be_direct(nbytes),
             buffer=None if block.buffers is None else block.buffers[self.transport.sharing_rank][where],
             buffers=tuple(row[own] for row in buffers) if self.transport.shared else (),
-            reduce=self.placement.bind_reduce(shard),
-            publish=self.placement.bind_publish(shard, value),
             bind_list=self.bind_list,
         )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
-
-from .arrays import Array
 
 __all__ = ["Placement", "Shard"]
 
@@ -18,10 +16,16 @@ class Shard(NamedTuple):
     low: int
     high: int
     """The elements that this rank owns, which it updates: ``[low, high)``."""
+    owner: int | None = None
+    """The rank that owns all of it, where values stay whole and no other owns something: a push is reduced to it, and a
+    pull is its broadcast."""
 
 
 class Placement(Protocol):
-    """Decides which rank owns which element, hence which collectives a push and a pull run. Stateless."""
+    """Decides which rank owns which element. Stateless. The collectives of a push and a pull follow from it: an
+    allreduce where each owns all, a reduce and a broadcast where one rank does, else a reduce-scatter and an
+    all-gather.
+    """
 
     name: str
     everywhere: bool
@@ -33,16 +37,4 @@ class Placement(Protocol):
         For placements that keep values whole, rank r is to own those that begin in ``[bounds[r], bounds[r + 1])``, and
         none reaches beyond. An element's owner depends on its place in its block alone, never on the call, because its
         optimizer state lives with its owner.
-        """
-
-    def bind_reduce(self, shard: Shard) -> Callable[[Array, Array], Sequence[Array]]:
-        """Return a function of ``send`` and ``total`` that sums a range over ranks: it returns the addends of the sum
-        of the elements that this rank owns. The function is collective.
-
-        Where the transport's library adds this sum, the only addend is ``total`` itself; else ``total`` was not used.
-        """
-
-    def bind_publish(self, shard: Shard, value: Array) -> Callable[[], None]:
-        """Return a function that gives every rank the owners' values of a range, which lie in ``value``. The function
-        is collective.
         """

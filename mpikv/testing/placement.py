@@ -1,12 +1,8 @@
 """What every placement must do, as tests.
 
-Subclass :class:`PlacementContract` in a test module and give the factory, and the collectives that a push and a pull
-run::
+Subclass :class:`PlacementContract` in a test module and give the factory::
 
-    @pytest.mark.ranks(1, 2, 4)
     class TestSharded(PlacementContract):
-        collectives = ("reduce_scatter", "all_gather")
-
         def make(self, transport):
             return Sharded(transport)
 """
@@ -15,17 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import pytest
 
-from ..arrays.arrays import accumulator, add
-from ..cluster.process_group import ProcessGroup
-from ..config import Config
 from ..protocols import Placement, Shard, Transport
-from ..transports import open_transport
-from .wrappers import Recording
 
 __all__ = ["PlacementContract"]
 
@@ -36,29 +26,14 @@ CELLS = ((0, 1024), (1024, 2048), (2048, 2500), (0, 1), (64, 65), (2**40, 2**40 
 class PlacementContract:
     """The promises of :class:`mpikv.protocols.Placement`."""
 
-    collectives: tuple[str, ...] = ()
-    """The collectives that one reduce and one publish of a range run."""
     replicated = False
     """Whether every rank owns everything."""
-    transport = "auto"
-    """The name of the transport with which data move."""
-
-    def group(self, comm: Any) -> ProcessGroup:
-        """Return a new group of the ranks, perhaps on several hosts. Collective."""
-        return ProcessGroup(comm)
+    whole = False
+    """Whether values stay whole, so that a range of one owner is reduced to it."""
 
     def make(self, transport: Transport) -> Placement:
-        """Return the placement."""
+        """Return the placement. Of the transport it reads ``rank`` and ``size``."""
         raise AssertionError("a subclass of PlacementContract defines make()")
-
-    @pytest.fixture
-    def recording(self, comm: Any) -> Iterator[Recording]:
-        """Return a transport over all ranks that writes down what is run."""
-        group = self.group(comm)
-        recording = Recording(open_transport(group, Config(transport=self.transport, bucket_bytes=8192)))
-        yield recording
-        recording.close()
-        group.close()
 
     def test_shards_fill_every_range_exactly(self) -> None:
         for ranks, (cell, start, stop, bounds) in cases():
@@ -80,40 +55,11 @@ class PlacementContract:
             part = self.owners(ranks, start, stop, cell, bounds)
             assert part == whole[start - cell[0] : stop - cell[0]]
 
-    def test_a_push_and_a_pull(self, recording: Recording) -> None:
-        placement = self.make(recording)
-        for name in ("int32", "float16", "float32", "float64", "bool"):
-            for first, last in ((0, 512), (512, 1024), (1024, 1100)):
-                for start, stop in ((first, last), (first + 5, last - 3), (last - 1, last)):
-                    self.round(placement, recording, np.dtype(name), (first, last), start, stop)
-
-    def round(
-        self,
-        placement: Placement,
-        recording: Recording,
-        dtype: np.dtype[Any],
-        cell: tuple[int, int],
-        start: int,
-        stop: int,
-    ) -> None:
-        """Sum one range, store the sum at its owners, publish it, and compare."""
-        value, shard = np.zeros(stop - start, dtype), placement.shard(start, stop, cell, of_one(cell, recording.size))
-        sends = [
-            np.random.default_rng((start, rank)).integers(0, 9, stop - start).astype(dtype)
-            for rank in range(recording.size)
-        ]
-        expected = np.add.reduce([send.astype(accumulator(dtype)) for send in sends], axis=0, dtype=accumulator(dtype))
-        low, high = shard.low, shard.high
-        total = np.zeros(high - low, accumulator(dtype))
-        recording.take()
-        addends = placement.bind_reduce(shard)(sends[recording.rank], total)
-        if total.size and addends[0] is not total:
-            add(addends, 0, total.size, total)
-        np.testing.assert_array_equal(total, expected[low:high])
-        value[low:high] = total
-        placement.bind_publish(shard, value)()
-        assert tuple(recording.take()) == self.collectives
-        np.testing.assert_array_equal(value, expected.astype(dtype))
+    def test_one_owner_is_named(self) -> None:
+        for ranks, (cell, start, stop, bounds) in cases():
+            for shard in self.shards(ranks, start, stop, cell, bounds):
+                owns_all = [rank for rank, count in enumerate(shard.counts) if count == stop - start]
+                assert shard.owner == (owns_all[0] if self.whole and owns_all else None)
 
     def shards(self, ranks: int, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> list[Shard]:
         """Return what each of so many ranks says of one range."""

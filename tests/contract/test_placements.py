@@ -19,81 +19,35 @@ from mpikv.transports import open_transport
 from mpikv.transports.local import LocalTransport
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 class TestRoot(PlacementContract):
-    collectives = ("reduce", "broadcast")
+    whole = True
 
     def make(self, transport: Transport) -> Placement:
         return Root(transport, 0)
 
 
-class TestRootOverMpi(TestRoot):
-    transport = "mpi"
-
+class TestLastRank(TestRoot):
     def make(self, transport: Transport) -> Placement:
         return Root(transport, transport.size - 1)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 class TestOwners(PlacementContract):
-    collectives = ("reduce", "broadcast")
+    whole = True
 
     def make(self, transport: Transport) -> Placement:
         return Owners(transport)
 
 
-class TestOwnersOverMpi(TestOwners):
-    transport = "mpi"
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
 class TestSharded(PlacementContract):
-    collectives = ("reduce_scatter", "all_gather")
-
     def make(self, transport: Transport) -> Placement:
         return Sharded(transport)
 
 
-class TestShardedOverMpi(TestSharded):
-    transport = "mpi"
-
-
-@pytest.mark.ranks(1, 2, 3, 4)
 class TestReplicated(PlacementContract):
-    collectives = ("allreduce",)
     replicated = True
 
     def make(self, transport: Transport) -> Placement:
         return Replicated(transport)
-
-
-class TestReplicatedOverMpi(TestReplicated):
-    transport = "mpi"
-
-
-class OnHosts:
-    """Two hosts, of as many ranks if that can be."""
-
-    transport = "hierarchical"
-
-    def group(self, comm):
-        return ProcessGroup(comm, -(-comm.size // 2) if comm else 0)
-
-
-class TestRootOverHosts(OnHosts, TestRootOverMpi):
-    pass
-
-
-class TestOwnersOverHosts(OnHosts, TestOwners):
-    pass
-
-
-class TestShardedOverHosts(OnHosts, TestSharded):
-    pass
-
-
-class TestReplicatedOverHosts(OnHosts, TestReplicated):
-    pass
 
 
 class Shared(LocalTransport):
