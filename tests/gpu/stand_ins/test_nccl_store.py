@@ -149,7 +149,8 @@ def test_what_ends_a_store_on_one_rank_is_told_to_those_that_wait(
         def reduce(*_: Any) -> Any:
             raise ZeroDivisionError("planned")
 
-        monkeypatch.setattr(kv._exchange.placement, "bind_reduce", lambda shard: reduce)
+        for verb in ("reduce", "allreduce", "reduce_scatter"):
+            monkeypatch.setattr(mover, verb, reduce)
         with pytest.raises(ZeroDivisionError):
             kv.push("w", np.ones(5))
     else:
