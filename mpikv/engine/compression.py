@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -214,15 +215,16 @@ class RangeCompression:
         zeros = private(transport)
         self._gradient = zeros(2 * transport.limit).view(np.float32)
         self._total = zeros(2 * transport.limit).view(np.float32)
+        self._messages_of = WeakKeyDictionary[Plan, dict[Bucket, Sequence[_Message]]]()
         if not self._memory.is_host:
             # The first exchange may take memory, too, and makes the ways: here nothing is lost if it fails.
             transport.all_to_all(transport.send_buffers[transport.slot][:_HEADER], None)
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        messages = plan.memo.get("messages")
+        messages = self._messages_of.get(plan)
         if messages is None:
             messages = {bucket: self._messages(bucket) for bucket in plan.buckets}
-            plan.memo["messages"] = messages
+            self._messages_of[plan] = messages
         # Whoever reads a message of a GPU waits for it, so that there ranks are told beforehand.
         told = None
         if not self._memory.is_host:
@@ -362,11 +364,12 @@ class ValueCompression:
     def __init__(self, codec: TensorCodec, transport: Transport, in_pairs: bool) -> None:
         self.codec, self._transport, self._memory = codec, transport.control, transport.memory
         self._add, self._in_pairs = add_in_pairs if in_pairs else add, in_pairs
+        self._held_of = WeakKeyDictionary[Plan, Sequence[_Held]]()
 
     def start(self, plan: Plan, layers: Layers) -> Callable[[Bucket], Array]:
-        held = plan.memo.get("held")
+        held = self._held_of.get(plan)
         if held is None:
-            held = plan.memo["held"] = _held(plan, self._transport.rank)
+            held = self._held_of[plan] = _held(plan, self._transport.rank)
         for item, (owners, own) in enumerate(held):
             entry, place = plan.entries[item], plan.entries[item].place
             if place.size:

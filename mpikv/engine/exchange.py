@@ -17,9 +17,10 @@ from ..memory.host import private
 from ..optimizers import Optimizer
 from ..optimizers.updaters import Assign, check_state
 from ..protocols import Array, Codec, GpuKernels, Kernels, Placement, StepTable, Transport, Updater
+from .calls import Steps
 from .compression import Compression, check, compress
 from .gpu_pipeline import GpuPipeline
-from .pipeline import Arrays, Pipeline, Steps, groups_of
+from .pipeline import Arrays, Pipeline, groups_of
 from .placement import place
 from .plan import Plan, Planner
 from .values import Values

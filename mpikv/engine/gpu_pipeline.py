@@ -17,8 +17,9 @@ import numpy as np
 from ..arrays.arrays import add_in_pairs_over, local_sum, run_quietly
 from ..memory.device import DeviceMemory
 from ..protocols import Array
+from .calls import Confirm, Steps
 from .compression import Compression, restoring
-from .pipeline import Arrays, Confirm, Pipeline, Steps, are_plain
+from .pipeline import Arrays, Pipeline, are_plain
 from .plan import Plan
 from .values import Values
 

@@ -17,9 +17,9 @@ stages of a GPU, and ``compression.py`` those of codecs, which pack and reduce.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,27 +27,17 @@ from ..arrays.arrays import add, add_in_pairs, disjoint, local_sum, run_quietly
 from ..errors import noted
 from ..memory.stream_order import GpuOrder
 from ..protocols import Array, Event
+from .calls import Confirm, Steps
 from .compression import Compression, Layers, restoring
 from .keys import Entry
 from .plan import Bucket, Plan, Update
 from .values import Values
 
-__all__ = ["Arrays", "Confirm", "Pipeline", "Steps", "are_plain", "cut", "groups_of"]
-
-Confirm: TypeAlias = "Callable[[BaseException | None], None]"
-"""Tells the other ranks what an update raised here, if it did, and learns what it did there."""
+__all__ = ["Arrays", "Pipeline", "are_plain", "cut", "groups_of"]
 
 Arrays: TypeAlias = "Sequence[Any]"
 """The arrays of a call, one item per key: either each is *plain*, one array of the store's memory, of the shape and
 dtype of the value, or each is a tuple of any number of arrays; flat ones where they are pushed."""
-
-
-class Steps(NamedTuple):
-    """The updater's step for each key of a push."""
-
-    each: Sequence[Any]
-    uniform: bool
-    """Whether they are all the same."""
 
 
 class Pipeline:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..arrays.arrays import accumulator, name_of
+from ..cluster.agreement import Call
 from ..memory.row_sparse import NonzeroRows
 from ..optimizers.optimizer import BLOCK
 from ..optimizers.updaters import check_state
@@ -33,11 +34,12 @@ from ..protocols import (
     Whole,
 )
 from .arena import LINE_BYTES, Block, Kept
+from .calls import Contribution, UpdateCall
 from .grid import rounded
 from .keys import Entry
 from .lazy import lazy
 
-__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label"]
+__all__ = ["Bucket", "Plan", "Planner", "Plans", "Range", "Update", "describe", "digest", "joined", "label", "schedule"]
 
 
 # From here on it pays to leave a message where it lies, if the transport need not copy all of it. Lines of shared
@@ -49,6 +51,8 @@ _MOST_KEYS = 32 << 10
 # From here on a pushpull unpacks each bucket while it is in the cache. Below, everything stays in the last level of
 # cache, and finding out whether that is safe would take longer.
 _STREAMED_BYTES = 8 << 20
+
+Message = TypeVar("Message")
 
 
 class Range(NamedTuple):
@@ -163,8 +167,9 @@ class Plan:
     label: str
     raw: bool
     """Whether arrays are pushed as they are: of the host, and not compressed."""
-    memo: dict[Any, Any]
-    """What the store worked out for the plan and can use again."""
+    calls: dict[str, Call]
+    """By their verbs, the calls that updated nothing."""
+    update_calls: dict[tuple[str, Contribution], UpdateCall]
     planner: Planner
 
     # Worked out when first asked for: who only passes on rows never does, and a large value has many buckets.
@@ -232,12 +237,9 @@ class Plan:
 
     @lazy
     def schedule(self) -> tuple[tuple[Bucket | None, Bucket | None], ...]:
-        """For each turn of a push, the message that is reduced in it, and the one that is updated: so many turns later
-        as messages may be in flight beside it.
-        """
-        ahead = int(self.planner.adds_there and (self.overlaps or len(self.buckets) == 1))
-        none = (None,) * ahead
-        return tuple(zip(self.buckets + none, none + self.buckets, strict=True))
+        """As :func:`schedule` returns it."""
+        ahead = self.planner.adds_there and (self.overlaps or len(self.buckets) == 1)
+        return schedule(self.buckets, int(ahead))
 
     @lazy
     def update_whole(self) -> Callable[[Sequence[Any]], None] | None:
@@ -305,7 +307,6 @@ class Plans:
 
     def _keep(self, plan: Plan) -> None:
         if self._held + len(plan.keys) > self._most:
-            _drop(self._old)
             self.recent, self._old, self._held = {}, self.recent, 0
         self.recent[plan.keys] = plan
         self._held += len(plan.keys)
@@ -313,14 +314,19 @@ class Plans:
     def clear(self) -> None:
         """Forget all."""
         for plans in (self.single, self.recent, self._old):
-            _drop(plans)
+            plans.clear()
         self._held = 0
 
 
-def _drop(plans: dict[Any, Plan]) -> None:
-    for plan in plans.values():
-        plan.memo.clear()  # it refers to the plan, which would keep memory until the garbage collector comes
-    plans.clear()
+def schedule(messages: tuple[Message, ...], ahead: int) -> tuple[tuple[Message | None, Message | None], ...]:
+    """Return, for each turn of a push, the message that is reduced in it, and the one that is updated after that: the
+    messages reduced ``ahead`` of the updates are in flight meanwhile.
+
+    >>> schedule(("a", "b", "c"), 1)
+    (('a', None), ('b', 'a'), ('c', 'b'), (None, 'c'))
+    """
+    none = (None,) * ahead
+    return tuple(zip(messages + none, none + messages, strict=True))
 
 
 def digest(text: str) -> int:
@@ -425,7 +431,8 @@ class Planner:
             digest=digest("\n".join(texts)),
             label=label(keys),
             raw=self.transport.memory.is_host and not self.compressed,
-            memo={},
+            calls={},
+            update_calls={},
             planner=self,
         )
 

@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from itertools import pairwise
 from math import gcd, prod
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from ..arrays.arrays import accumulator
+from ..engine.calls import Confirm, Steps
 from ..engine.exchange import Exchange
 from ..engine.keys import Entry
-from ..engine.pipeline import Confirm, Steps
 from ..engine.plan import Plan
 from ..errors import Unsupported, noted
 from ..memory.row_sparse import RowSparse, cast_rows, merged_rows
@@ -28,7 +29,6 @@ from .messages import Kind, Selected, row_messages
 
 __all__ = ["Rows", "check_updater"]
 
-_OWNERS = "owners of rows"
 # Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)
@@ -58,6 +58,7 @@ class Rows:
         self._transport, self._memory = exchange.transport, exchange.transport.memory
         self._tables = self._memory.workspace
         self._messages = row_messages(exchange.transport)
+        self._owners_of = WeakKeyDictionary[Plan, _Owners]()
         # A push on a GPU has memory of its own, which is taken where all ranks learn whether there was any.
         self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.is_host else 0)
 
@@ -226,10 +227,10 @@ class Rows:
         return mine
 
     def _owners(self, entry: Entry) -> _Owners:
-        memo = self._exchange.values.plan((entry.key,)).memo
-        if _OWNERS not in memo:
-            memo[_OWNERS] = _Owners(entry, self._exchange.placement, self._transport.rank)
-        owners: _Owners = memo[_OWNERS]
+        plan = self._exchange.values.plan((entry.key,))
+        owners = self._owners_of.get(plan)
+        if owners is None:
+            owners = self._owners_of[plan] = _Owners(entry, self._exchange.placement, self._transport.rank)
         return owners
 
     # --- Updates

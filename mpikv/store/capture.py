@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..arrays.arrays import lies_elsewhere
 from ..cluster.agreement import Call, PreparedCall
 from ..cluster.background import Work
+from ..engine.calls import Steps
 from ..engine.keys import leaves, parse
-from ..engine.pipeline import Arrays, Steps, groups_of
+from ..engine.pipeline import Arrays, groups_of
 from ..engine.plan import Plan
 from ..memory.device import DeviceMemory
 from ..memory.row_sparse import RowSparse

@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..cluster.agreement import Agreement, Call
+from ..engine.calls import Confirm, Contribution, Steps, UpdateCall
 from ..engine.exchange import Exchange
 from ..engine.keys import Form
-from ..engine.pipeline import Confirm, Steps
 from ..engine.plan import Plan, describe, digest, label
 from ..memory.row_sparse import RowSparse
 from ..optimizers import Optimizer
 from ..protocols import Array, Updater
 from .arguments import priorities
 
-__all__ = ["Comparison", "Contribution", "UpdateCall", "add_text", "compare_text"]
-
-
-class Contribution(str, Enum):
-    """What a rank brings to an update, in the words that ranks that disagree are told."""
-
-    WHOLE = "whole arrays"
-    BUFFERS = "from the buffers"
-    ROWS = "rows"
-    ROWS_FOR_WHOLE = "rows, with whole arrays as out"
-
-
-class UpdateCall(NamedTuple):
-    """What a plan keeps for its next update by the same verb."""
-
-    call: Call
-    steps: Steps | None
-    """The updater's steps; None where they change with each update."""
-    confirm: Confirm | None
-    """How ranks learn how the update went, where it may fail on one of them."""
-    revision: int
-    """That of the updater, whose settings all of this follows from."""
+__all__ = ["Comparison", "add_text", "compare_text"]
 
 
 # Those that move no whole values.
@@ -72,12 +50,12 @@ class Comparison:
 
     def plan_call(self, verb: str, plan: Plan, priority: Any = 0) -> Call:
         """Return the call of a verb that updates nothing."""
-        call: Call | None = plan.memo.get(verb)
+        call = plan.calls.get(verb)
         if call is None:
             if verb not in _NO_BUCKETS:
                 plan.prepare()
             texts = partial(describe, plan.keys, plan.shapes, plan.dtypes)
-            plan.memo[verb] = call = Call(verb, plan.digest ^ _digest(verb), plan.label, plan.keys, texts)
+            plan.calls[verb] = call = Call(verb, plan.digest ^ _digest(verb), plan.label, plan.keys, texts)
         return call if priority == 0 else _add_priorities(call, plan, priority)
 
     def update_call(
@@ -87,9 +65,9 @@ class Comparison:
         it may fail on one of them.
         """
         updater = self._exchange.updater
-        known: UpdateCall | None = plan.memo.get((verb, contribution))
+        known = plan.update_calls.get((verb, contribution))
         if known is None or known.revision != updater.revision:
-            known = plan.memo[verb, contribution] = self._describe_update(verb, plan, contribution)
+            known = plan.update_calls[verb, contribution] = self._describe_update(verb, plan, contribution)
         call, steps, confirm = known.call, known.steps, known.confirm
         if steps is None:
             steps = self._exchange.steps(plan)

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..cluster.agreement import CallReport, PreparedCall
+from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.plan import Plan
 from ..errors import RankMismatch
-from .comparison import Contribution
 from .push_pull import PushPull
 from .rows import RowVerbs
 

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from ..cluster.agreement import Call, PreparedCall
+from ..engine.calls import Confirm, Contribution, Steps
 from ..engine.exchange import Exchange
-from ..engine.pipeline import Arrays, Confirm, Steps, are_plain
+from ..engine.pipeline import Arrays, are_plain
 from ..engine.plan import Plan
 from .arguments import in_form
-from .comparison import Comparison, Contribution, UpdateCall
+from .comparison import Comparison
 from .operands import Operands, given_to_fill
 from .renewed import answer
 from .row_arguments import Brought, asks_rows
@@ -80,7 +81,7 @@ class PushPull:
     def _update_call(
         self, verb: str, plan: Plan, priority: Any, contribution: Contribution
     ) -> tuple[Call, Steps, Confirm | None]:
-        known: UpdateCall | None = plan.memo.get((verb, contribution))
+        known = plan.update_calls.get((verb, contribution))
         # As training calls the store again and again.
         if known is not None and priority == 0:
             call, steps, confirm, revision = known

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..cluster.agreement import PreparedCall
+from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.keys import parse
 from ..engine.pipeline import Arrays
@@ -17,7 +18,7 @@ from ..errors import noted, settled
 from ..memory.row_sparse import RowSparse
 from ..sparse.rows import Rows
 from .arguments import outs_of
-from .comparison import Comparison, Contribution
+from .comparison import Comparison
 from .operands import Operands
 from .renewed import answer
 from .row_arguments import Asked, asked_of, brought, check_outs, deliver, fill, paired, spare_of, wanted_of

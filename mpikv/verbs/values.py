@@ -6,11 +6,12 @@ from functools import partial
 from typing import Any
 
 from ..cluster.agreement import PreparedCall
+from ..engine.calls import Contribution
 from ..engine.exchange import Exchange
 from ..engine.keys import parse
 from ..sparse.rows import Rows
 from .arguments import priorities, singles
-from .comparison import Comparison, Contribution
+from .comparison import Comparison
 from .operands import Operands, given_to_fill
 from .renewed import answer
 from .row_arguments import brings_rows, single_rows

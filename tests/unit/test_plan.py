@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from mpikv.engine.arena import Arena, Block, Place
 from mpikv.engine.grid import Grid
 from mpikv.engine.keys import Entry, KeyTable
 from mpikv.engine.placement import Owners, Replicated, Root, Sharded
-from mpikv.engine.plan import Planner, Plans, describe, digest, label
+from mpikv.engine.plan import Planner, Plans, describe, digest, label, schedule
 from mpikv.memory.host import HOST
 from mpikv.transports.local import LocalTransport
 
@@ -202,6 +204,20 @@ def test_offsets_beyond_32_bits(low):
     assert all(edge % LIMIT == 0 for edge in edges)
 
 
+@pytest.mark.parametrize("ahead", range(4))
+@pytest.mark.parametrize("count", range(1, 5))
+def test_every_message_is_reduced_and_later_updated(count, ahead):
+    turns = schedule(tuple(range(count)), ahead)
+    assert [coming for coming, _ in turns if coming is not None] == list(range(count))
+    assert [ready for _, ready in turns if ready is not None] == list(range(count))
+    reduced = updated = 0
+    for coming, ready in turns:
+        reduced += coming is not None
+        updated += ready is not None
+        in_flight = reduced - updated
+        assert in_flight == min(ahead, reduced) if reduced < count else 0 <= in_flight <= ahead
+
+
 def test_digests():
     assert digest("a") == digest("a") != digest("b")
     assert min(digest(str(number)) for number in range(1000)) >= 0
@@ -237,15 +253,24 @@ class TestPlans:
         return entries([(number, (2,), FLOAT) for number in range(1000)])
 
     def test_lists_are_kept_up_to_a_number_of_keys(self, made, monkeypatch):
+        """Those that are dropped give their memory back at once, without the garbage collector."""
         monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 1000)
-        plans, lists = Plans(), [plan_of(made[:length]) for length in range(2, 200)]
-        for plan in lists:
-            plan.memo["call"] = plan
-            plans.add(plan, 100)
-        kept = [plan for plan in lists if plans.find(plan.keys) is plan]
-        assert kept == lists[-len(kept) :]
+        plans, lists = Plans(), []
+        gc.collect()
+        gc.disable()
+        try:
+            for length in range(2, 200):
+                plan = plan_of(made[:length])
+                plan.prepare()
+                plans.add(plan, 100)
+                lists.append(ref(plan))
+            del plan
+            kept = [plan for made in lists if (plan := made()) is not None]
+        finally:
+            gc.enable()
+        assert [len(plan.keys) for plan in kept] == list(range(200 - len(kept), 200))
         assert 800 < sum(len(plan.keys) for plan in kept) <= 2000
-        assert all(bool(plan.memo) is (plan in kept) for plan in lists)
+        assert all(plans.find(plan.keys) is plan for plan in kept)
 
     def test_what_is_used_is_kept(self, made, monkeypatch):
         monkeypatch.setattr("mpikv.engine.plan._MOST_KEYS", 1000)
