@@ -392,8 +392,8 @@ STREAMS = [
         "streams",
         "pinned memory goes back while a copy reads it",
         "compute/cuda/gpu.py",
-        "        _left.extend(pair for pair in self._pieces if pair[1] is not None)",
-        "        pass",
+        "    _left.extend(pair for pair in pieces if pair[1] is not None)",
+        "    pass",
         "test_gpu.py::test_pinned_memory_outlives_the_copies_from_it",
     ),
     Fault(
