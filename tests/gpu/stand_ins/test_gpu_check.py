@@ -234,6 +234,21 @@ def test_a_step_is_left_out_without_time_or_without_mpi(check, monkeypatch):
     assert "no MPI library" in check.take("sums_2", check.STEPS["sums_2"], {}, 100)["reason"]
 
 
+def test_the_record_is_copied_after_each_step(check, main, tmp_path, monkeypatch, capsys):
+    there, found = tmp_path / "disk/records", []
+
+    def take(name, *_):
+        found.append(there.exists() and list(json.loads((there / "a-gpu.json").read_text())))
+        return {"status": "skip", "seconds": 0.0, "reason": "no time"}
+
+    monkeypatch.setattr(check, "take", take)
+    assert main("--steps", "versions,graph", "--copy", there) == 0
+    assert found == [False, ["versions"]]
+    assert (there / "a-gpu.md").read_text() == (tmp_path / "a-gpu.md").read_text()
+    assert main("--steps", "versions", "--copy", tmp_path / "a-gpu.md") == 0  # where no folder can be
+    assert "was not copied" in capsys.readouterr().err
+
+
 @pytest.fixture
 def book(check, tmp_path):
     return lambda code="12345678": check.Book(tmp_path, "NVIDIA H200", code)
