@@ -30,7 +30,9 @@ from .errors import (
     TransportUnavailable,
     Unsupported,
     ValueMismatch,
-    no_attribute,
+)
+from .errors import (
+    no_attribute as _no_attribute,
 )
 from .memory.row_sparse import RowSparse
 from .store.allreduce_store import AllReduce
@@ -101,7 +103,7 @@ def __getattr__(name: str) -> typing.Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in _PLACES:
         hint = "see mpikv.schedules" if "scheduler" in name.lower() else ""
-        raise no_attribute("name in mpikv", name, __all__, hint)
+        raise _no_attribute("name in mpikv", name, __all__, hint)
     found = globals()[name] = getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
     return found
 
