@@ -9,8 +9,13 @@ import mpikv
 
 @pytest.fixture
 def kv(comm):
-    with mpikv.create(comm=comm, timeout=5) as kv:
+    with mpikv.create(comm=comm, timeout=10) as kv:
         yield kv
+
+
+@pytest.fixture(params=["local", "store"])
+def update(request):
+    return request.param
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mpikv
-
 from .training import (
     assert_close,
     assert_equal_over_ranks,
@@ -23,27 +21,13 @@ from .training import (
     network,
     nn,
     optim,
+    sgd,
     share,
     torch,
     train,
 )
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
-
-
-@pytest.fixture
-def kv(comm):
-    with mpikv.create(comm=comm, timeout=10) as kv:
-        yield kv
-
-
-@pytest.fixture(params=["local", "store"])
-def update(request):
-    return request.param
-
-
-def sgd(model: Any, **options: Any) -> Any:
-    return optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
 
 
 def adam(model: Any) -> Any:

@@ -14,22 +14,20 @@ import pytest
 import mpikv
 from mpikv import PeerFailed, RankMismatch
 
-from .training import assert_close, assert_equal_over_ranks, attach, network, nn, optim, torch, train
+from .training import (
+    assert_close,
+    assert_equal_over_ranks,
+    attach,
+    attached_pair,
+    is_last,
+    network,
+    nn,
+    sgd,
+    torch,
+    train,
+)
 
 pytestmark = pytest.mark.ranks(2, 3)
-
-
-@pytest.fixture(params=["local", "store"])
-def update(request):
-    return request.param
-
-
-def sgd(model: Any) -> Any:
-    return optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def is_last(kv: Any) -> bool:
-    return kv.rank == kv.size - 1
 
 
 def last_fails(kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
@@ -152,9 +150,7 @@ def test_a_codec_of_ones_own(kv):
 
 
 def test_add_is_given_no_parameter_on_one_rank(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, attached = attached_pair(kv, update=update)
     new = "no parameter" if is_last(kv) else nn.Parameter(torch.ones(2))
     last_fails(kv, AttributeError, "requires_grad", lambda: attached.add("new", new))
     train(model, optimizer, range(3), kv)
@@ -163,9 +159,7 @@ def test_add_is_given_no_parameter_on_one_rank(kv, update):
 
 
 def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update="store")
+    model, optimizer, attached = attached_pair(kv, update="store")
     train(model, optimizer, range(2), kv)
     if is_last(kv):
         monkeypatch.setattr("mpikv.torch.sharded._joined", planted)
@@ -185,9 +179,7 @@ def test_detach_ends_all_of_it_where_one_step_raises(kv, monkeypatch):
 
 @pytest.mark.parametrize("when", ["pre", "post"])
 def test_a_hook_of_a_step_in_shards_fails_on_one_rank(kv, when):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update="store")
+    model, optimizer, _ = attached_pair(kv, update="store")
     train(model, optimizer, range(2), kv)
     if is_last(kv):
         handle = getattr(optimizer, f"register_step_{when}_hook")(planted)
@@ -225,9 +217,7 @@ def keep_what_cannot_be_sent(kv: Any, optimizer: Any) -> None:
     ],
 )
 def test_a_rank_cannot_send_its_state_at_the_end_of_join(kv, spoil, kind, text):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv)
+    model, optimizer, attached = attached_pair(kv)
     spoil(kv, optimizer)
     last_fails(kv, kind, text, lambda: uneven(kv, model, optimizer, attached))
     check_trains(kv)
@@ -235,9 +225,7 @@ def test_a_rank_cannot_send_its_state_at_the_end_of_join(kv, spoil, kind, text):
 
 
 def test_a_rank_cannot_load_the_state_at_the_end_of_join(kv):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv)
+    model, optimizer, attached = attached_pair(kv)
     if kv.rank == 0:
         optimizer.load_state_dict = planted
     with pytest.raises(PeerFailed if kv.rank else ArithmeticError, match="planted"):
@@ -264,9 +252,7 @@ def test_buffers_of_each_rank_stay_its_own_after_a_join(kv, more):
 @pytest.mark.usefixtures("overlapping")
 def test_a_join_in_a_join(kv):
     """In the outer one gradients are exchanged without overlap all along."""
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, bucket_bytes=1)
+    model, optimizer, attached = attached_pair(kv, bucket_bytes=1)
     with attached.join():
         with attached.join():
             train(model, optimizer, range(kv.rank), kv)

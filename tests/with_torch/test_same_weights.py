@@ -12,7 +12,7 @@ import pytest
 import mpikv
 from mpikv import RankMismatch
 
-from .training import assert_close, assert_equal_over_ranks, attach, loss_of, network, nn, optim, torch, train
+from .training import assert_close, assert_equal_over_ranks, attach, is_last, loss_of, network, nn, optim, torch, train
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -27,11 +27,6 @@ def kv(comm):
     kv.close()
 
 
-@pytest.fixture(params=["local", "store"])
-def update(request):
-    return request.param
-
-
 def adam(model: Any) -> Any:
     return optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
 
@@ -40,10 +35,6 @@ def attached_pair(kv: Any, update: str, make: Callable[[Any], Any] = adam) -> tu
     model = network()
     optimizer = make(model)
     return model, optimizer, attach(model, optimizer, kv=kv, update=update)
-
-
-def is_last(kv: Any) -> bool:
-    return kv.rank == kv.size - 1
 
 
 def differ(call: Callable[[], Any], pattern: str) -> None:

@@ -19,30 +19,20 @@ from .training import (
     assert_close,
     assert_equal_over_ranks,
     attach,
+    attached_pair,
     functional,
+    is_last,
     loss_of,
     network,
     nn,
     optim,
+    sgd,
     torch,
     train,
 )
 
 pytestmark = pytest.mark.ranks(1, 2, 3)
 SEVERAL = pytest.mark.ranks(2, 3)
-
-
-@pytest.fixture(params=["local", "store"])
-def update(request):
-    return request.param
-
-
-def sgd(model: Any, **options: Any) -> Any:
-    return optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
-
-
-def is_last(kv: Any) -> bool:
-    return kv.rank == kv.size - 1
 
 
 def fails(kv: Any, kind: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
@@ -101,9 +91,7 @@ def end_all_the_same(kv: Any) -> None:
 
 
 def test_a_model_is_attached_once(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, _ = attached_pair(kv, update=update)
     fails(kv, ConfigError, r"'0.weight' is attached already; call detach\(\)", lambda: attach(model, kv=kv))
     check_trains(kv, model, optimizer)
     fails(kv, ConfigError, "attached already", lambda: attach(model, kv=kv))
@@ -426,9 +414,7 @@ def test_a_sparse_gradient(kv, update, passes, bucket_bytes):
 @pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
 def test_a_model_that_changed_its_dtype(kv, update, passes, zero):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, attached = attached_pair(kv, update=update)
     train(model, optimizer, range(passes), kv)
     if zero:
         optimizer.zero_grad()
@@ -445,9 +431,7 @@ def test_a_model_that_changed_its_dtype(kv, update, passes, zero):
 @pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "kept"])
 def test_a_model_that_changed_its_dtype_on_one_rank(kv, update, passes, zero):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, _ = attached_pair(kv, update=update)
     train(model, optimizer, range(passes), kv)
     if zero:
         optimizer.zero_grad()
@@ -465,9 +449,7 @@ def test_a_model_that_changed_its_dtype_on_one_rank(kv, update, passes, zero):
 def test_reentrant_checkpointing(kv, passes):
     from torch.utils.checkpoint import checkpoint_sequential
 
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, bucket_bytes=1)
+    model, optimizer, _ = attached_pair(kv, bucket_bytes=1)
     train(model, optimizer, range(passes), kv)
     inputs = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
 
@@ -483,9 +465,7 @@ def test_reentrant_checkpointing(kv, passes):
 
 
 def test_a_gradient_with_a_graph(kv):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv)
+    model, optimizer, _ = attached_pair(kv)
     with pytest.warns(UserWarning, match="create_graph"):
         fails(kv, Unsupported, "create_graph=True", lambda: loss_of(model, 0, kv).backward(create_graph=True))
     optimizer.zero_grad()
@@ -508,9 +488,7 @@ def taken(parameter: Any) -> None:
 @pytest.mark.parametrize("passes", [0, 1], ids=["first-pass", "second-pass"])
 @pytest.mark.parametrize("hook", [clamped, clamped_in_place, taken])
 def test_a_hook_that_changes_a_gradient_after_it_was_taken(kv, update, passes, hook):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, bucket_bytes=1)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1)
     train(model, optimizer, range(passes), kv)
     handle = model[0].weight.register_post_accumulate_grad_hook(hook)
     optimizer.zero_grad()
@@ -521,9 +499,7 @@ def test_a_hook_that_changes_a_gradient_after_it_was_taken(kv, update, passes, h
 
 
 def test_a_closure_whose_gradients_stay_on_their_rank(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, attached = attached_pair(kv, update=update)
 
     def closure() -> Any:
         with attached.no_sync():
@@ -535,9 +511,7 @@ def test_a_closure_whose_gradients_stay_on_their_rank(kv, update):
 
 
 def test_a_closure_with_a_layer_that_was_not_added(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, _ = attached_pair(kv, update=update)
     model.append(nn.Linear(3, 3, dtype=torch.float64))
     optimizer.add_param_group({"params": model[-1].parameters()})
     fails(kv, ConfigError, r"attached\.add", lambda: optimizer.step(lambda: loss_of(model, 0, kv).backward()))
@@ -635,9 +609,7 @@ def test_a_buffer_whose_elements_share_memory(kv):
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("passes", [0, 2], ids=["first-pass", "later-pass"])
 def test_a_rank_that_leaves_out_a_backward_and_steps(kv, update, passes):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, bucket_bytes=64)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=64)
     train(model, optimizer, range(passes), kv)
     text = differ(kv, optimizer.step, lambda: loss_of(model, 0, kv).backward())
     assert "optimizer.step" in text
@@ -647,9 +619,7 @@ def test_a_rank_that_leaves_out_a_backward_and_steps(kv, update, passes):
 
 @SEVERAL
 def test_a_rank_that_leaves_out_a_step(kv):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update="store")
+    model, optimizer, _ = attached_pair(kv, update="store")
     train(model, optimizer, range(2), kv)
     loss_of(model, 2, kv).backward()
     differ(kv, lambda: loss_of(model, 3, kv).backward(), optimizer.step)
@@ -670,9 +640,7 @@ def test_a_rank_that_has_a_batch_less(comm):
 
 
 def test_a_step_whose_gradients_stayed_here(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, attached = attached_pair(kv, update=update)
     train(model, optimizer, range(2), kv)
     with attached.no_sync():
         loss_of(model, 2, kv).backward()
@@ -683,9 +651,7 @@ def test_a_step_whose_gradients_stayed_here(kv, update):
 
 @SEVERAL
 def test_a_step_whose_gradients_stayed_on_one_rank(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, attached = attached_pair(kv, update=update)
     train(model, optimizer, range(2), kv)
     if is_last(kv):
         with attached.no_sync():
@@ -720,9 +686,7 @@ def break_backward(model: Any, raises: bool) -> None:
 @pytest.mark.usefixtures("overlapping")
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, bucket_bytes):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, bucket_bytes=bucket_bytes)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes)
     train(model, optimizer, range(passes), kv)
     optimizer.zero_grad()
     if is_last(kv):
@@ -741,9 +705,7 @@ def test_an_exception_in_backward_of_one_rank_that_goes_on(kv, update, passes, b
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.usefixtures("overlapping")
 def test_a_step_after_a_backward_that_failed_on_every_rank(kv, update, bucket_bytes):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, bucket_bytes=bucket_bytes)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=bucket_bytes)
     train(model, optimizer, range(2), kv)
     optimizer.zero_grad()
     with pytest.raises(ArithmeticError, match="planted"):
@@ -755,9 +717,7 @@ def test_a_step_after_a_backward_that_failed_on_every_rank(kv, update, bucket_by
 
 @pytest.mark.usefixtures("overlapping")
 def test_zeros_in_gradients_whose_sums_are_on_their_way(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update, bucket_bytes=1)
+    model, optimizer, _ = attached_pair(kv, update=update, bucket_bytes=1)
     train(model, optimizer, range(2), kv)
     optimizer.zero_grad()
     with pytest.raises(ArithmeticError, match="planted"):
@@ -787,9 +747,7 @@ def test_an_exception_in_backward_of_one_rank_that_ends(comm):
 
 @SEVERAL
 def test_an_exception_in_backward_that_is_handled_by_detach(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, attached = attached_pair(kv, update=update)
     train(model, optimizer, range(2), kv)
     told = ""
     try:
@@ -824,9 +782,7 @@ def test_add_refuses_what_is_there(kv):
 
 
 def test_a_parameter_that_the_optimizer_alone_was_given(kv):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update="store")
+    model, optimizer, _ = attached_pair(kv, update="store")
     train(model, optimizer, range(1), kv)
     extra = nn.Parameter(torch.ones(2))
     optimizer.add_param_group({"params": [extra]})
@@ -835,9 +791,7 @@ def test_a_parameter_that_the_optimizer_alone_was_given(kv):
 
 
 def test_join_needs_weights_that_every_rank_updates(kv):
-    model = network()
-    optimizer = sgd(model)
-    attached = attach(model, optimizer, kv=kv, update="store")
+    model, optimizer, attached = attached_pair(kv, update="store")
     fails(kv, Unsupported, "join needs update='local'", attached.join().__enter__)
     check_trains(kv, model, optimizer)
 
@@ -846,9 +800,7 @@ def test_join_needs_weights_that_every_rank_updates(kv):
 
 
 def test_gradients_that_were_never_exchanged(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, _ = attached_pair(kv, update=update)
     for parameter, gradient in zip(
         model.parameters(), torch.autograd.grad(loss_of(model, 0, kv), list(model.parameters())), strict=True
     ):
@@ -875,9 +827,7 @@ def test_a_frozen_parameter_is_not_added(kv):
 
 
 def test_an_optimizer_in_backward(kv, update):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, _ = attached_pair(kv, update=update)
     train(model, optimizer, range(2), kv)
     last = next(iter(model.parameters()))
     handle = last.register_post_accumulate_grad_hook(lambda _: optimizer.step())
@@ -896,9 +846,7 @@ def test_a_hook_that_takes_the_gradient_away(kv):
 
 @SEVERAL
 def test_a_rank_that_leaves_out_a_step_on_all_weights(kv):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv)
+    model, optimizer, _ = attached_pair(kv)
     train(model, optimizer, range(2), kv)
     loss_of(model, 2, kv).backward()
     if not is_last(kv):
@@ -913,9 +861,7 @@ def test_a_rank_that_leaves_out_a_step_on_all_weights(kv):
 @SEVERAL
 @pytest.mark.parametrize("form", [float, np.float32, np.float64, torch.tensor])
 def test_ranks_with_other_learning_rates(kv, update, form):
-    model = network()
-    optimizer = sgd(model)
-    attach(model, optimizer, kv=kv, update=update)
+    model, optimizer, _ = attached_pair(kv, update=update)
     train(model, optimizer, range(2), kv)
     optimizer.param_groups[0]["lr"] = form(0.2 if is_last(kv) else 0.1)
     loss_of(model, 2, kv).backward()

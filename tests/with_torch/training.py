@@ -48,6 +48,21 @@ def train(model: Any, optimizer: Any, steps: Any, kv: Any = None) -> None:
         optimizer.step()
 
 
+def sgd(model: Any, **options: Any) -> Any:
+    return optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def attached_pair(kv: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Return a new model, its optimizer and their attachment."""
+    model = network()
+    optimizer = sgd(model)
+    return model, optimizer, attach(model, optimizer, kv=kv, **options)
+
+
+def is_last(kv: Any) -> bool:
+    return kv.rank == kv.size - 1
+
+
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
     """Compare tensors, modules by their states, or what holds such."""
     if isinstance(expected, nn.Module):
