@@ -6,7 +6,9 @@ import gc
 import math
 import os
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -379,6 +381,28 @@ IMPOSSIBLE = [
 def test_a_fault_that_cannot_strike_is_refused(fault: Any) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(repr(fault))} cannot strike 2 ranks on 2 hosts"):
         cluster(2, hosts=2, faults=[fault])
+
+
+def test_clusters_in_two_threads_keep_their_own_plans() -> None:
+    """The first to begin ends while the second runs, whose call comes after that."""
+    first_runs, second_runs, first_ended = (threading.Event() for _ in range(3))
+
+    def run(begun: threading.Event, until: threading.Event) -> None:
+        def program(comm: Any) -> None:
+            begun.set()
+            until.wait(5)
+            with mpikv.create(comm=comm) as kv, pytest.raises(mpikv.RankMismatch, match="rank 1 calls barrier"):
+                kv.init("w", np.zeros(2))
+
+        cluster(2, faults=[Differ(1, 1)]).run(program)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, first_runs, second_runs)
+        first_runs.wait(5)
+        second = pool.submit(run, second_runs, first_ended)
+        first.result(10)
+        first_ended.set()
+        second.result(10)
 
 
 LATE = [Kill(1, 10**6), Raise(1, 10**6), Leave(0, 10**6), Pause(0, 10**6, 1.0), FullDisk(0, 10**6), Differ(1, 100)]

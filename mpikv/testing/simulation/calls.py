@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...async_store.async_kvstore import AsyncKVStore
@@ -11,52 +10,53 @@ from ...cluster import runtime
 from ...store.kvstore import KVStore
 from .faults import Differ, Fault
 
-__all__ = ["other_calls"]
+__all__ = ["PlannedCalls", "guard_doors"]
 
 
-@contextmanager
-def other_calls(scheduler: Any, faults: Sequence[Fault], struck: list[Fault]) -> Iterator[None]:
-    """Carry out what is planned for calls of stores, in a block, and add it to those that have ``struck``."""
-    planned = {(fault.rank, fault.call): fault for fault in faults if isinstance(fault, Differ)}
-    if not planned:
-        yield
-        return
-    counts = _Counts(scheduler, planned, struck)
+class PlannedCalls:
+    """What is planned for the calls of one run's stores, added to those faults that have ``struck``."""
+
+    def __init__(self, faults: Sequence[Fault], struck: list[Fault]) -> None:
+        self._planned = {(fault.rank, fault.call): fault for fault in faults if isinstance(fault, Differ)}
+        self._struck = struck
+        self._made: dict[int, int] = {}
+        self._inside: set[int] = set()
+
+    def make(self, rank: int, door: Callable[..., Any], store: KVStore, *call: Any) -> Any:
+        """Make a call of a rank, or what is planned in its place; count it, but not again inside of one."""
+        if rank in self._inside:
+            return door(store, *call)
+        made = self._made[rank] = self._made.get(rank, 0) + 1
+        self._inside.add(rank)
+        try:
+            if (fault := self._planned.get((rank, made))) is None:
+                return door(store, *call)
+            self._struck.append(fault)
+            return store.barrier()
+        finally:
+            self._inside.discard(rank)
+
+
+def guard_doors() -> Callable[[], None]:
+    """Have the calls of a simulated rank's stores made by what its run has planned; return what undoes this."""
     # An asynchronous store's door leads through that of all stores.
     kinds: list[Any] = [KVStore, AsyncKVStore]
     doors = [kind._collective for kind in kinds]
     for kind, door in zip(kinds, doors, strict=True):
-        kind._collective = counts.around(door)
-    try:
-        yield
-    finally:
+        kind._collective = _guarded(door)
+
+    def undo() -> None:
         for kind, door in zip(kinds, doors, strict=True):
             kind._collective = door
 
+    return undo
 
-class _Counts:
-    def __init__(self, scheduler: Any, planned: dict[tuple[int, int], Differ], struck: list[Fault]) -> None:
-        self._scheduler, self._planned, self._struck = scheduler, planned, struck
-        self._made: dict[int, int] = {}
-        self._inside: set[int] = set()
 
-    def around(self, door: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a door that counts who goes in, but not again inside of it."""
+def _guarded(door: Callable[..., Any]) -> Callable[..., Any]:
+    def collective(store: KVStore, *call: Any) -> Any:
+        here: Any = runtime.present()
+        if here.world is None or not here.leads:
+            return door(store, *call)
+        return here.scheduler.planned.make(here.rank, door, store, *call)
 
-        def collective(store: KVStore, *call: Any) -> Any:
-            here: Any = runtime.present()
-            if getattr(here, "scheduler", None) is not self._scheduler or not here.leads or here.rank in self._inside:
-                return door(store, *call)
-            rank = here.rank
-            made = self._made[rank] = self._made.get(rank, 0) + 1
-            self._inside.add(rank)
-            fault = self._planned.get((rank, made))
-            try:
-                if fault is None:
-                    return door(store, *call)
-                self._struck.append(fault)
-                return store.barrier()
-            finally:
-                self._inside.discard(rank)
-
-        return collective
+    return collective

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 from ...cluster import runtime
 from ...errors import noted, text_of
-from .calls import other_calls
+from .calls import PlannedCalls
 from .errors import Deadlock, Ended, Hung, Planted, SimulatedError
 from .faults import Differ, Fault, Kill, Leave, Missed, Pause, Raise, Timed, check_fault
 from .messages import make_world
@@ -98,6 +98,7 @@ class _Run:
         self._struck: list[Fault] = []
         at_point = self._at_point if self._planned else None
         self._scheduler = Scheduler(cluster.seed, cluster.size, cluster.hosts, at_point)
+        self._scheduler.planned = PlannedCalls(cluster.faults, self._struck)
         self._interrupts: dict[int, tuple[Fault, BaseException]] = {}
         self._results: list[Any] = [None] * cluster.size
         self._failures: list[tuple[int, BaseException]] = []
@@ -110,8 +111,7 @@ class _Run:
         for rank, comm in enumerate(self._comms):
             Task(self._scheduler, Process(rank, comm), partial(self._run, rank), f"rank {rank}", leads=True).start()
         try:
-            with other_calls(self._scheduler, self._cluster.faults, self._struck):
-                self._scheduler.run()
+            self._scheduler.run()
         except (Deadlock, Hung) as error:
             self._ended = error
 

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 
+from .calls import PlannedCalls
 from .errors import Deadlock, Hung
 from .task import Task
 from .warned import Warned
@@ -52,6 +53,8 @@ class Scheduler:
         """Tasks that have ended, the last of each name."""
         self.full: set[str] = set()
         """The hosts whose disk is full."""
+        self.planned: PlannedCalls | None = None
+        """What is planned for the calls of stores."""
         self._at_point = at_point
         self._tasks: list[Task] = []
         self._parked: list[Task] = []

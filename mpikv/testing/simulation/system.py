@@ -21,6 +21,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ...cluster import runtime
+from .calls import guard_doors
 from .errors import SimulatedError
 
 __all__ = ["one_core", "simulated_system"]
@@ -121,6 +122,7 @@ class _Changes:
         for module, name, simulated in list(_replacements()):
             self._real.append((module, name, getattr(module, name)))
             setattr(module, name, _Dispatched(getattr(module, name), simulated))
+        self._reopen_doors = guard_doors()
         self._finder = _NoMPI()
         sys.meta_path.insert(0, self._finder)
         self._mpi = sys.modules.get("mpi4py.MPI")
@@ -133,6 +135,7 @@ class _Changes:
     def undo(self) -> None:
         for module, name, real in self._real:
             setattr(module, name, real)
+        self._reopen_doors()
         sys.meta_path.remove(self._finder)
         if self._mpi is not None:
             self._mpi.__class__ = ModuleType
