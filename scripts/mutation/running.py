@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import queue
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from .drawing import Mutant
 from .measured import FAST, Measured, Test, batches, by_function
-from .trees import Outcome, Tree, python_of
+from .trees import Outcome, Tree, in_trees, python_of
 
 START = 90.0
 """Seconds that a session gets beside ten times what its tests take without a mutant."""
@@ -116,26 +113,17 @@ def run(mutants: Iterable[Mutant], tier: str, notice: Notice, results: Path, job
     noticed = {record["mutant"] for record in records if record["noticed"]}
     tried = {record["mutant"] for record in records if record["tier"] == tier}
     left = sorted((mutant for mutant in mutants if mutant.key not in noticed), key=lambda mutant: mutant.key in tried)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        trees: queue.Queue[Tree] = queue.Queue()
-        for number in range(jobs):
-            trees.put(Tree(Path(folder) / str(number)))
 
-        def examine(mutant: Mutant) -> None:
-            tree, start = trees.get(), time.monotonic()
-            tree.plant(mutant)
-            try:
-                found = notice(tree, mutant)
-            finally:
-                tree.restore(mutant)
-                trees.put(tree)
-            record = {"mutant": mutant.key, "tier": tier, **found, "seconds": time.monotonic() - start}
-            with results.open("a") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            print(f"{mutant.number} {mutant.key}\n    {record['noticed'] or 'SURVIVED'}", flush=True)
+    def examine(tree: Tree, mutant: Mutant) -> None:
+        start = time.monotonic()
+        with tree.planted(mutant):
+            found = notice(tree, mutant)
+        record = {"mutant": mutant.key, "tier": tier, **found, "seconds": time.monotonic() - start}
+        with results.open("a") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        print(f"{mutant.number} {mutant.key}\n    {record['noticed'] or 'SURVIVED'}", flush=True)
 
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(examine, left))
+    in_trees(left, examine, jobs)
 
 
 def read(results: Path) -> list[dict[str, Any]]:

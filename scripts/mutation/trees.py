@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+Item = TypeVar("Item")
 
 ROOT = Path(__file__).parents[2]
 END = 20.0
@@ -85,15 +90,36 @@ class Tree:
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir()
 
-    def plant(self, change: Change) -> None:
-        path = self.folder / "mpikv" / change.path
+    @contextmanager
+    def planted(self, change: Change) -> Iterator[None]:
+        """Have a change in the copy meanwhile."""
+        path, original = self.folder / "mpikv" / change.path, self.folder.with_name("original")
         # From the copy, for others may change the original meanwhile.
-        shutil.copy2(path, self.folder.with_name("original"))
+        shutil.copy2(path, original)
         path.write_bytes(change.applied(path.read_bytes()))
+        try:
+            yield
+        finally:
+            # With its time, for the compiled module beside it to be taken again.
+            shutil.copy2(original, path)
 
-    def restore(self, change: Change) -> None:
-        # With its time, for the compiled module beside it to be taken again.
-        shutil.copy2(self.folder.with_name("original"), self.folder / "mpikv" / change.path)
+
+def in_trees(items: Iterable[Item], work: Callable[[Tree, Item], None], jobs: int) -> None:
+    """Call ``work`` with a tree and each of the items, on so many trees at a time."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees: queue.Queue[Tree] = queue.Queue()
+        for number in range(jobs):
+            trees.put(Tree(Path(folder) / str(number)))
+
+        def one(item: Item) -> None:
+            tree = trees.get()
+            try:
+                work(tree, item)
+            finally:
+                trees.put(tree)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, items))
 
 
 def failed(status: int, text: str) -> str:

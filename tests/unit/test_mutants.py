@@ -1,4 +1,4 @@
-"""The mutants that scripts/mutants draws."""
+"""The faults that scripts/mutants draws and lists can be planted, and it tells what became of them."""
 
 from __future__ import annotations
 
@@ -15,61 +15,72 @@ pytestmark = pytest.mark.deadline(60)  # the package is parsed many times
 
 
 @pytest.fixture
-def drawing(monkeypatch):
+def mutation(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from mutation import drawing
+    import mutation.drawing
+    import mutation.gpu
 
-    yield drawing
-    del sys.modules["mutation"], sys.modules["mutation.drawing"]
-
-
-def test_a_seed_draws_the_same_ones_again_and_another_seed_others(drawing):
-    assert drawing.draw(PACKAGE, 0, 45) == drawing.draw(PACKAGE, 0, 45)
-    assert drawing.draw(PACKAGE, 0, 45) != drawing.draw(PACKAGE, 1, 45)
+    yield mutation
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mutation"]:
+        del sys.modules[name]
 
 
-def test_they_differ_and_are_programs(drawing):
+def test_a_seed_draws_different_programs_from_all_areas(mutation):
+    drawing = mutation.drawing
     mutants = drawing.draw(PACKAGE, 0, 180)
+    assert mutants == drawing.draw(PACKAGE, 0, 180) != drawing.draw(PACKAGE, 1, 180)
     assert len({mutant.key for mutant in mutants}) == 180
     assert [mutant.area for mutant in mutants] == [area for area in drawing.AREAS for _ in range(20)]
     for mutant in mutants:
         source = (PACKAGE / mutant.path).read_bytes()
         assert ast.dump(ast.parse(mutant.applied(source))) != ast.dump(ast.parse(source)), mutant
+    patterns = [*sum(drawing.AREAS.values(), ()), *drawing.ON_GPUS, *drawing.COMPILED]
+    assert [pattern for pattern in patterns if not list(PACKAGE.glob(pattern))] == []
 
 
-def test_each_pattern_names_a_file(drawing):
-    for pattern in [
-        *(pattern for patterns in drawing.AREAS.values() for pattern in patterns),
-        *drawing.ON_GPUS,
-        *drawing.COMPILED,
-    ]:
-        assert list(PACKAGE.glob(pattern)), pattern
+def test_a_listed_fault_changes_its_file_and_names_a_test_that_is_there(mutation):
+    for fault in mutation.gpu.FAULTS:
+        source = (PACKAGE / fault.path).read_bytes()
+        assert fault.applied(source) != source
+        with pytest.raises(LookupError, match="has not once"):
+            fault.applied(b"another text")
+        file, first, *names = fault.test.split()[0].partition("[")[0].split("::")
+        text = (ROOT / mutation.gpu.FOLDER / file).read_text()
+        # The promises of a seam are tested by a class of mpikv.testing.
+        assert f"def {[first, *names][-1]}(" in text or f"class {first}(" in text, fault.test
 
 
-SOURCE = '''"""A module of 3 words."""
-
-SIZE = 1 + 2
-
-
-def text(count: int = 4) -> str:
-    """Return 5 words."""
-    if not count:
-        raise ValueError(f"{count + 6} words, not {7}")
-    return cast("list[8]", count)
+def test_the_page_has_the_listed_faults(mutation):
+    titles = [fault.title for fault in mutation.gpu.FAULTS]
+    rows = [line[2:].split(" | ")[0] for line in mutation.gpu.PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert rows[-len(titles) :] == titles
+    assert len(set(titles)) == len(titles)
 
 
-def found(array: list[int], low: int) -> int:
-    kept: tuple[9, int] = array[low:]
-    return min(kept) - low
-'''
+@pytest.mark.parametrize(
+    ("status", "text", "verdict"),
+    [
+        (0, "2 passed", ""),
+        (1, "FAILED tests/a.py::b[ranks=2] - assert 1 == 2", "tests/a.py::b[ranks=2]"),
+        (2, "ERROR tests/a.py - ImportError", "tests/a.py"),
+        (-9, "", "the session: exit status -9"),
+    ],
+)
+def test_how_a_session_ended_is_told(mutation, status, text, verdict):
+    assert mutation.trees.failed(status, text) == verdict
 
 
-def test_texts_and_types_stay_as_they_are(drawing):
-    changed = [(function, before, after) for _, _, function, _, _, before, after, _ in drawing.changes(SOURCE.encode())]
-    assert changed == [
-        ("text", "not count", "(count)"),
-        ("text", "raise ValueError(f'{count + 6} words, not {7}')", "pass"),
-        ("found", "low:", "low + 1:"),
-        ("found", "min(kept) - low", "(min(kept) + low)"),
-        ("found", "min(kept)", "(max(kept))"),
-    ]
+def test_a_test_that_is_gone_notices_nothing(mutation):
+    with pytest.raises(RuntimeError, match="measure again"):
+        mutation.trees.failed(4, "ERROR: not found: tests/a.py::gone")
+
+
+def test_a_planted_fault_is_taken_out_again(mutation, tmp_path):
+    tree = object.__new__(mutation.trees.Tree)
+    tree.folder, fault = tmp_path / "tree", mutation.gpu.FAULTS[0]
+    path = tree.folder / "mpikv" / fault.path
+    path.parent.mkdir(parents=True)
+    path.write_text(fault.before)
+    with tree.planted(fault):
+        assert path.read_text() == fault.after
+    assert path.read_text() == fault.before

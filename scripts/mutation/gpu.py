@@ -1,0 +1,93 @@
+"""Plants the faults of gpu_faults.json, kinds of mistakes that often show only on a GPU, each for a test without one.
+
+An entry has its kind and its name; its path in the folder ``mpikv``; what is there once, ``before``, and what it
+becomes, ``after``; the test that has to fail, in ``tests/gpu/stand_ins``, as pytest is told, with the numbers of ranks
+where it takes several; and the ``library`` whose environment the test needs, ``cuda`` where NVRTC is to find the fault.
+Whoever changes a line that a fault is planted in changes it there as well.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .trees import ROOT, Outcome, Tree, in_trees, python_of
+
+FOLDER = "tests/gpu/stand_ins"
+PAGE = ROOT / "docs" / "reference" / "gpu-faults.md"
+LIMIT = 600.0
+"""Seconds for a test, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One entry."""
+
+    kind: str
+    name: str
+    path: str
+    before: str
+    after: str
+    test: str
+    library: str = "mpich"
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}: {self.name}"
+
+    def applied(self, source: bytes) -> bytes:
+        """Return the source of the file with the change in it.
+
+        Raises:
+            LookupError: the file has changed.
+        """
+        if source.count(self.before.encode()) != 1:
+            raise LookupError(f"{self.name}: mpikv/{self.path} has not once {self.before!r}")
+        return source.replace(self.before.encode(), self.after.encode())
+
+
+FAULTS = [Fault(**entry) for entry in json.loads(Path(__file__).with_name("gpu_faults.json").read_text())]
+
+
+def plant(texts: Sequence[str], jobs: int) -> int:
+    """Plant the faults with one of these texts in their names, or all; return how many were not found.
+
+    The page is written when all were planted and found.
+    """
+    chosen = [fault for fault in FAULTS if not texts or any(text in fault.name for text in texts)]
+    found: dict[str, str] = {}
+
+    def check(tree: Tree, test: tuple[str, str]) -> None:
+        if (outcome := attempt(tree, *test)).failed:
+            raise SystemExit(f"{test[0]} fails without any fault: {outcome.failed}\n{outcome.text[-4000:]}")
+
+    def find(tree: Tree, fault: Fault) -> None:
+        with tree.planted(fault):
+            outcome = attempt(tree, fault.test, fault.library)
+        if outcome.failed:
+            found[fault.title] = outcome.failed
+        print(f"{fault.title}\n    {outcome.failed or 'NOT FOUND'}", flush=True)
+
+    in_trees(dict.fromkeys((fault.test, fault.library) for fault in chosen), check, jobs)
+    in_trees(chosen, find, jobs)
+    if len(found) == len(FAULTS):
+        head = PAGE.read_text().partition("| fault |")[0]
+        PAGE.write_text(head + table(found))
+    return len(chosen) - len(found)
+
+
+def attempt(tree: Tree, test: str, library: str) -> Outcome:
+    """Return how a session with a test ends."""
+    names = [word if word.startswith("-") else f"{FOLDER}/{word}" for word in test.split()]
+    return tree.run(python_of(library), ["-x", "--tb=short", *names], LIMIT, {})
+
+
+def table(found: Mapping[str, str]) -> str:
+    text = "| fault | in | found by |\n|---|---|---|\n"
+    for fault in FAULTS:
+        by = found[fault.title].removeprefix(f"{FOLDER}/").partition("[")[0]
+        where = ", NVRTC" if fault.library == "cuda" else ""
+        text += f"| {fault.title} | `{fault.path}` | `{by}`{where} |\n"
+    return text
