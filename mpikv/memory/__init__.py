@@ -1,6 +1,5 @@
-"""Where a store's arrays lie, and in what order work on them happens.
+"""Host and GPU memory of a store, and the order of work on it.
 
-Here, whatever key it is for: memory of the host or of a GPU, the order of streams and of threads that use them,
-workspaces, row-sparse arrays. How a GPU copies, and all of CuPy, is in ``compute/cuda``, which this package reaches by
-protocols. It imports ``cluster``.
+The package holds the memory of the host and of a GPU, the order of streams and threads, workspaces and row-sparse
+arrays. It knows no keys. It reaches CuPy, in ``compute/cuda``, by protocols only. It imports ``cluster``.
 """

@@ -18,11 +18,11 @@ from .workspace import GpuWorkspace
 __all__ = ["DeviceMemory", "found", "read"]
 
 _GPUS: WeakSet[Gpu] = WeakSet()
-"""Those that stores of this process use, or used."""
+"""The GPUs of this process's stores, past and present."""
 
 
 def found(value: Any) -> tuple[Array, Gpu | None]:
-    """Return an array to read ``value`` from where it lies, without a copy, and the GPU, None for the host. Local.
+    """Return ``value`` as an array, without a copy, and its GPU, or None if it is on the host. Local.
 
     Raises:
         TypeError: not an array.
@@ -44,7 +44,7 @@ def found(value: Any) -> tuple[Array, Gpu | None]:
 
 
 def read(value: Any) -> Array:
-    """Return numpy's array of one that lies anywhere; that of a GPU is copied, and waited for. Raises as
+    """Return any array as one of numpy. An array on a GPU is copied, and the call waits for the copy. Raises as
     :func:`found`.
     """
     array, gpu = found(value)
@@ -66,7 +66,7 @@ class DeviceMemory:
         _GPUS.add(gpu)
         self.order = GpuOrder(gpu)
         self._flag = self.zeros(1)
-        self._said = False
+        self._warned = False
 
     def zeros(self, nbytes: int) -> Array:
         with self.order.stream:
@@ -76,14 +76,14 @@ class DeviceMemory:
         return self.order.new(shape, dtype)
 
     def source(self, value: Any) -> Array:
-        # That owns() knows it for an array is nothing that types can say.
+        # owns() has proved that it is an Array; a type guard cannot say so.
         if self.gpu.owns(value):
             return value  # type: ignore[no-any-return]
         if lies_elsewhere(value):
             return self._adopted(value)
         array = source(value)
         storable(array.dtype)  # of another kind nothing can be there
-        self._say_that_arrays_travel(array)
+        self._warn_of_copies(array)
         return self.gpu.upload(array)
 
     def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -101,11 +101,11 @@ class DeviceMemory:
             check_apart(there)
             return there
         array = target(out)
-        self._say_that_arrays_travel(array)
+        self._warn_of_copies(array)
         return array
 
     def _adopted(self, value: Any) -> Array:
-        # Of a call that was issued it comes after what the caller's stream had to do then.
+        # An issued call runs after the work on the caller's stream already, so a worker needs no second wait.
         return self.gpu.adopt(value, ordered=self.order.call.on_worker)
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
@@ -140,19 +140,19 @@ class DeviceMemory:
     def _download(self, array: Array, out: Array) -> None:
         with self.order.stream:
             self.gpu.download(array, out)
-        # Work that was aborted has an end, too, and leaves anything behind.
+        # Aborted work ends, too, and leaves undefined content behind.
         self.order.check()
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
-        # In a call, which others are in, too, there must be memory: one array is looked at there.
+        # Inside of a call an allocation could fail on this rank alone; the flag for one array exists already.
         kept = self.order.call.caller is not None and len(every) == 1
         found = self.gpu.exceeding(every, bound, self._flag if kept else self.gpu.zeros(len(every))) if every else ()
         self.order.check()  # as in to_host
         return found
 
-    def _say_that_arrays_travel(self, array: Array) -> None:
-        if not self._said:
-            self._said = True
+    def _warn_of_copies(self, array: Array) -> None:
+        if not self._warned:
+            self._warned = True
             logging.getLogger("mpikv").warning(
                 "a host array (%s%s) is used with a store on %s, and every call copies such arrays; keep arrays on "
                 "the GPU",

@@ -21,19 +21,19 @@ __all__ = ["HOST", "HostMemory", "private"]
 
 
 class HostMemory:
-    """numpy arrays; all that is done to them is done when a call returns. A :class:`~mpikv.protocols.Memory`, and its
-    :class:`~mpikv.protocols.Workspace`.
+    """The :class:`~mpikv.protocols.Memory` of numpy arrays, and its :class:`~mpikv.protocols.Workspace`. Its operations
+    end before they return.
 
-    An array of a GPU is copied here while its call is prepared, on the caller's present stream, which is waited for.
-    One that is to be filled is given what stands for it here, when the call is done, on the same stream.
+    An array on a GPU is copied to the host when its call is prepared. The copy runs on the caller's current stream, and
+    the call waits for it. An ``out`` on a GPU is filled after the call, on the same stream, from a host array.
     """
 
     is_host = True
 
     def __init__(self, find: Callable[[Any], Gpu] | None = None) -> None:
-        """``find`` returns the GPU of another library's array that lies on one; without it such arrays are refused."""
+        """``find`` returns the GPU of another library's array; without it, the memory refuses such arrays."""
         self._find = find
-        self._said = False
+        self._warned = False
         self.order = HostOrder()
 
     @property
@@ -46,7 +46,7 @@ class HostMemory:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         return np.empty(shape, dtype)
 
-    # What is of the host passes without being looked at here: training calls these thousands of times.
+    # Host arrays take the short path, without a test for GPUs: training calls these thousands of times.
 
     def source(self, value: Any) -> Array:
         try:
@@ -92,7 +92,7 @@ class HostMemory:
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
         if out is None:
             return table[ids]
-        # They are known to be in range; to find that out, take would copy first.
+        # The caller has checked the range. Without mode="clip", take would fill a temporary array and copy it.
         return table.take(ids, axis=0, out=out, mode="clip")
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
@@ -100,7 +100,7 @@ class HostMemory:
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
         sums = table[ids]
-        # Of int64 and uint64 numpy would make floats.
+        # Else numpy would add int64 and uint64 as float64, and lose the low bits.
         np.add(sums, rows, out=sums, dtype=sums.dtype, casting="unsafe")
         table[ids] = sums
 
@@ -147,19 +147,19 @@ class HostMemory:
     def _found(self, value: Any) -> tuple[Gpu, Array]:
         """Return the GPU of an array, and the array as one of its library's."""
         gpu = self.find(value)
-        # That owns() knows it for an array is nothing that types can say.
+        # owns() has proved that it is an Array; a type guard cannot say so.
         return gpu, value if gpu.owns(value) else gpu.adopt(value)
 
     def _copied(self, value: Any) -> tuple[Gpu, Array]:
-        """Return the same of an array that is copied."""
+        """Return the same for an array about to be copied to the host; warn once per store."""
         if self._find is not None and makes_calls():
             raise Unsupported(
                 "with wait=False a host store takes host arrays only: its worker thread does not know the stream of "
                 "a GPU array; copy it to the host, or leave wait=False out"
             )
         gpu, there = self._found(value)
-        if not self._said:
-            self._said = True
+        if not self._warned:
+            self._warned = True
             logging.getLogger("mpikv").warning(
                 "an array on %s is used with a host store, and every call copies it to the host; "
                 "mpikv.create('nccl') keeps values on GPUs",
@@ -172,17 +172,17 @@ HOST = HostMemory()
 
 
 def private(transport: Transport) -> Callable[[int], Array]:
-    """Return what makes zeroed memory for each rank alone. On GPUs it is collective, and raises MemoryError on every
-    rank if one has too little; the host gives pages when they are written, so that it does not lack memory here.
+    """Return the allocator of zeroed memory for each rank alone. On GPUs the allocator is collective, and raises
+    MemoryError on every rank if one has too little. The host maps pages at the first write, so it does not fail here.
     """
     if not transport.memory.is_host:
         return transport.allocate
-    # A huge page would hold a piece of every rank's shard.
+    # A rank writes to its own shard only; with huge pages it would take memory for its neighbours' shards, too.
     return transport.memory.zeros if transport.size == 1 else arrays.zeros
 
 
 def _fill(gpu: Gpu, out: Array, whole: Array, array: Array) -> None:
-    """Copy an array of the host to one of a GPU: by contiguous memory there, as nothing is copied into gaps at once."""
+    """Copy a host array to an array of a GPU, through contiguous GPU memory: one upload cannot leave gaps."""
     gpu.upload(array, whole)
     if whole is not out:
         gpu.copy((out,), (whole,))
@@ -190,6 +190,7 @@ def _fill(gpu: Gpu, out: Array, whole: Array, array: Array) -> None:
 
 def _largest(array: Array) -> float:
     """Return the size of the largest element; NaN, if one is."""
-    # Neither makes a temporary array, and both pass a NaN on. ml_dtypes' bfloat16 is compared as float32.
+    # max and min make no temporary array, as abs would, and both return NaN if there is one. The bfloat16 of
+    # ml_dtypes is compared as float32.
     values = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
     return max(float(values.max()), -float(values.min()))

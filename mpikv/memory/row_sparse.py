@@ -1,4 +1,4 @@
-"""Arrays of which only some rows are there: what a push of an embedding's gradient brings."""
+"""Row-sparse arrays: row numbers and rows, as in the gradient of an embedding."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ __all__ = ["NonzeroRows", "RowSparse", "cast_rows", "merged_rows", "row_ids"]
 
 
 class RowSparse:
-    """An array whose rows are zero but for some: their numbers, and what is in them.
+    """An array given by the numbers and the values of some rows; all other rows are zero.
 
-    Give it to :meth:`mpikv.KVStore.init`, and the key is row-sparse; give it to :meth:`mpikv.KVStore.push`, and only
-    these rows travel; give it as ``out`` of :meth:`mpikv.KVStore.row_sparse_pull`, and its rows are replaced.
+    :meth:`mpikv.KVStore.init` makes a key row-sparse. :meth:`mpikv.KVStore.push` sends only these rows.
+    :meth:`mpikv.KVStore.row_sparse_pull` replaces the rows of its ``out``.
 
     Args:
-        indices: the numbers of the rows, from 0: one-dimensional, of any integer dtype, in any order. What is given for
-            a number more than once is summed: half precision in float32 and rounded once; on the host in the order of
-            numpy's ``add.reduceat``, which is not from left to right for many, and on a GPU from left to right. Numbers
-            that are on a GPU are brought to the host, for which it is waited for.
-        values: the rows, an array of shape ``(len(indices), *shape[1:])``. It is not copied where the numbers rise. On
-            a GPU, of which this process has a store, it stays there; work on it is that of the present stream.
-        shape: the shape of the whole, of one dimension at least.
+        indices: the numbers of the rows, from 0: one-dimensional, of any integer dtype, in any order. Rows with the
+            same number are summed: half precision in float32 and rounded once. The host sums in the order of numpy's
+            ``add.reduceat``, so many rows are not summed from left to right; a GPU sums from left to right. Numbers on
+            a GPU are copied to the host, and the call waits for the copy.
+        values: the rows, an array of shape ``(len(indices), *shape[1:])``. They are not copied if the numbers rise.
+            Values on a GPU stay there, if this process has a store on it; work on them is queued on the current
+            stream.
+        shape: the shape of the whole array, of one dimension at least.
 
     Raises:
         IndexError: a number is negative, or not below ``shape[0]``.
         ValueMismatch: a shape does not fit, or the numbers are no integers.
         TypeError: the values, or the numbers, are no array; the dtype has no sum; or a length is no integer.
-        Unsupported: the values, or the numbers, are on a GPU of which this process has no store.
+        Unsupported: the values or the numbers are on a GPU, and this process has no store there.
 
     Example:
         >>> import numpy as np
@@ -76,10 +77,10 @@ class RowSparse:
         self.replace(*_summed(self._tables, ids, rows))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Where rows lie is known by an object that is not to be copied.
+        # The workspace holds streams and device memory of this process; pickle only rows, and look it up again.
         return RowSparse, (self.indices, self.values, self.shape)
 
-    # Other rows are another RowSparse: what was checked once is not checked at each push.
+    # Rows are replaced by a new RowSparse only: so numbers are checked once, and not again at each push.
 
     @property
     def indices(self) -> Array:
@@ -88,7 +89,7 @@ class RowSparse:
 
     @property
     def values(self) -> Array:
-        """These rows, ``(len(indices), *shape[1:])``, which may be written to: numpy's, or an array of a GPU."""
+        """The rows, of shape ``(len(indices), *shape[1:])``: a writable array of numpy or of a GPU."""
         return self._values
 
     @property
@@ -111,13 +112,13 @@ class RowSparse:
         return int(self.indices.size)
 
     def __getitem__(self, number: Any) -> Array:
-        """Return a copy of the row of a number, or of the rows of an array of numbers, in their order; zeros for one
-        that is not there. Its place in :attr:`values` does not count.
+        """Return a copy of one row, or of the rows of an array of numbers, in their order. Missing rows are zeros.
+        ``number`` is a row number of the whole array, not a position in :attr:`values`.
 
         Raises:
             IndexError: a number is negative, or not below ``shape[0]``.
             ValueMismatch: the numbers are no integers, or have more than one dimension.
-            TypeError: it is no number, as a slice or a tuple; use :meth:`to_dense`.
+            TypeError: ``number`` is no number, e.g. a slice or a tuple; use :meth:`to_dense`.
 
         >>> rows = RowSparse([1, 7], np.array([[1.0], [7.0]]), (9, 1))
         >>> rows[7], rows[[7, 2]]
@@ -130,6 +131,7 @@ class RowSparse:
         ids = row_ids([number] if isinstance(number, Integral) else number, self.shape[0])
         if not one:
             _check_dimensions(number)
+        # searchsorted returns len(self) for numbers beyond the last; clip, and compare the number found below.
         at = np.minimum(np.searchsorted(self.indices, ids), max(len(self) - 1, 0))
         there = np.flatnonzero(self.indices[at] == ids) if len(self) else at[:0]
         rows = self._tables.empty((ids.size, *self.shape[1:]), self.dtype)
@@ -138,7 +140,8 @@ class RowSparse:
         result: Array = rows[0] if one else rows
         return result
 
-    # Python would look up the rows of all numbers, of which there may be very many, beside the few of len().
+    # With __getitem__ and __len__ alone, Python would iterate over len() rows, or over all row numbers until
+    # IndexError.
     __iter__ = __reversed__ = __contains__ = None
 
     def __repr__(self) -> str:
@@ -155,7 +158,7 @@ class RowSparse:
         return dense if dtype is None else dense.astype(dtype, copy=False)
 
     def to_dense(self) -> Array:
-        """Return a new array of the whole, with zeros in the rows that are not there.
+        """Return a new array of the whole; missing rows are zero.
 
         >>> RowSparse([1], np.ones((1, 2)), (2, 2)).to_dense()
         array([[0., 0.],
@@ -170,8 +173,8 @@ class RowSparse:
         return dense
 
     def replace(self, indices: Array, values: Array) -> None:
-        """Have other rows: ``indices`` are int64 and rise, and ``values`` are theirs, and lie where those before do.
-        Neither is copied or checked.
+        """Replace numbers and rows without a copy or a check. ``indices`` must be int64 and rise. ``values`` must have
+        a row for each, in the same memory (host or GPU) as the rows before.
         """
         self._indices: Array = indices.view()
         self._indices.flags.writeable = False
@@ -179,10 +182,10 @@ class RowSparse:
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> RowSparse:
-        """Return the rows of a sparse matrix or array of scipy's, of any format, in which something is stored.
+        """Return the nonempty rows of a sparse matrix or array of scipy, in any format.
 
         Raises:
-            TypeError: it is none, or has not two dimensions.
+            TypeError: the object is no such matrix, or has not two dimensions.
         """
         if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
             raise TypeError(f"expected a matrix of scipy.sparse, got {type(matrix).__name__}")
@@ -192,10 +195,10 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """Return the rows of a sparse COO tensor of torch's in which something is stored.
+        """Return the nonempty rows of a sparse COO tensor of torch.
 
-        A hybrid one, whose only sparse dimension is the first, as gradients of ``Embedding(sparse=True)`` are, is not
-        copied if it is coalesced, and may be on a GPU; others are on the host.
+        Gradients of ``Embedding(sparse=True)`` are sparse in the first dimension only. Such a tensor may be on a GPU,
+        and is not copied if it is coalesced. All other tensors must be on the host.
 
         Raises:
             TypeError: it is no sparse COO tensor.
@@ -210,24 +213,24 @@ class RowSparse:
         ids, at = np.unique(numbers[0], return_inverse=True)
         rows = np.zeros((ids.size, *shape[1:]), values.dtype)
         elements = (at.reshape(-1), *numbers[1:])
-        rows[elements] = values  # of one element there is one value, as it is coalesced
+        rows[elements] = values  # an assignment, no sum: a coalesced tensor names each element once
         return cls(ids, rows, shape)
 
 
 class NonzeroRows:
-    """Which rows of a row-sparse value may be other than zero, so that clearing them costs what was there."""
+    """The rows of a value that may be nonzero: a push without an updater clears these rows only."""
 
     rows: Array | None = None
-    """The numbers of those of which this rank owns an element; None: any row may be. It counts while there is no
-    updater; whoever takes one away fills it."""
+    """Numbers of the possibly nonzero rows of this rank; None: any row may be nonzero. They hold only while the store
+    has no updater; whoever removes an updater must call :meth:`fill`."""
 
     def fill(self) -> None:
-        """Note that any row may have been written to."""
+        """Record that any row may be nonzero."""
         self.rows = None
 
 
 def row_ids(given: Any, count: int) -> Array:
-    """Return numbers of rows as a flat int64 array; they are those of an array of ``count`` rows.
+    """Return row numbers as a flat int64 array, after a check that an array of ``count`` rows has them.
 
     >>> row_ids([[2, 0]], 3)
     array([2, 0])
@@ -252,7 +255,7 @@ def _check_dimensions(numbers: Any) -> None:
 
 
 def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
-    """Return the numbers in order, each once, and the sum of the rows of each."""
+    """Return the distinct numbers in order, and the sum of the rows of each."""
     if ids.size < 2 or (ids[1:] > ids[:-1]).all():
         return ids, rows
     order = np.argsort(ids, kind="stable")
@@ -264,7 +267,7 @@ def _summed(tables: Workspace, ids: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
-    """Return rows in another dtype: these, if it is theirs."""
+    """Return rows in another dtype; the array itself, if it has this dtype."""
     if rows.dtype == dtype:
         return rows
     cast = tables.empty(rows.shape, dtype)
@@ -273,36 +276,37 @@ def cast_rows(tables: Workspace, rows: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def merged_rows(
-    terms: Sequence[tuple[Array, Array]],
+    addends: Sequence[tuple[Array, Array]],
     dtype: np.dtype[Any],
     in_pairs: bool = False,
     empty: Callable[[Any, Any], Array] = np.empty,
     tables: Workspace = HOST,
 ) -> tuple[Array, Array]:
-    """Return the sum of several arrays' rows, each given by the rising numbers of the rows and the rows: its numbers,
-    and the rows, in memory of ``dtype`` that ``empty`` has given. The rows are arrays of ``tables``.
+    """Return the sum of row-sparse arrays, as rising row numbers and rows. Local.
 
-    It is made from the first to the last; ``in_pairs``, of the sums of both halves.
+    Each addend is a pair of rising numbers and rows of ``tables``. ``empty`` returns memory for the sum, in ``dtype``.
+    Addends are added from first to last; with ``in_pairs``, as a binary tree, like the dense sum of the same ranks.
 
     >>> merged_rows([(np.array([0, 2]), np.ones((2, 1))), (np.array([2]), np.ones((1, 1)))], np.dtype("float64"))
     (array([0, 2]), array([[1.],
            [2.]]))
     """
-    if in_pairs and len(terms) > 2:
-        middle = len(terms) // 2
-        terms = [merged_rows(half, dtype, True, empty, tables) for half in (terms[:middle], terms[middle:])]
-    (ids, rows), *others = terms
+    if in_pairs and len(addends) > 2:
+        middle = len(addends) // 2
+        addends = [merged_rows(half, dtype, True, empty, tables) for half in (addends[:middle], addends[middle:])]
+    (ids, rows), *others = addends
     if not others:
         total = empty(rows.shape, dtype)
         tables.copy((total,), (rows,))
         return ids.copy(), total
-    every = np.concatenate([ids for ids, _ in terms])
+    every = np.concatenate([ids for ids, _ in addends])
     every.sort(kind="stable")
     every = every[np.concatenate(([True], every[1:] != every[:-1]))] if every.size else every
     total = empty((every.size, *rows.shape[1:]), dtype)
     tables.clear(total)
-    first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in terms])
+    first, *places = tables.numbers([np.searchsorted(every, ids) for ids, _ in addends])
     tables.put_rows(total, first, rows)
+    # One addend has each number once, so add_rows needs no atomics, and the order of the sum is fixed.
     for at, (_, rows) in zip(places, others, strict=True):
         tables.add_rows(total, at, rows)
     return every, total

@@ -1,15 +1,15 @@
-"""In what order the calls of a store and the work of its callers happen: on the host at once, on a GPU by streams.
+"""The order of a store's calls and its callers' work: at once on the host, by streams on a GPU.
 
-A store of a GPU has one stream, on which everything that a call does to arrays is queued; a call returns when it is
-queued. By events the stream begins after what the caller's stream has to do so far, and the caller's stream goes on
-after it: after all of the call, or, where that only brings arrays, after these were read. So whoever uses one stream
-finds arrays as if each call had been done at once, and nobody waits for a GPU.
+A GPU store has one stream. A call queues its work on this stream and returns. Events order the two streams: the store's
+stream waits for the work queued on the caller's stream so far; the caller's stream then waits for the call. A call that
+only reads the caller's arrays makes it wait for the last read, and for nothing after that. The caller finds arrays as
+if each call had ended on return, and the host waits for no GPU.
 
-What moves between GPUs may be on a second stream meanwhile: each transfer begins after what the first stream has to do
-when it is queued, and that goes on until it comes to where it needs what has come. At the end it waits for all.
+Transfers between GPUs may run on a second stream. A transfer waits for the work queued on the first stream so far. The
+first stream waits for a transfer before it uses the data, and for all transfers at the end.
 
-A call that another thread makes is after what the caller's stream had to do when it was issued, and before what the
-stream is given that somebody has waited for it on.
+A call made by a worker thread runs after the work queued on the caller's stream when it was issued, and before any
+work queued after ``wait()``.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..protocols import Array, Event, Gpu, Graph, Stream
 __all__ = ["GpuOrder", "HostOrder", "Issued"]
 
 Door: TypeAlias = "Callable[[str, Callable[[Any], Any]], Any]"
-"""Returns what comes of something that queues work, which is known by this text, and is given what the transport queues
-work with.
+"""Runs a function that queues work, with the transport's argument, and returns its result. The text names the call in
+errors.
 """
 
-# The handle of CUDA's default stream of a thread: in each thread it is another stream.
+# CUDA's handle of the per-thread default stream: the same number means another stream in each thread.
 _PER_THREAD = 2
 _CAPTURING = (
     "the current stream is being captured, and your graph cannot contain a store's calls; call it before or after the "
@@ -42,22 +42,22 @@ _CAPTURING = (
 
 
 class HostOrder:
-    """The :class:`~mpikv.protocols.StreamOrder` of the host, where all is done when a call returns; but what fills
-    arrays of GPUs is queued after the call, on its caller's stream.
+    """The :class:`~mpikv.protocols.StreamOrder` of the host: a call ends before it returns. Results for arrays of a GPU
+    are queued after the call, on the caller's stream.
     """
 
     def __init__(self) -> None:
         self._fills: list[Callable[[], object]] = []
         self.needed = False
         self.beside: GpuOrder | None = None
-        """The stream of a GPU on which calls are made whose arrays lie there, if a store of the host makes such."""
+        """The GPU order of calls on GPU arrays; None unless a host store makes such calls."""
 
     @property
     def failed(self) -> bool:
         return self.beside is not None and self.beside.failed
 
     def add(self, fill: Callable[[], object]) -> None:
-        """Have an array filled after the call that is prepared."""
+        """Fill an array after the call under preparation, by ``fill()``."""
         self._fills.append(fill)
         self.needed = True
 
@@ -81,7 +81,7 @@ class HostOrder:
         return nullcontext()
 
     def wait(self) -> None:
-        """Return at once: nothing is queued, to wait for or to come after."""
+        """Return at once: the host has no queued work."""
 
     begin = check_new = rejoin = close = wait
 
@@ -91,17 +91,17 @@ class HostOrder:
 
 
 class _Call(threading.local):
-    """What a thread runs in the order of a store's stream, if it does."""
+    """The state of the call that this thread runs on a store's stream."""
 
     caller: Stream | None = None
     begin: Event | None = None
-    """Behind what the stream of the caller, who has issued the call, had to do then."""
+    """Recorded on the caller's stream when the call was issued."""
     on_worker = False
-    """Whether this thread makes calls that others have issued."""
+    """Whether this thread runs calls issued by other threads."""
     made: list[Any]
-    """What is to live as long as the arguments: what was made for the caller."""
+    """New arrays for the caller: they must live as long as the arguments."""
     read: Event | None = None
-    """Behind the last use of what the caller has brought, if that is all that he has to wait for."""
+    """Recorded after the last read of the caller's arrays, if the caller needs to wait for nothing else."""
 
     def __init__(self) -> None:
         self.made = []
@@ -117,27 +117,27 @@ class GpuOrder:
         self.stream: Stream = gpu.stream()
         self._transfers: Stream = gpu.stream()
         self.lane = self.stream
-        """The stream for what moves between GPUs: another one in :meth:`apart`."""
-        # Whether the first stream does not come after all transfers yet, and the point behind the last one, if known.
+        """The stream of transfers between GPUs: a second one inside :meth:`apart`."""
+        # Whether the first stream still has to wait for transfers, and the event of the last one, if it is known.
         self._lags = False
         self._last_sent: Event | None = None
         self.call = _Call()
-        # Whether calls were made that no stream of a caller comes after by itself.
+        # Whether a worker thread ran calls: no caller's stream waits for these by itself.
         self._some_issued = False
-        # What a GPU's allocator is given back is taken by others at once, whoever still reads it on another stream.
+        # Freed GPU memory is reused at once, even if another stream still reads it; so references are held here.
         self._in_use: deque[tuple[Event, Any]] = deque()
-        # A thread may come here twice: a finalizer that runs inside, as garbage is collected, may make a call.
+        # Reentrant: a garbage collection inside may run a finalizer, and the finalizer a call, in the same thread.
         self._dropping = threading.RLock()
         self.wake: Callable[[], None] = _nothing
-        """Is told that :meth:`drop_done` will have something to drop."""
+        """Called when :meth:`drop_done` will have something to drop."""
         self.check: Callable[[], None] = _nothing
         """Raises if work is known to have failed."""
         self._abort: Callable[[str], None] = _nothing
         self.queue: Door = _queue_alone
-        """Queues, in :meth:`run`, what no transport does."""
+        """Queues work without a transport, in :meth:`run`."""
         self.recording = False
-        """Whether work that is given to the stream is recorded, and not run."""
-        # Those that may be launched, None once they were given up. The watchdog's thread gives them up, too.
+        """Whether the stream records work and does not run it."""
+        # Launchable graphs; None once they were discarded. The watchdog's thread discards them, too.
         self._graphs: WeakSet[Graph] | None = WeakSet()
         self._recording = threading.Lock()
 
@@ -148,9 +148,10 @@ class GpuOrder:
         queue: Door,
         wake: Callable[[], None],
     ) -> None:
-        """Have something look after the stream, whose work may not come to its end by itself: ``check`` raises if it is
-        known to have failed, ``abort`` ends it, and tells other ranks why, what is not queued by a transport is queued
-        by ``queue``, and ``wake`` is :attr:`wake`.
+        """Install the watchdog of the stream: work on it may never end by itself.
+
+        ``check`` raises if work has failed. ``abort`` ends the work, and tells other ranks why. ``queue`` queues work
+        without a transport. ``wake`` becomes :attr:`wake`.
         """
         self.check, self._abort, self.queue, self.wake = check, abort, queue, wake
 
@@ -169,15 +170,15 @@ class GpuOrder:
             self.stream.wait(self.call.begin)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content, for the caller of what this thread runs, if it runs a call."""
+        """Return a new array of undefined content, for the caller if this thread runs a call."""
         call = self.call
         if call.caller is None or 0 in shape:
             return self._gpu.empty(shape, dtype)
-        # Memory goes back to the stream that it was asked for on, and a caller has done with it on his own.
+        # The allocator reuses memory in the order of the allocating stream: the caller's, since he frees the array.
         with call.caller:
             array = self._gpu.empty(shape, dtype)
         if call.on_worker:
-            # What the stream was given since the call was issued may use it yet.
+            # The caller's stream may still read the memory's earlier content; our stream must write after that.
             self.stream.wait(call.caller.record())
         call.made.append(array)
         return array
@@ -192,7 +193,7 @@ class GpuOrder:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         call = self.call
-        if call.on_worker:  # on the store's stream all along
+        if call.on_worker:  # on_worker() has made the store's stream current
             call.made.append(arguments)
             return function(*arguments)
         caller, made = self._gpu.current(), list[Any]()
@@ -203,6 +204,7 @@ class GpuOrder:
             with self.stream:
                 return function(*arguments)
         finally:
+            # Also after an error: queued work may still read the arguments.
             call.caller, call.made = outer
             done = call.read or self.stream.record()
             call.read = None
@@ -230,7 +232,7 @@ class GpuOrder:
             call.on_worker = False
 
     def run_issued(self, issued: Issued, run: Callable[[], Any]) -> Any:
-        """Return ``run()``, a call of another thread, which has issued it. In :meth:`on_worker`, and in such a call."""
+        """Return ``run()``, a call issued by another thread. Local: the worker calls it inside :meth:`on_worker`."""
         call, made = self.call, list[Any]()
         outer = call.caller, call.begin, call.made
         call.caller, call.begin, call.made = issued.caller, issued.begin, made
@@ -240,7 +242,7 @@ class GpuOrder:
             call.caller, call.begin, call.made = outer
             issued.done = call.read or self.stream.record()
             call.read = None
-            # What was given, too: of a call that is refused, it may have been read before that.
+            # Keep the arguments even if the call was refused: it may have queued reads of them before.
             self._keep(issued.done, (run, made))
 
     def rejoin(self) -> None:
@@ -248,7 +250,7 @@ class GpuOrder:
             self.follow(self.stream.record())
 
     def follow(self, event: Event) -> None:
-        """Let what this thread's present stream is given next come after an event."""
+        """Make the current stream of this thread wait for an event."""
         self._gpu.current().wait(event)
 
     def _keep(self, done: Event, arguments: Any) -> None:
@@ -257,14 +259,14 @@ class GpuOrder:
             self.wake()
 
     def drop_done(self) -> bool:
-        """Let go of what the GPU has done with; return whether that was all. In any thread."""
-        dropped = []  # outside of the lock: to free memory may call anything
+        """Drop the arguments of ended work; return whether none is left. Any thread may call it."""
+        dropped = []  # freed after the lock is released: a destructor may call anything, this method included
         with self._dropping:
             while self._in_use:
                 first = self._in_use[0]
                 if not first[0].done:
                     return False
-                # A finalizer that ran meanwhile in this thread may have dropped it.
+                # Event.done may have run a finalizer in this thread, and that may have dropped it.
                 if self._in_use and self._in_use[0] is first:
                     dropped.append(self._in_use.popleft())
             return True
@@ -273,14 +275,14 @@ class GpuOrder:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Have transfers on a stream of their own meanwhile; what comes after that comes after all of them. In
-        :meth:`run`, on all ranks alike.
+        """Queue transfers on a second stream inside; afterwards the store's stream waits for all of them. Collective:
+        all ranks enter it alike, in :meth:`run`.
         """
         self.lane = self._transfers
         try:
             yield
         except BaseException:
-            with suppress(TransportError):  # which says the same once more
+            with suppress(TransportError):  # the same failure; the first one is raised
                 self._leave_apart()
             raise
         self._leave_apart()
@@ -292,7 +294,7 @@ class GpuOrder:
             self.stream.wait(lane.record())
 
     def begin_transfer(self) -> Stream:
-        """Return the stream for a transfer, which comes there after all that the store's stream has to do by now. In
+        """Return the stream for a transfer, after it waits for the work on the store's stream so far. Only inside
         :meth:`apart`.
         """
         self._lags, self._last_sent = True, None
@@ -300,28 +302,28 @@ class GpuOrder:
         return self.lane
 
     def sent(self) -> Event | None:
-        """Return the point behind the last transfer; None where the store's stream comes after it anyway."""
+        """Record the end of the last transfer; None if the store's stream runs the transfers itself."""
         if self.lane is self.stream:
             return None
         self._last_sent = event = self.lane.record()
         return event
 
     def arrive(self, sent: Event | None) -> None:
-        """Let what the store's stream is given next come after a transfer, and those before it."""
+        """Make the store's stream wait for a transfer, and for all before it."""
         if sent is not None:
             self.stream.wait(sent)
+            # One stream runs all transfers in order: after the last one nothing is left to wait for.
             self._lags = self._lags and sent is not self._last_sent
 
     def note_read(self) -> None:
-        """Let the caller's stream go on when the GPU has come here, whatever the call queues after this: nothing of the
-        caller's is used any more.
-        """
+        """Mark the last read of the caller's arrays: the caller's stream need not wait for the rest of the call."""
         self.call.read = self.lane.record()
 
     # --- Recorded work
 
     def record(self, run: Callable[..., object], *arguments: Any) -> Graph:
-        """Return what ``run(*arguments)`` gives to the store's stream, which is not run. In :meth:`run`.
+        """Return the work that ``run(*arguments)`` queues on the store's stream, as a graph. Nothing runs. In
+        :meth:`run`.
 
         Raises:
             TransportError: it cannot be recorded.
@@ -332,7 +334,7 @@ class GpuOrder:
             try:
                 run(*arguments)
             except BaseException:
-                with suppress(TransportError):  # which says the same once more
+                with suppress(TransportError):  # the same failure; the first one is raised
                     self.stream.end_capture()
                 raise
             graph = self.stream.end_capture()
@@ -346,7 +348,7 @@ class GpuOrder:
         raise TransportError("the recorded graph was discarded with the store")
 
     def drop_graphs(self) -> None:
-        """Give up all that was recorded, before what it uses ends."""
+        """Discard all recorded graphs; call it before the resources that they use are freed."""
         with self._recording:
             graphs, self._graphs = self._graphs, None
         for graph in list(graphs or ()):
@@ -355,10 +357,11 @@ class GpuOrder:
     # --- The end
 
     def wait(self) -> None:
-        """Wait until the stream is done, and let go of what it used."""
+        """Wait until the stream is done; drop the arguments of its work."""
         self.stream.synchronize()
         with self._dropping:
             done, self._in_use = self._in_use, deque()
+        # Outside of the lock, as in drop_done.
         done.clear()
 
     def close(self) -> None:
@@ -377,7 +380,7 @@ class Issued:
         self._order, self.caller = order, caller
         self.begin: Event = caller.record()
         self.done: Event | None = None
-        """Behind what the call has queued; None if it was not made."""
+        """Recorded after the work of the call; None if the call was not made."""
 
     def run(self, call: Callable[[], Any]) -> Any:
         return self._order.run_issued(self, call)

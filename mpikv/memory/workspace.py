@@ -1,4 +1,4 @@
-"""Rows of a GPU in memory that was taken beforehand: what ranks do together must not end on one that has no more."""
+"""Temporary rows on a GPU, in memory reserved beforehand: no rank may run out of memory in the middle of a call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..protocols import Array, Gpu
 __all__ = ["ALIGNMENT", "GpuWorkspace"]
 
 ALIGNMENT = 256
-"""What an array in a workspace may take besides its bytes. CUDA's allocator begins arrays at such places, too."""
+"""Most bytes of padding per array in a workspace. CUDA's allocator aligns arrays to as many."""
 
 
 class GpuWorkspace:
-    """The :class:`~mpikv.protocols.Workspace` of a GPU. Of one thread at a time."""
+    """The :class:`~mpikv.protocols.Workspace` of a GPU, for one thread at a time."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -33,17 +33,20 @@ class GpuWorkspace:
         try:
             yield
         finally:
+            # Nested use: without the outer offset, rows in use would be handed out again.
             self._memory, self._used = outer
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         begin, nbytes = self._used, prod(shape) * np.dtype(dtype).itemsize
         if self._memory is None or begin + nbytes > self._memory.size:
+            # Beyond the reserve the allocator may fail on this rank alone; callers reserve enough (see Rows._needed).
             return self._gpu.empty(shape, dtype)
         self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
         array: Array = self._memory[begin : begin + nbytes].view(dtype).reshape(shape)
         return array
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
+        # One upload for all: each copy from the host costs a call of its own, however short it is.
         there, ends = self._there(np.concatenate(every)), np.cumsum([ids.size for ids in every]).tolist()
         return [there[end - ids.size : end] for ids, end in zip(every, ends, strict=True)]
 
