@@ -6,11 +6,9 @@ import contextlib
 import json
 import math
 import os
-import pty
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,15 +19,15 @@ import pytest
 from support.launching import mpi, processes_in, remove_abandoned, shared_memory, why_no_mpi
 
 import mpikv
-from mpikv.cli.bench import machine, main, oracle, report, rounds, worker
+from mpikv.cli.bench import main, oracle, report, rounds, worker
 from mpikv.cli.bench.cases import Group, Skipped, unless
 from mpikv.cli.bench.keysets import KeySet, bert_base, gradients, key_set, many_small, resnet50
 from mpikv.cli.bench.memory import Memory
-from mpikv.cli.bench.options import GROUPS, SUITES, parse
-from mpikv.cli.bench.progress import Silent, seconds_text
+from mpikv.cli.bench.options import SUITES, parse
+from mpikv.cli.bench.progress import Silent
 from mpikv.cli.bench.rounds import Case, measure
 from mpikv.cli.bench.rules import BLOCK, RULES
-from mpikv.cli.launchers import clean, core_count
+from mpikv.cli.launchers import clean
 from mpikv.protocols import Array
 
 ROOT = Path(__file__).parents[2]
@@ -91,14 +89,6 @@ def test_the_sets_are_those_of_the_networks() -> None:
     assert key_set("resnet50", quick=False).nbytes == 4 * 25_557_032
 
 
-@pytest.mark.parametrize("name", SUITES["sets"])
-def test_quick_sets_are_small_and_say_so(name: str) -> None:
-    quick, full = (key_set(name, quick=quick) for quick in (True, False))
-    assert 10 * quick.elements < full.elements
-    assert quick.title != full.title
-    assert len(quick.keys) == len(quick.shapes)
-
-
 def test_gradients_can_be_made_again_and_differ_between_ranks() -> None:
     once, again, other = (list(gradients(rank, FEW.shapes)) for rank in (1, 1, 2))
     for first, second, different in zip(once, again, other, strict=True):
@@ -127,11 +117,6 @@ def test_a_rule_by_hand_is_that_of_the_store(name: str) -> None:
     if name == "sgd":
         rule.apply(4, gradient.copy(), ours, states)
         assert np.array_equal(ours, theirs)
-
-
-def test_floors() -> None:
-    floors = {name: [rule.floor(2, private=private) for private in (False, True)] for name, rule in RULES.items()}
-    assert floors == {"sgd": [24, 32], "adam": [32, 40], "lamb": [32, 40]}
 
 
 # --- The oracle
@@ -258,16 +243,6 @@ def test_a_group_too_large_for_the_host_is_left_out() -> None:
 # --- The machine
 
 
-def test_the_machine_tells_of_itself() -> None:
-    found = machine.describe()
-    assert found["numpy"] == np.__version__
-    assert found["cpu"]
-    share = machine.idle_share(0.05)
-    assert share is None or 0 <= share <= 1
-    usable = os.sched_getaffinity(0)
-    assert 1 <= len(machine.one_per_core(usable)) == core_count() <= len(usable)
-
-
 def test_memory_grows_with_an_array() -> None:
     before = Memory.now()
     array = np.ones(1 << 22)
@@ -284,19 +259,11 @@ def test_memory_grows_with_an_array() -> None:
     ("arguments", "complaint"),
     [
         ("-n 0", "'0' is not a positive number"),
-        ("-n two", "'two' is not a positive number"),
-        ("--ranks-scaling 1,,2", "'' is not a positive number"),
         ("-n 2 --ranks-scaling 1,2", "exclude each other"),
-        ("--suite sets --only many", "exclude each other"),
         ("--only resnet5", "did you mean 'resnet50'?"),
-        ("--only many,", "unknown group ''"),
-        ("--suite fast", "invalid choice: 'fast'"),
         ("--optimizer sgd,momentum", "unknown optimizer 'momentum'"),
-        ("--rounds 0", "'0' is not a positive number"),
         ("--json /no/such/folder/file", "'/no/such/folder/file' cannot be written"),
-        ("--json /tmp", "'/tmp' cannot be written"),
         ("--plot sums.png --suite sets", "--plot draws the group 'sizes'"),
-        ("--plot sums.png --suite latency --ranks-scaling 1,2", "--plot draws the group 'sizes'"),
         ("train.py", "unrecognized arguments: train.py"),
     ],
 )
@@ -308,49 +275,6 @@ def test_misuse_is_one_line_and_status_2(arguments: str, complaint: str, capsys:
     assert said.err.startswith("mpikv bench: ")
     assert said.err.count("\n") == 1
     assert complaint in said.err
-
-
-def test_ranks_of_a_launcher_start_no_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["-n", "4"], launched=2)
-    assert "one of 2 ranks already" in capsys.readouterr().err
-    assert parse([], launched=2).sizes == ()
-
-
-def test_missing_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("mpikv.cli.bench.options.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        parse(["--plot", "sums.png"], launched=None)
-    assert "pip install 'mpikv[plot]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "groups"),
-    [
-        ("", GROUPS),
-        ("--suite all", GROUPS),
-        ("--suite sets", SUITES["sets"]),
-        ("--ranks-scaling 1,2", SUITES["sets"]),
-        ("--ranks-scaling 1,2 --only sizes", ("sizes",)),
-        ("--only many,push-pull", ("push-pull", "many")),
-    ],
-)
-def test_what_is_chosen(arguments: str, groups: tuple[str, ...]) -> None:
-    assert parse(arguments.split(), launched=None).groups == groups
-
-
-def test_help_has_examples() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mpikv", "bench", "--help"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=True,
-        cwd=ROOT,
-    )
-    assert all(name in done.stdout for name in GROUPS)
-    assert all(words in done.stdout for words in ("examples:", "--ranks-scaling 1,2,4", "mpiexec -n", "exit status"))
-    assert "--report" not in done.stdout
 
 
 # --- The report
@@ -405,15 +329,6 @@ def test_ratios_come_first() -> None:
     assert lines[6].startswith("bound: ")
 
 
-def test_all_else_follows() -> None:
-    text = text_of(job())
-    assert "32 B/element  32 GB/s" in text
-    assert "12 more where a value does not stay in the cache" in text
-    assert "torch DDP: PyTorch is not installed" in text
-    assert "inputs, 2 x 4 MB" in text
-    assert "VmHWM" in text
-
-
 @pytest.mark.parametrize(
     ("changes", "warning"),
     [
@@ -442,15 +357,6 @@ def test_a_difference_that_is_noise_has_no_ratio() -> None:
     assert "noise" in text_of(noisy).splitlines()[5]
 
 
-def test_several_jobs_tell_their_ranks() -> None:
-    text = text_of(job(), job(ranks=1))
-    assert "store / memcpy, 2 ranks" in text
-    assert "store / memcpy, 1 rank " in text
-    beside = text.partition("medians by the number of ranks")[2].splitlines()
-    assert beside[1].split() == ["case", "2", "ranks", "1", "rank"]
-    assert beside[2].split() == ["a", "set,", "LAMB:", "store", "1.00", "ms", "1.00", "ms"]
-
-
 def test_jobs_that_were_measured_are_told_when_a_later_one_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -468,13 +374,6 @@ def test_jobs_that_were_measured_are_told_when_a_later_one_fails(
     assert said.err == (
         "mpikv bench: the job of 2 ranks failed with status 9 and was not measured; the later jobs were not started\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(9.994e-7, "1.00 µs"), (1.5e-9, "0.00 µs"), (0.1234, "123 ms"), (98.7, "98.7 s")]
-)
-def test_times_have_three_digits(seconds: float, text: str) -> None:
-    assert seconds_text(seconds) == text
 
 
 # --- Jobs
@@ -644,37 +543,3 @@ def test_what_one_rank_cannot_have_all_leave_out(bench: Run, tmp_path: Path) -> 
         "zero copy numba": group["skipped"]["store numba"],
         "Reduce per key": "rank 1: no room",
     }
-
-
-def test_ranks_of_a_launcher_measure_and_print_once(bench: Run) -> None:
-    done = bench("--quick", "--only", "allreduce", command=("run", "-n", "2", "-m", "mpikv", "bench"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum of 1 MB: pushpull / Comm.Allreduce") == 1
-
-
-def test_a_store_that_cannot_be_had_is_one_line(bench: Run) -> None:
-    done = bench("--quick", "--only", "push-pull", "--transport", "local")
-    assert (done.returncode, done.stdout) == (2, "")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("mpikv run: running as root")]
-    assert len(lines) == 1
-    assert lines[0].startswith("mpikv bench: create: transport 'local' is for one rank")
-
-
-@pytest.mark.skipif(find_spec("rich") is None, reason="needs rich")
-def test_a_terminal_has_a_live_table(bench: Run, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    environ = {**clean(os.environ), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "TERM": "xterm"}
-    line = [sys.executable, "-m", "mpikv", "bench", "--quick", "--only", "push-pull"]
-    process = subprocess.Popen(line, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=theirs)
-    os.close(theirs)
-    seen = b""
-    limit = time.monotonic() + DEADLINE
-    with contextlib.suppress(OSError):  # the terminal is gone with the last process that writes to it
-        while time.monotonic() < limit and (part := os.read(ours, 4096)):
-            seen += part
-    printed, _ = process.communicate(timeout=max(0.1, limit - time.monotonic()))
-    os.close(ours)
-    assert process.returncode == 0
-    assert b"making arrays and stores" in seen
-    assert b"measured: " not in seen
-    assert "ratios of medians" in printed.decode()
