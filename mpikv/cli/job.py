@@ -90,7 +90,13 @@ def _run_once(
             environ["MPIKV_RUN_AT"] = reports.address
             senders.append(reports.send)
         senders.append(watch.send)
-        job, told = Job(command, environ, lambda number: sum(send(number) for send in senders), grace), set[int]()
+
+        def send(number: int) -> bool:
+            # A launcher that has only just been started would die of a signal that it passes on later.
+            ignored = number in _FREE and not any(directory.glob(PREFIX + "*"))
+            return sum(one(number) for one in senders) > 0 or ignored
+
+        job, told = Job(command, environ, send, grace), set[int]()
 
         def bereft() -> None:
             # Open MPI's launcher waits for hosts that it cannot reach any more, and MPICH's may overlook a rank that
@@ -204,9 +210,9 @@ class Job:
     """
 
     def __init__(
-        self, command: Sequence[str], environ: Mapping[str, str], send: Callable[[int], int], grace: float
+        self, command: Sequence[str], environ: Mapping[str, str], send: Callable[[int], bool], grace: float
     ) -> None:
-        """Start it. ``send`` sends a signal to all ranks and returns how many they are.
+        """Start it. ``send`` sends a signal to all ranks and returns whether that is all there is to do.
 
         Only the main thread may start one, since it installs signal handlers.
         """
