@@ -25,6 +25,7 @@ __all__ = [
     "Launcher",
     "Library",
     "Plan",
+    "can_shield",
     "clean",
     "core_count",
     "direct",
@@ -234,6 +235,17 @@ def _mismatch(path: Path, version: str, library: Library) -> str:
     )
 
 
+_SHIELD = "env --block-signal=TERM,USR1,USR2"
+
+
+def can_shield(environ: Mapping[str, str]) -> bool:
+    """Return whether Open MPI's daemons can be shielded from signals that Slurm sends to all processes that it started.
+
+    They would die of them and take the ranks along, before these have saved. That needs coreutils 8.31.
+    """
+    return _ask([*_SHIELD.split(), "true"], environ).returncode == 0
+
+
 def plan(
     library: Library,
     launcher: Launcher,
@@ -247,12 +259,13 @@ def plan(
     tasks: Sequence[int] = (),
     tag: bool = False,
     forwarded: Sequence[str] = (),
+    shield: bool = False,
 ) -> Plan:
     """Return the command line that starts ``command`` on ``size`` ranks, and the variables to set for it. Pure.
 
     ``hosts`` maps each host to the number of its ranks; None is this host, or where Slurm has set aside ``tasks``, one
     number for each of its nodes, which the launcher finds itself. ``cores`` counts those of one host. ``forwarded``
-    names variables for all hosts.
+    names variables for all hosts. ``shield``: see :func:`can_shield`.
     """
     shares = tuple(hosts.values()) if hosts else tuple(tasks) or (size,)
     local_size = min(size, max(*shares, math.ceil(size / len(shares))))
@@ -261,6 +274,8 @@ def plan(
     if library.kind == OPENMPI:
         crowded, bound = threads < 1 or size > sum(shares), threads == 1 and not tasks
         wanted |= _openmpi_variables(library.major, several=several, crowded=crowded, bound=bound, root=uid == 0)
+        if several and tasks and shield:
+            wanted["PRTE_MCA_prte_launch_agent"] = f"{_SHIELD} prted"
     variables = {name: value for name, value in wanted.items() if name not in environ}
     line = [str(launcher.path), "-n", str(size)]
     if hosts:

@@ -245,6 +245,7 @@ def _run(options: argparse.Namespace, program: Sequence[str]) -> int:
             tasks=slurm.tasks if slurm else (),
             tag=options.tag,
             forwarded=options.env,
+            shield=slurm is not None and launchers.can_shield(environ),
         )
     if options.dry_run:
         print(

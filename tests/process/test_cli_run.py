@@ -43,6 +43,7 @@ CROWDED = UNBOUND | {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
+SHIELDED = {"PRTE_MCA_prte_launch_agent": "env --block-signal=TERM,USR1,USR2 prted"}
 AS_ROOT = dict.fromkeys(launchers.ROOT_VARIABLES, "1")
 
 
@@ -67,6 +68,12 @@ PLANS: list[tuple[Library, dict[str, Any], str, dict[str, str]]] = [
         {"size": 16, "tasks": (8, 8)},
         "-n 16 -x MPIKV_RUN_AT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
         threads(1) | ALL | QUIET | UNBOUND,
+    ),
+    (
+        OPENMPI,
+        {"size": 16, "tasks": (8, 8), "shield": True},
+        "-n 16 -x MPIKV_RUN_AT -x OMP_NUM_THREADS -x PYTHONFAULTHANDLER",
+        threads(1) | ALL | QUIET | UNBOUND | SHIELDED,
     ),
     (OPENMPI, {"size": 9}, "-n 9", threads(1) | ALL | QUIET | ONE_HOST | CROWDED),
     (OPENMPI, {"size": 1, "uid": 0}, "-n 1", threads(8) | ALL | QUIET | ONE_HOST | UNBOUND | AS_ROOT),
