@@ -204,7 +204,7 @@ def _blame(first: Sequence[Death], status: int, size: int) -> tuple[int, str]:
 
 
 class Job:
-    """The launcher's process. SIGINT, SIGTERM and SIGHUP end the job, harder when repeated or after a while.
+    """The launcher's process. SIGINT, SIGTERM and SIGHUP end the job, harder after a while or at one more SIGINT.
 
     These, SIGUSR1 and SIGUSR2 go to the ranks, and not to the launcher: Open MPI's would kill them within a second.
     """
@@ -266,7 +266,9 @@ class Job:
             self._send_job(number)
             return
         if self.received is not None:
-            self._send(signal.SIGKILL)
+            # Others than a terminal may signal a whole group, of which a shell passes it on once more.
+            if number == signal.SIGINT:
+                self._send(signal.SIGKILL)
             return
         self.received = number
         # A rank that waits inside MPI sees no signal that its script handles.

@@ -39,7 +39,7 @@ examples:
 
 A rank runs the script as plain Python would, but an uncaught exception or a nonzero exit on one rank ends the whole job
 (MPIKV_ABORT=0: does not). All ranks get the signals that this command gets: SIGUSR1 and SIGUSR2, which mean nothing to
-it; SIGTERM, after which they have the seconds of --grace; Ctrl-C, after which they have 4. A repeated one kills them.
+it; SIGTERM, after which they have the seconds of --grace; Ctrl-C, after which they have 4. One more Ctrl-C kills them.
 
 Ranks on other hosts get few variables from Open MPI: MPIKV_*, MPI4PY_*, OMPI_*, OMP_NUM_THREADS, PYTHONPATH, and what
 --env names. MPICH gives them all.

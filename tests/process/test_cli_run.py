@@ -735,6 +735,7 @@ def test_ranks_get_signals_and_time_to_save(tmp_path: Path, library: Library) ->
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         job.send_signal(number)
         time.sleep(0.2)
+    job.send_signal(signal.SIGTERM)
     done = finish(job)
     assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, 2 * "SIGUSR1 SIGUSR2 SIGTERM saved\n"), done.stderr
 
