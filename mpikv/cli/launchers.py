@@ -274,7 +274,7 @@ def plan(
     if library.kind == OPENMPI:
         crowded, bound = threads < 1 or size > sum(shares), threads == 1 and not tasks
         wanted |= _openmpi_variables(library.major, several=several, crowded=crowded, bound=bound, root=uid == 0)
-        if several and tasks and shield:
+        if tasks and shield:
             wanted["PRTE_MCA_prte_launch_agent"] = f"{_SHIELD} prted"
     variables = {name: value for name, value in wanted.items() if name not in environ}
     line = [str(launcher.path), "-n", str(size)]
