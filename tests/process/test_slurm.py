@@ -31,10 +31,14 @@ def outcomes() -> dict[tuple[str, int], dict[str, str]]:
     return {(trial["way"], trial["nodes"]): trial for trial in map(json.loads, out.splitlines())}
 
 
-@pytest.mark.deadline(300)
+@pytest.mark.deadline(600)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize(
-    "way", ["salloc mpikv run", "sbatch mpikv run", "srun --mpi=pmi2", "srun --mpi=pmix", "srun --mpi=none"]
+    "way",
+    [
+        *("salloc mpikv run", "sbatch mpikv run", "srun --mpi=pmi2", "srun --mpi=pmix", "srun --mpi=none"),
+        *("scancel", "scancel USR1", "time limit", "preemption"),
+    ],
 )
 def test_a_command_does_what_is_said_of_it(
     outcomes: dict[tuple[str, int], dict[str, str]], way: str, nodes: int
