@@ -1,7 +1,8 @@
-"""The seams of mpikv: what a transport, a placement, an updater, kernels and a codec promise to the store.
+"""The seams of mpikv: the contracts of transports, placements, updaters, kernels and codecs with the store.
 
-Each is a Protocol: a class that has these attributes is one, and subclassing is never needed. Every implementation is
-held to its contract by a class in :mod:`mpikv.testing`. There is a file for each seam. It imports nothing of mpikv.
+Each seam is a Protocol in a file of its own. A class with its attributes implements it; subclassing is never needed. A
+class of tests in :mod:`mpikv.testing` holds every implementation to its contract. This package imports nothing of
+mpikv.
 """
 
 from .arrays import Array, Key, Slots

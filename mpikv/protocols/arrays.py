@@ -11,7 +11,7 @@ import numpy.typing as npt
 __all__ = ["Array", "Key", "Slots"]
 
 Array: TypeAlias = "npt.NDArray[Any]"
-"""A numpy array; in a store whose :class:`Memory` is a GPU's, an array of that GPU, as CuPy's."""
+"""A numpy array. In a store with the :class:`Memory` of a GPU, an array of that GPU, as CuPy's."""
 
 Key: TypeAlias = "int | str"
 """The name of a stored value. One store holds keys of one type."""

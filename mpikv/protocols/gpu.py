@@ -1,4 +1,4 @@
-"""The seam of a GPU: as much of CuPy as a store needs."""
+"""The seam of a GPU: the part of CuPy that a store needs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the stream has come there. Never waits."""
+        """Whether the stream has passed this point. Never waits."""
 
 
 class Stream(Protocol):
-    """A queue of work of a GPU. As a context manager, the one to which this thread gives its work meanwhile."""
+    """A queue of GPU work. As a context manager, this thread's current stream inside the block."""
 
     handle: int
-    """What NCCL is given: the address of the CUDA stream."""
+    """The address of the CUDA stream, for NCCL."""
 
     def record(self) -> Event:
-        """Return the point behind all that was queued so far."""
+        """Return the point behind all work queued so far."""
 
     def wait(self, event: Event) -> None:
-        """Let what is queued from now on begin after the event, which may be one of another stream. Returns at once."""
+        """Make work queued from now on wait for the event, which may belong to another stream. Returns at once."""
 
     def synchronize(self) -> None:
-        """Wait until all that was queued is done."""
+        """Wait until all queued work is done."""
 
     def begin_capture(self) -> None:
-        """Have work that this thread gives to the stream recorded from now on, and not run.
+        """Record the work that this thread queues on the stream from now on, instead of running it.
 
-        Until :meth:`end_capture` nobody may wait for the stream, ask for a point that is recorded meanwhile, or let it
-        wait for another stream; and what is recorded must not take memory, or move pageable memory of the host.
+        Until :meth:`end_capture` nobody may wait for the stream, query an event recorded meanwhile, or make the stream
+        wait for another one. Recorded work must not allocate memory, or move pageable memory of the host.
         """
 
     def end_capture(self) -> Graph:
-        """Return what was recorded; the stream runs again what it is given.
+        """Return the recorded work; the stream runs again its queued work.
 
         Raises:
-            TransportError: something was done meanwhile that cannot be recorded.
+            TransportError: some work meanwhile cannot be recorded.
         """
 
     def __enter__(self) -> object: ...
@@ -56,25 +56,22 @@ class Stream(Protocol):
 
 
 class Graph(Protocol):
-    """Recorded work, with the addresses and arguments that it was given. It keeps no memory."""
+    """Recorded work with its addresses and arguments. It keeps no memory alive."""
 
     def launch(self) -> None:
-        """Queue all of it on this thread's present stream, as one."""
+        """Queue all of it on this thread's current stream, as one."""
 
     def close(self) -> None:
-        """Give it up, which NCCL's communicator must find done when it ends. What is queued is done all the same.
-        Idempotent.
-        """
+        """Release it, before NCCL's communicator ends. Queued work is done all the same. Idempotent."""
 
 
 class Gpu(Protocol):
-    """One GPU as far as a store needs it: CuPy's (``mpikv/compute/cuda/gpu.py``), or one that stands for it where there
-    is none.
+    """One GPU as far as a store needs it: CuPy's (``mpikv/compute/cuda/gpu.py``), or a stand-in on machines without
+    one.
 
-    Work goes to the thread's present stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in, which
-    have ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``,
-    ``copy``, ``fill``, slices and ``array[...] = other``, and take part in numpy's functions; they have no
-    ``flags.writeable``.
+    Work goes to the thread's current stream. Arrays are those of one library, ``cupy.ndarray`` or a stand-in. They have
+    ``shape``, ``dtype``, ``size``, ``nbytes``, ``itemsize``, ``strides``, ``reshape``, ``view(dtype)``, ``copy``,
+    ``fill``, slices and ``array[...] = other``, and take part in numpy's functions; they have no ``flags.writeable``.
     """
 
     name: str
@@ -83,35 +80,37 @@ class Gpu(Protocol):
     """The same for all processes that use this GPU, and for no other GPU."""
 
     def use(self) -> None:
-        """Make this the GPU of the present thread, as it is of the one that made this object."""
+        """Make this the current GPU of the calling thread."""
 
     def watch(self) -> None:
-        """Make this the GPU of the present thread, which asks for events only. That ends no capture of another thread,
-        as it would by itself: CUDA forbids such questions while a stream is captured in its strictest mode, as
-        PyTorch's graphs are.
+        """Make this the current GPU of the calling thread, and let it query events without ending another thread's
+        capture.
+
+        CUDA forbids such queries while a stream is captured in the strictest mode, as by PyTorch's graphs: they would
+        end the capture.
         """
 
     def stream(self) -> Stream:
-        """Return a new stream of high priority, which does not wait for the default stream."""
+        """Return a new stream of high priority that does not wait for the default stream."""
 
     def current(self) -> Stream:
-        """Return this thread's present stream."""
+        """Return this thread's current stream."""
 
     def capturing(self) -> bool:
-        """Return whether what that is given is recorded, and not run."""
+        """Return whether the current stream records its work instead of running it."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return new zeroed bytes (uint8), aligned to 256 bytes.
 
         Raises:
-            MemoryError: the GPU has too little.
+            MemoryError: the GPU has too little memory.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array of any content. Raises as :meth:`zeros`."""
 
     def release(self, stream: Stream) -> None:
-        """Give back what memory was taken on a stream and is not in use: others than CuPy may need it."""
+        """Return unused memory of a stream to the GPU: libraries other than CuPy may need it."""
 
     kind: type
     """The type of arrays."""
@@ -120,29 +119,32 @@ class Gpu(Protocol):
         """Return whether this is an array of the library, on this GPU."""
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int] | None:
-        """Return where values begin that are all plain arrays of the library, on this GPU; else, and for none, None."""
+        """Return the addresses of values if all are plain arrays of the library on this GPU; otherwise, or without
+        values, None.
+        """
 
     def adopt(self, value: Any, ordered: bool = False) -> Array:
         """Return an array over the memory of another library's array on this GPU (DLPack), ordered after its work.
 
-        ``ordered``: what the library's present stream of this thread has to do by now need not come before, where that
-        is what it knows.
+        ``ordered``: the caller orders the work of the library's current stream itself, so no wait for that is needed.
 
         Raises:
             Unsupported: it lies on another device.
         """
 
     def upload(self, array: Array, out: Array | None = None) -> Array:
-        """Return a copy of a numpy array, in ``out`` if that is given, of the same shape and dtype. What is copied may
-        be changed when this returns.
+        """Return a copy of a numpy array, in ``out`` (same shape and dtype) if given. The caller may change the numpy
+        array on return.
         """
 
     def download(self, array: Array, out: Array) -> None:
-        """Fill a numpy array of the same shape and dtype, and wait until it is filled."""
+        """Fill a numpy array of the same shape and dtype, and wait for it."""
 
     def measure(self, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> list[tuple[float, bool]]:
-        """Return of each array, as it is when rounded to a dtype, the sum of its squares, which has the bits of the
-        host's optimizers, and whether all its numbers are finite. Waits for it.
+        """Return, for each array rounded to a dtype, its sum of squares and whether all its numbers are finite. Waits
+        for it.
+
+        The sums have the bits of the host's optimizers.
 
         Raises:
             Unsupported: an array, or one of ``dtypes``, is of no float.
@@ -152,19 +154,20 @@ class Gpu(Protocol):
         """Multiply arrays of floats in place, in float64, and round once."""
 
     def kernels(self) -> GpuKernels:
-        """Return what runs the rules of optimizers on arrays of the library. What it has bound is bound, and run, where
-        this is the thread's present GPU.
+        """Return the kernels that run optimizers' rules on arrays of the library. Bind and run them while this is the
+        thread's current GPU.
         """
 
     def address(self, array: Array) -> int:
-        """Return where the first element lies."""
+        """Return the address of the first element."""
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
         """Copy each source to its target, cast where the dtypes differ: one launch for many contiguous arrays."""
 
     def exceeding(self, arrays: Sequence[Array], bound: float, flags: Array) -> Sequence[bool]:
         """As :meth:`Memory.exceeding`, by one launch for many arrays of a dtype and one small copy to the host.
-        ``flags`` is memory for the results: a byte for each array (uint8). It takes no other for contiguous arrays.
+
+        ``flags`` is memory for the results: a byte for each array (uint8). Contiguous arrays need no other memory.
         """
 
     # Rows: as in a Workspace, whose numbers lie here.

@@ -1,4 +1,4 @@
-"""The seam of kernels: what runs the rules of updaters."""
+"""The seam of kernels: code that runs the rules of updaters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BoundList", "GpuKernels", "Kernels", "ListKernels", "StepTable", "Wh
 
 
 class Whole(NamedTuple):
-    """A whole value that is to be updated: flat arrays, or in its shape."""
+    """A whole value for one update: its arrays are flat, or have its shape."""
 
     total: Array
     value: Array
@@ -24,95 +24,102 @@ class Whole(NamedTuple):
 
 
 class Kernels(Protocol):
-    """Runs the rules of element-wise updaters: in numpy, or as compiled code of the same bits."""
+    """Runs the rules of element-wise updaters: in numpy, or as compiled code with the same bits."""
 
     @property
     def rules(self) -> Sequence[str]:
-        """The names of the optimizers that have compiled code. All others run in numpy."""
+        """The names of the optimizers with compiled code. All others run in numpy."""
 
     def prepare(self, updater: Updater, dtype: np.dtype[Any], adding: bool) -> None:
-        """Compile what the updater, with its present options, needs for values of this dtype, unless it is there: what
-        :meth:`bind_adding` needs, or else :meth:`bind`.
+        """Compile the code for the updater's present options and values of this dtype, unless it exists.
+
+        With ``adding`` for :meth:`bind_adding`, otherwise for :meth:`bind`.
         """
 
     def bind(self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return what :meth:`Updater.bind` does. It heeds the options that the updater has when it is called."""
+        """Return a function as of :meth:`Updater.bind`. It uses the updater's options at the time of each call."""
 
     def bind_adding(
         self, updater: Updater, value: Array, state: Mapping[str, Array]
     ) -> Callable[[Array, Array, Any], None] | None:
-        """Return a function of two arrays and a step that does to their sum what :meth:`bind`'s does to ``total``, and
-        does not write to them; or None where it gains nothing that the sum is not written to memory.
+        """Return a function of two arrays and a step that updates by their sum, as :meth:`bind`'s does by ``total``.
 
-        The arrays are flat and contiguous, of the size and the dtype of the value.
+        It does not write to the two arrays: flat, contiguous, of the size and the dtype of the value. Returns None if
+        it saves nothing to keep the sum out of memory.
         """
 
 
 class BoundList(Protocol):
-    """Arrays that stay where they are, with which others are compared, and between which and others all is copied: one
-    each, in order. All methods are local, and return False where they cannot tell: then numpy is to be asked.
+    """Arrays at fixed addresses. It compares other lists with them, array by array, and copies between both.
+
+    All methods are local. They return False if they cannot tell; the caller then asks numpy.
     """
 
     def fits(self, others: Sequence[Any], writable: bool, own: bool) -> bool:
-        """Return whether each of the others is contiguous, and of the class, the shape and the dtype of its array; if
-        asked for, also writable, or over memory of its own.
+        """Return whether each of the others is contiguous and has the class, shape and dtype of its array.
+
+        ``writable`` also requires writable arrays, ``own`` arrays over memory of their own.
         """
 
     def take(self, others: Sequence[Any]) -> bool:
-        """Copy what the others hold to the arrays; return False where others do not fit, and some may be copied."""
+        """Copy the others into the arrays. Returns False if others do not fit; some may be copied then."""
 
     def give(self, others: Sequence[Any]) -> bool:
-        """Copy what the arrays hold to the others; return False as :meth:`take` does."""
+        """Copy the arrays into the others. Returns False as :meth:`take` does."""
 
 
 @runtime_checkable
 class ListKernels(Kernels, Protocol):
-    """Kernels that look at many arrays of the host in less time than numpy takes to be called for each."""
+    """Kernels that treat many host arrays in less time than one numpy call for each."""
 
     def bind_list(self, arrays: Sequence[Array]) -> BoundList | None:
-        """Return these arrays of numpy's own class, bound; or None where it gains nothing."""
+        """Return these arrays of numpy's own class, bound; or None if it saves nothing."""
 
 
 class StepTable(Protocol):
-    """Memory of a GPU for the steps of updates, which then are read when an update runs, not when it is queued."""
+    """GPU memory for the steps of updates. An update reads its step when it runs, not when it is queued."""
 
     rows: Sequence[Any]
-    """What a function of :meth:`Kernels.bind` takes in place of a step."""
+    """Pass one of these in place of a step to a function of :meth:`Kernels.bind`."""
 
     def fits(self, step: Any) -> bool:
-        """Return whether what was queued with a row is the update that this step asks for, but for its numbers."""
+        """Return whether an update queued with a row serves this step: only its numbers may differ."""
 
     def write(self, steps: Sequence[Any]) -> None:
-        """Queue that the first rows be these steps, from the updates on that are queued next."""
+        """Queue a write of the first rows. Updates queued afterwards read these steps."""
 
 
 @runtime_checkable
 class GpuKernels(Kernels, Protocol):
-    """What runs on a GPU."""
+    """Kernels of a GPU."""
 
     def has_rule(self, updater: Updater) -> bool:
-        """Return whether there is compiled code for an updater, which then is an optimizer. Others are Python."""
+        """Return whether an updater is an optimizer with compiled code. Others are Python."""
 
     def bind_ranges(
         self, updater: Updater, total: Array, value: Array, state: Mapping[str, Array], ends: Sequence[int]
     ) -> Callable[[Sequence[Any]], None]:
-        """Return a function of a step for each of some ranges, which follow one another and end at ``ends``, that makes
-        one update of each: what functions that :meth:`~Kernels.bind` returns for each would do.
+        """Return a function of one step per range that updates each range, as one function of :meth:`~Kernels.bind` per
+        range would.
+
+        Ranges are adjacent and end at ``ends``.
         """
 
     def bind_whole(self, updater: Updater, wholes: Sequence[Whole]) -> Callable[[Sequence[Any]], None]:
-        """Return a function of a step for each value that makes one update of each of them, as :meth:`Updater.update`
-        does. It heeds the options that the updater has when it is called.
+        """Return a function of one step per value that updates each value, as :meth:`Updater.update` does. It uses the
+        updater's options at the time of each call.
         """
 
     def codec(self, codec: Codec) -> Codec:
-        """Return what does on arrays of the GPU what a codec does on the host's, with the same bits, compiled when this
-        returns; or the codec itself, where there is no kernel for it.
+        """Return a codec for GPU arrays with the same bits, compiled on return; or the codec itself, if there is no
+        kernel for it.
         """
 
     def table(self, updater: Updater, memory: Memory, count: int, dtypes: Iterable[np.dtype[Any]]) -> StepTable:
-        """Return memory for ``count`` steps of an optimizer with its present options, which has a rule, and compile its
-        updates of values of these dtypes, which :meth:`~Kernels.prepare` was called for. Local.
+        """Return memory for ``count`` steps of an optimizer with a rule, and compile its table updates for these
+        dtypes. Local.
+
+        Call :meth:`~Kernels.prepare` for the dtypes first.
 
         Raises:
             MemoryError: there is too little.

@@ -1,4 +1,4 @@
-"""The seam of memory: where arrays lie, what moves their rows, and in what order work on them happens."""
+"""The seam of memory: where arrays lie, how rows move, and how work on them is ordered."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ __all__ = ["Issue", "Memory", "StreamOrder", "Workspace"]
 
 
 class Workspace(Protocol):
-    """Moves rows of arrays, by their numbers: the host's by numpy, a GPU's on the thread's present stream.
+    """Moves rows of arrays, by their numbers: on the host by numpy, on a GPU on the thread's current stream.
 
-    On a GPU it may do so in memory that was taken beforehand.
+    On a GPU it may take its memory from a reserved block.
 
-    All methods are local. Tables and rows are arrays of one memory, in a GPU's contiguous; rows lie along their first
-    dimension, and the others are alike. Numbers are int64 and in range: arrays of the host, or what :meth:`numbers`
-    has made of one.
+    All methods are local. Tables and rows are arrays of one memory, on a GPU contiguous. Rows lie along their first
+    dimension, and the other dimensions are alike. Numbers are int64 and in range: host arrays, or results of
+    :meth:`numbers`.
     """
 
     def over(self, memory: Array) -> AbstractContextManager[None]:
-        """Return a block in which new arrays are parts of this one (uint8), as far as they fit, and memory for numbers
-        is. On the host they are not, where memory is not scarce.
+        """Return a block that takes new arrays and numbers from this memory (uint8), as far as they fit.
+
+        On the host it takes none: memory is not scarce there.
         """
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -38,126 +39,128 @@ class Workspace(Protocol):
         """Fill an array with zeros."""
 
     def prepare_rows(self, dtype: np.dtype[Any]) -> None:
-        """Compile what moves and adds rows of values of this dtype, unless it is there.
+        """Compile the code that moves and adds rows of values of this dtype, unless it exists.
 
         Raises:
             TransportUnavailable: nothing can be compiled here.
         """
 
     def numbers(self, every: Sequence[Array]) -> Sequence[Array]:
-        """Return arrays of numbers of rows where they are used: what is used soon, or often, comes there at once."""
+        """Return row numbers in the memory that uses them. One call moves the numbers for several uses."""
 
     def take_rows(self, table: Array, ids: Array, out: Array | None = None) -> Array:
-        """Return the rows of these numbers, one after the other: ``out``, of the table's dtype, or a new array."""
+        """Return the rows of these numbers, one after the other: in ``out``, of the table's dtype, or a new array."""
 
     def put_rows(self, table: Array, ids: Array, rows: Array | None) -> None:
-        """Copy rows, or zeros, to those of these numbers, each of which is there once, cast where the dtypes differ."""
+        """Copy rows, or zeros, to the rows of these numbers, cast where the dtypes differ. Each number occurs once."""
 
     def add_rows(self, table: Array, ids: Array, rows: Array) -> None:
-        """Add rows to those of these numbers, each of which is there once, in the dtype of the table: that of the rows,
-        or what sums of it are made in.
+        """Add rows to the rows of these numbers. Each number occurs once.
+
+        The table has the dtype of the rows, or their accumulator, and adds in its own.
         """
 
     def sum_runs(self, rows: Array, order: Array, starts: Array) -> Array:
-        """Return sums of rows, each rounded once: the first of those of the numbers ``order[starts[0]:starts[1]]``, the
-        last of those from ``order[starts[-1]]`` on. On a GPU they are made from the first to the last, on the host as
-        numpy's ``add.reduceat`` does.
+        """Return sums of rows, each rounded once: one sum for each run of ``order`` between two ``starts``, the last to
+        its end.
+
+        A GPU adds from the first row to the last, the host as numpy's ``add.reduceat`` does.
         """
 
 
 class Memory(Protocol):
-    """An allocator: where a store's arrays lie, the host's memory or a GPU's, and what copies them.
+    """An allocator and its copies: a store's arrays lie in host memory or in a GPU's.
 
-    All methods are local. Those that copy in a GPU's memory return before it is done; whatever comes after them on the
-    store's stream finds it done.
+    All methods are local. Copies in GPU memory return before they are done; later work on the store's stream finds them
+    done.
     """
 
     is_host: bool
 
     @property
     def order(self) -> StreamOrder:
-        """In what order calls and copies happen."""
+        """The order of calls and copies."""
 
     @property
     def workspace(self) -> Workspace:
-        """What moves rows of its arrays. What it returns is the store's, where :meth:`StreamOrder.run` runs a call."""
+        """Moves rows of its arrays. Results belong to the store inside of :meth:`StreamOrder.run`."""
 
     def zeros(self, nbytes: int) -> Array:
         """Return zeroed bytes (uint8), aligned to 64 bytes at least."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array of any content, for a caller to keep."""
+        """Return a new array of any content. The caller may keep it."""
 
     def source(self, value: Any) -> Array:
         """Return an array of this memory to read ``value`` from, without a copy if it lies here.
 
         Raises:
             TypeError: not an array.
-            Unsupported: it cannot be brought here.
+            Unsupported: it cannot be copied here.
         """
 
     def facts(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Return the shape and the dtype of what :meth:`source` would return, and raise what it would."""
+        """Return shape and dtype of the array of :meth:`source`, and raise the same errors."""
 
     def target(self, out: Any) -> Array:
-        """Return an array that :meth:`copy` can write to, over the memory of ``out``.
+        """Return an array over the memory of ``out`` for :meth:`copy` to write to.
 
         Raises:
             TypeError: not an array, or one that cannot be written.
-            Unsupported: it lies where nothing of this memory can be copied to.
+            Unsupported: this memory cannot copy to its place.
         """
 
     def copy(self, targets: Sequence[Array], sources: Sequence[Array]) -> None:
-        """Copy each source to its target, of the same shape, cast where the dtypes differ. One of the two may be an
-        array of the host, whatever this memory is.
+        """Copy each source to its target, of the same shape, cast where the dtypes differ. Either may be a host array,
+        whatever this memory is.
         """
 
     def to_host(self, array: Array) -> Array:
         """Return a numpy array of the same content, complete: the array itself, or a copy."""
 
     def exceeding(self, every: Sequence[Array], bound: float) -> Sequence[bool]:
-        """Return for each array of floats whether an element is no number, or larger in size than the bound.
+        """Return for each array of floats whether an element is NaN or larger in magnitude than the bound.
 
-        On a GPU it waits until the present stream has computed them.
+        On a GPU it waits until the current stream has computed them.
         """
 
 
 class StreamOrder(Protocol):
-    """In what order the calls of a store and the work of its callers happen. On the host each is done when it returns.
+    """The order between a store's calls and its callers' work. On the host a call is done on return.
 
     All methods are local.
     """
 
     needed: bool
-    """Whether what a call does has to be run by :meth:`run`."""
+    """Whether a call has to queue its work by :meth:`run`."""
 
     @property
     def failed(self) -> bool:
-        """Whether what was queued is known to have failed, so that nothing that follows can be right."""
+        """Whether queued work is known to have failed. Later results would be wrong."""
 
     def begin(self) -> None:
-        """Let what a call prepares come after what the stream had to do on which the call was issued, at that moment.
+        """Make the preparation of a call wait for the work that the caller's stream had when the call was issued.
 
         Raises:
-            Unsupported: no call can be made in the order of this thread's present stream.
+            Unsupported: this thread's current stream cannot order a call.
             TransportError: the GPU has failed.
         """
 
     def check_new(self) -> None:
-        """Raise Unsupported if whoever has issued the call that is prepared can be given no arrays of
-        :meth:`Memory.empty`.
-        """
+        """Raise Unsupported if the caller of the prepared call cannot receive arrays of :meth:`Memory.empty`."""
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``function(*arguments)``, which is all that a call does to arrays, on the store's stream: after what
-        the caller's stream has to do so far, and before what it is given next. The arguments live until it is done.
+        """Return ``function(*arguments)``, all of a call's work on arrays, queued on the store's stream.
+
+        The work runs after the present work of the caller's stream, and before its next. The arguments live until it is
+        done.
         """
 
     def cancel(self) -> None:
-        """Take note that the call is not made for which arrays were prepared."""
+        """Forget the prepared arrays of a call that is not made."""
 
     def issue(self) -> Issue | None:
-        """Return a note of a call that this thread leaves to another; None where what it is given needs no order.
+        """Return a note of a call that another thread will make; None if its arrays need no order.
 
         Raises:
             Unsupported: as in :meth:`begin`.
@@ -167,17 +170,19 @@ class StreamOrder(Protocol):
         """Return a context in which this thread makes calls that others have issued."""
 
     def rejoin(self) -> None:
-        """Let what this thread's present stream is given next come after all calls of other threads so far."""
+        """Make the current stream wait for calls already made by other threads."""
 
     def wait(self) -> None:
-        """Wait until all that was queued is done."""
+        """Wait until all queued work is done."""
 
     def close(self) -> None:
-        """Wait, give up what was recorded, and give back to the GPU what nothing uses any more. More can be queued."""
+        """Wait, release recorded work, and return unused memory to the GPU. More work can be queued."""
 
     def abandon(self, why: str) -> None:
-        """End what is in flight, where it may wait for ranks that do not come; there tell the others why, unless that
-        is "", as they may wait for this one. In a forked child, nothing.
+        """End work in flight that may wait for missing ranks, and tell the others why, since they may wait for this
+        rank.
+
+        With ``why`` "" it tells nobody. In a forked child it does nothing.
         """
 
 
@@ -185,9 +190,9 @@ class Issue(Protocol):
     """A call that one thread has issued and another makes."""
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``, which prepares the call and makes it, and keeps what that uses. In
+        """Return ``call()``, which prepares and makes the call, and keep its arrays alive. In
         :meth:`StreamOrder.on_worker`.
         """
 
     def rejoin(self) -> None:
-        """Let what this thread's present stream is given next come after the call, which was made."""
+        """Make the current stream wait for the call, which was made."""

@@ -1,4 +1,4 @@
-"""The seam of placements: which rank owns which element, hence which collectives run."""
+"""The seam of placements: the owner of each element, hence the collectives of a push and a pull."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ __all__ = ["Placement", "Shard"]
 
 
 class Shard(NamedTuple):
-    """This rank's elements of a contiguous range, and how many each of the others has."""
+    """This rank's elements of a contiguous range, and the number of elements of every rank."""
 
     counts: tuple[int, ...]
-    """How many elements each rank owns, in rank order; all of them on every rank where values are replicated."""
+    """How many elements each rank owns, in rank order. With replicated values every rank owns all."""
     low: int
     high: int
-    """The elements that this rank owns, which it updates: ``[low, high)``."""
+    """This rank owns and updates the elements ``[low, high)``."""
     owner: int | None = None
-    """The rank that owns all of it, where values stay whole and no other owns something: a push is reduced to it, and a
-    pull is its broadcast."""
+    """The one rank that owns the whole range, if values stay whole. A push is a reduce to it, a pull its broadcast."""
 
 
 class Placement(Protocol):
-    """Decides which rank owns which element. Stateless. The collectives of a push and a pull follow from it: an
-    allreduce where each owns all, a reduce and a broadcast where one rank does, else a reduce-scatter and an
-    all-gather.
+    """Decides the owner of each element. Stateless.
+
+    The collectives of a push and a pull follow from it: an allreduce if each rank owns all, a reduce and a broadcast if
+    one rank does, otherwise a reduce-scatter and an all-gather.
     """
 
     name: str
     everywhere: bool
-    """Whether a push leaves every rank with the newest value, so that publishing has nothing to do."""
+    """Whether a push leaves every rank with the newest value, so nothing is left to publish."""
 
     def shard(self, start: int, stop: int, cell: tuple[int, int], bounds: Sequence[int]) -> Shard:
-        """Return who owns the elements ``[start, stop)`` of a block, which lie in ``cell`` of its grid.
+        """Return the shards of the elements ``[start, stop)`` of a block, in ``cell`` of its grid.
 
-        For placements that keep values whole, rank r is to own those that begin in ``[bounds[r], bounds[r + 1])``, and
-        none reaches beyond. An element's owner depends on its place in its block alone, never on the call, because its
-        optimizer state lives with its owner.
+        If values stay whole, rank r owns those that begin in ``[bounds[r], bounds[r + 1])``, and none reaches beyond.
+        An element's owner depends on its place in its block alone, never on the call, because its optimizer state lives
+        with its owner.
         """

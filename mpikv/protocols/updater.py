@@ -1,4 +1,4 @@
-"""The seam of updaters: how a value changes by the sum of a push."""
+"""The seam of updaters: how the sum of a push changes a value."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Updater"]
 class Updater(Protocol):
     """Changes a stored value by the sum of a push.
 
-    An updater holds settings only; the state of a value is a dict of arrays that the store keeps beside the value and
-    passes in.
+    An updater holds settings only. The store keeps the state of a value, a dict of arrays, beside the value and passes
+    it in.
     """
 
     elementwise: bool
-    """True when each element of the result depends on the same element of the inputs alone, so that a value may be cut
+    """True if each element of the result depends on the same element of the inputs alone. A value may then be cut
     anywhere."""
 
     may_raise: bool
-    """True when ``update`` may raise. The store then passes copies and keeps them when every rank knows that none
+    """True if ``update`` may raise. The store then passes copies, and keeps them once every rank knows that none
     raised."""
 
     @property
@@ -32,25 +32,23 @@ class Updater(Protocol):
         """Whether :meth:`step` may differ between counts of the same key."""
 
     assigns: bool
-    """Whether the value just becomes the sum, which may then be made in its place: ``total`` is ``value``."""
+    """Whether the value just becomes the sum. The store may then sum in its place: ``total`` is ``value``."""
 
     @property
     def by_key(self) -> bool:
         """Whether :meth:`step` may differ between keys of the same count."""
 
     revision: int
-    """Changes whenever :meth:`settings` or a step may have changed, so that nothing is compared or computed twice."""
+    """Changes whenever :meth:`settings` or a step may have changed. As long as it is equal, the store compares and
+    computes nothing again."""
 
     def slots(self, dtype: np.dtype[Any]) -> Slots:
-        """Return the state arrays that a value of this dtype needs. They start as zeros, ``master`` as a copy of the
-        value.
-        """
+        """Return the state arrays for a value of this dtype. They start as zeros, ``master`` as a copy of the value."""
 
     def step(self, key: Key, count: int) -> Any:
-        """Return all that depends on the key or on how often it was updated, ``count`` (1 at the first), for one
-        update.
+        """Return the numbers of one update that depend on the key or on its ``count`` of updates (1 at the first).
 
-        Keys whose steps are equal may be updated by one call.
+        One call may update keys with equal steps.
         """
 
     def update(self, step: Any, total: Array, value: Array, state: Mapping[str, Array]) -> None:
@@ -61,9 +59,10 @@ class Updater(Protocol):
         """
 
     def bind(self, total: Array, value: Array, state: Mapping[str, Array]) -> Callable[[Any], None]:
-        """Return a function of a step that does what :meth:`update` does to these arrays.
+        """Return a function of a step that updates these arrays as :meth:`update` does.
 
-        For element-wise updaters. It is made once and called often, with whatever the arrays then hold.
+        For element-wise updaters. The store binds once and calls often; each call reads the arrays' contents of that
+        moment.
         """
 
     def settings(self) -> str:
