@@ -1,6 +1,6 @@
 """Arrays of any library as numpy arrays over the same memory, and the rules of dtypes.
 
-numpy arrays pass through untouched; other libraries' arrays are viewed without a copy, torch's through ``numpy()`` and
+numpy arrays pass through untouched. Other libraries' arrays are viewed without a copy, torch's through ``numpy()`` and
 the rest through DLPack. No array library but numpy is ever imported here.
 """
 
@@ -61,9 +61,9 @@ _HALVES = ("float16", "bfloat16")
 
 # Devices whose memory the host can read: DLPack's kDLCPU and kDLCUDAHost (pinned host memory).
 _HOST_DEVICES = (1, 3)
-# Libraries whose arrays must not be written to. DLPack's mark of that is not heeded everywhere.
+# Libraries with immutable arrays. Not every library honours DLPack's read-only flag.
 _IMMUTABLE = ("jax", "jaxlib")
-# From here on memory is mapped by itself, as allocators do.
+# From this size on memory is a mapping of its own, as in malloc (its default M_MMAP_THRESHOLD).
 _MAPPED_BYTES = 128 << 10
 
 
@@ -83,7 +83,7 @@ def lies_elsewhere(value: object) -> bool:
 
 
 def is_immutable(out: Any) -> bool:
-    """Return whether an array is one of a library whose arrays are never written to."""
+    """Return whether an array belongs to a library with immutable arrays."""
     return type(out).__module__.partition(".")[0] in _IMMUTABLE
 
 
@@ -93,21 +93,23 @@ def is_read_only(array: Any) -> bool:
 
 
 def check_mutable(out: Any) -> None:
-    """Raise TypeError if an array that is not the host's is one of a library whose arrays are never written to."""
+    """Raise TypeError if a GPU array belongs to a library with immutable arrays."""
     if is_immutable(out):
         text = f"a {type(out).__module__} array cannot be written to; pass an out= that can be"
         raise mark_unwritable(TypeError(text))
 
 
 def check_apart(out: Array) -> None:
-    """Raise TypeError if elements of an array that is to be filled may lie in the same memory: each would be filled by
-    what comes for the last of them. numpy makes such arrays read-only, and others do not.
+    """Raise TypeError if elements of an array to fill may share memory: each would get the last one's number.
+
+    numpy makes such arrays read-only; other libraries do not.
 
     >>> check_apart(np.zeros((4, 6))[::2, ::-1].T)
     >>> check_apart(np.lib.stride_tricks.as_strided(np.zeros(6), (4, 6), (0, 8)))
     Traceback (most recent call last):
     TypeError: the array to fill has several elements at one address: shape (4, 6), strides (0, 8)
     """
+    # From the smallest stride up: each dimension must step beyond all that the smaller ones reach.
     reach = out.itemsize
     for stride, length in sorted((abs(step), each) for step, each in zip(out.strides, out.shape, strict=True)):
         if length > 1 and stride < reach and out.size:
@@ -121,7 +123,7 @@ def source(value: Any) -> Array:
     """Return a numpy array to read ``value`` from, without a copy.
 
     Raises:
-        TypeError: not an array, or a masked one, whose hidden elements would silently take part in sums.
+        TypeError: not an array, or a masked one: its hidden elements would silently take part in sums.
         Unsupported: the array is on a GPU.
     """
     if type(value) is np.ndarray:
@@ -174,8 +176,9 @@ def _foreign(value: Any) -> Array:
 
 
 def as_of_library(array: Array, original: Any) -> Any:
-    """Return an array of the host as one of the library, and where there are devices on the device, of another one that
-    cannot be written. The memory is not copied where the library takes it.
+    """Return a host array as one of the library of ``original``, on the device of ``original``.
+
+    The result shares memory if the library accepts it. On another device it is a new array.
     """
     if isinstance(original, np.ndarray):
         return array
@@ -190,12 +193,12 @@ def as_of_library(array: Array, original: Any) -> Any:
 def _torch(tensor: Any) -> Array:
     if str(tensor.dtype) != "torch.bfloat16":
         return tensor.numpy()  # type: ignore[no-any-return]
-    # numpy cannot take torch's bfloat16 in any way but as the bytes of another 2-byte type.
+    # numpy accepts torch's bfloat16 only as another 2-byte type.
     return tensor.view(sys.modules["torch"].int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
 
 
 def bfloat16() -> np.dtype[Any]:
-    """Return numpy's bfloat16, which the package ml_dtypes brings.
+    """Return numpy's bfloat16, from the package ml_dtypes.
 
     Raises:
         Unsupported: ml_dtypes is not installed.
@@ -212,7 +215,7 @@ def storable(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype if values of it can be stored and summed.
 
     Raises:
-        ValueMismatch: it is none of the known ones.
+        ValueMismatch: the dtype is unknown.
     """
     if name_of(dtype) not in _KINDS:
         raise ValueMismatch(f"dtype {dtype} cannot be stored (known: {', '.join(_KINDS)})")
@@ -233,7 +236,7 @@ def castable(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 
 def narrows(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
-    """Return whether both are integers, some of which ``wanted`` does not hold: in a cast they would wrap.
+    """Return whether both are integers and ``wanted`` has a smaller range: in a cast, some would wrap.
 
     >>> narrows(np.dtype("int64"), np.dtype("int8")), narrows(np.dtype("uint8"), np.dtype("int16"))
     (True, False)
@@ -243,23 +246,23 @@ def narrows(given: np.dtype[Any], wanted: np.dtype[Any]) -> bool:
 
 @cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype, which numpy puts together each time."""
+    """Return the name of a dtype. Cached: numpy builds the text each time."""
     name: str = dtype.name
     return name
 
 
 @cache
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values of this dtype are summed: float32 for half precision, else their own."""
+    """Return the dtype for sums of values of this dtype: float32 for half precision, else their own."""
     return np.dtype(np.float32) if dtype.name in _HALVES else dtype
 
 
 def local_sum(arrays: Sequence[Array], dtype: np.dtype[Any], in_pairs: bool = False) -> Array:
-    """Return the sum of this rank's arrays for one key, in the accumulator of ``dtype``: from left to right, or as in
-    :func:`add_in_pairs`.
+    """Return the sum of this rank's arrays for one key, in the accumulator of ``dtype``: from left to right, or as
+    :func:`add_in_pairs` does. Local.
     """
     if len(arrays) == 1:
-        return arrays[0]
+        return arrays[0]  # no copy, and no cast either: the caller only reads it
     if in_pairs:
         return _sum_in_pairs([array.astype(accumulator(dtype), copy=False) for array in arrays], accumulator(dtype))
     total = arrays[0].astype(accumulator(dtype))
@@ -295,21 +298,22 @@ def _add_halves(terms: Sequence[Array], out: Array) -> None:
 def add_in_pairs(terms: Sequence[Array], low: int, high: int, out: Array) -> None:
     """Put the sum of the terms' elements ``[low, high)`` into ``out``, in its dtype: the sum of both halves' sums.
 
-    Halves of halves are what ranks have when the terms are shared out among them, so that the order stays the same.
+    Terms shared out among ranks form the same halves of halves, so the order stays the same.
     """
     np.copyto(out, _sum_in_pairs([term[low:high] for term in terms], out.dtype))
 
 
 def add_in_pairs_over(own: int, terms: Sequence[Array], low: int, high: int, out: Array) -> None:
-    """Do what :func:`add_in_pairs` does without memory of its own: where the terms lie, but for the ``own``-th, which
-    is only read. All are of the dtype of ``out``.
+    """Sum as :func:`add_in_pairs` does, but in the memory of the terms. The ``own``-th term is only read.
+
+    All terms have the dtype of ``out``.
     """
     total, _ = _sum_over([(term[low:high], number != own) for number, term in enumerate(terms)])
     np.copyto(out, total)
 
 
 def _sum_over(terms: Sequence[tuple[Array, bool]]) -> tuple[Array, bool]:
-    """Return a sum, and whether it may be written over; so may all terms but one."""
+    """Return a sum, and whether it may be overwritten. All terms but one may be."""
     if len(terms) == 1:
         return terms[0]
     middle = len(terms) // 2
@@ -333,9 +337,9 @@ def _sum_in_pairs(terms: Sequence[Array], dtype: np.dtype[Any]) -> Array:
 
 
 def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Array:
-    """Return zeroed bytes of private memory, aligned. Pages that are never written take no memory.
+    """Return zeroed bytes of private memory, aligned. Pages never written take no memory.
 
-    Huge pages are for what is written everywhere: each is taken as soon as a byte of it is written.
+    Use huge pages only for memory written everywhere: the first written byte takes the whole page.
 
     Raises:
         MemoryError: the process cannot have as much.
@@ -348,9 +352,9 @@ def zeros(nbytes: int, alignment: int = 64, *, huge_pages: bool = False) -> Arra
 
 
 def _mapped(nbytes: int, huge_pages: bool) -> Array:
-    """Return memory that goes back to the system with the last array over it.
+    """Return a mapping that goes back to the system with the last array over it.
 
-    numpy asks for huge pages from 4 MB on, and an allocator may give memory that it has to fill with zeros.
+    numpy asks for huge pages from 4 MB on, and an allocator may return memory that it has to fill with zeros.
     """
     try:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -358,13 +362,13 @@ def _mapped(nbytes: int, huge_pages: bool) -> Array:
         raise MemoryError(f"the process cannot allocate {nbytes} more bytes: {error}") from error
     advice = getattr(mmap, "MADV_HUGEPAGE" if huge_pages else "MADV_NOHUGEPAGE", None)
     if advice is not None:
-        with suppress(OSError):  # of a kernel that has no huge pages
+        with suppress(OSError):  # a kernel without huge pages
             pages.madvise(advice)
     return np.frombuffer(pages, np.uint8)
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = 64) -> Array:
-    """Return a new array that begins where other libraries, as JAX, take memory over instead of copying it."""
+    """Return a new array at an alignment that other libraries, as JAX, adopt without a copy."""
     nbytes = prod(shape) * dtype.itemsize
     memory = np.empty(nbytes + alignment, np.uint8)
     start = -memory.__array_interface__["data"][0] % alignment
@@ -372,10 +376,11 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype[Any], alignment: int = 64) -
 
 
 def quiet() -> Callable[..., Any]:
-    """Return a function ``run(function, *arguments)`` that has numpy pass over overflows, whatever the caller's rules.
+    """Return a function ``run(function, *arguments)`` that silences numpy's warnings of overflow, whatever the caller's
+    rules.
 
-    numpy 2 keeps the rules in a context, which is entered in a tenth of the time that ``errstate`` takes. The function
-    then sees the context variables of now, and calls must not be nested.
+    numpy 2 keeps the rules in a context. To enter it takes a tenth of the time of ``errstate``. The function sees the
+    context variables of this moment, and calls must not be nested.
     """
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         return run_quietly
@@ -385,7 +390,7 @@ def quiet() -> Callable[..., Any]:
 
 
 def run_quietly(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Run a function that may call anybody's code, with numpy passing over overflows."""
+    """Run a function without numpy's warnings of overflow. It may call anybody's code, also this function."""
     with np.errstate(all="ignore"):
         return function(*arguments)
 
@@ -401,14 +406,14 @@ def disjoint(
 ) -> bool:
     """Return whether each key's targets may be written before the sources of the other keys have been read.
 
-    ``sources`` and ``targets`` hold the arrays of each key. The same memory as source and target of one key is fine.
-    Where it would take long to tell, the answer is False. ``address`` tells where arrays begin.
+    ``sources`` and ``targets`` hold the arrays of each key. One key's source and target may share memory. The answer is
+    False if it would take long to find. ``address`` returns the address of an array.
     """
     flags = [array.flags for group in (*sources, *targets) for array in group]
     if not all(each.c_contiguous for each in flags):
         return False
-    # An array with memory of its own meets itself alone. To ask numpy where it lies takes ten times as long. CuPy takes
-    # another library's memory for an array's own.
+    # An array that owns its memory overlaps only itself, so its identity serves as its address. numpy's address takes
+    # ten times as long. CuPy says "own" of another library's memory, so its arrays need addresses.
     owned = address is _address_of and all(each.owndata for each in flags)
     ranges: dict[tuple[int, int, int], bool] = {}
     for written, groups in ((False, sources), (True, targets)):
@@ -420,7 +425,7 @@ def disjoint(
 
 
 def _apart(ranges: Sequence[tuple[int, int, bool]]) -> bool:
-    """Return whether no written range meets another; the ranges are sorted."""
+    """Return whether no written range overlaps another; the ranges are sorted."""
     reach = reach_written = 0
     for low, high, written in ranges:
         if low < reach_written or (written and low < reach):

@@ -1,10 +1,9 @@
 """Half precision to float32 and back, as fast as numpy's vector instructions are.
 
-numpy was built for any processor and converts float16 one by one, which takes twenty times as long as adding. Here
-every step is an operation on a whole block of integers or float32, which stays in the cache, so that it takes a quarter
-to half of that; looking halves up in a table takes twice as long as moving their bits. The bits are those of numpy:
-nearest, ties to even. It is given the blocks with what that would get wrong: NaN, infinities, and what becomes one. The
-conversions of bfloat16 that ml_dtypes brings are fast as they are.
+numpy is built for any processor and converts float16 one by one; that takes twenty times as long as adding. Here every
+step is one operation on a whole block of integers or float32, in the cache, and takes a quarter to half of that time. A
+table of all halves takes twice as long as moving their bits. The bits are numpy's: nearest, ties to even. Blocks with
+NaN, infinities, or numbers that round to infinity go to numpy. ml_dtypes converts bfloat16 fast enough.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from ..protocols import Array
 
 __all__ = ["add_widened", "narrow", "subnormals_vanish", "widen"]
 
-# Elements that are worked on at once: with what is read and written some 600 KB.
+# Elements per step: with input and output some 600 KB, so a step stays in the cache.
 _BLOCK = 1 << 15
 # Below, numpy's own conversion takes less time than a dozen calls.
 _FEW = 8192
 
-# A float16 whose bits are moved to where float32 has them is too small by the difference of the exponents' biases.
+# A float16 with its bits shifted to float32's places is too small by the difference of the exponents' biases:
+# 2 ** (127 - 15).
 _SHIFT = 13
 _MOVED = np.uint32(0x8FFFE000).view(np.int32)
 _TOO_SMALL = np.float32(2.0**112)
 _SMALLEST = np.float32(2.0**-149)
 _NOT_FINITE = 0x7C00
-# What is rounded to infinity, and more.
+# The smallest number that rounds to infinity: half a unit in the last place above 65504.
 _TOO_LARGE = np.float32(65520)
 _SMALLEST_NORMAL = np.float32(2.0**-14)
 _EXPONENT = 0x7F800000
@@ -37,7 +37,7 @@ _BIAS = -(126 << 10) & 0xFFFF
 
 
 class _Scratch(threading.local):
-    """Memory to work in, each thread's own."""
+    """Memory for temporary arrays, each thread's own."""
 
     def __init__(self) -> None:
         self.singles = np.empty(_BLOCK, np.float32)
@@ -46,12 +46,12 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-# The larger of two arrays is found in a quarter of the time that the larger of an array and a number takes.
+# An array of one number: np.maximum of two arrays takes a quarter of the time of an array and a number.
 _smallest_normals = np.full(_BLOCK, _SMALLEST_NORMAL)
 
 
 def widen(halves: Array, out: Array) -> None:
-    """Put float16 or bfloat16 numbers into float32 ones. Both are flat and of one size.
+    """Convert float16 or bfloat16 numbers to float32. Both arrays are flat and of one size.
 
     >>> wide = np.empty(2, np.float32)
     >>> widen(np.array([0.1, -65504], np.float16), wide)
@@ -66,14 +66,16 @@ def widen(halves: Array, out: Array) -> None:
 
 
 def subnormals_vanish() -> bool:
-    """Return whether this thread's processor takes subnormal numbers for zero, as other libraries may tell it to:
-    torch's ``set_flush_denormal``, and what is compiled for speed alone. A float16 that is moved is one on its way.
+    """Return whether this thread's processor treats subnormal numbers as zero. Other libraries may set that: torch's
+    ``set_flush_denormal``, and code compiled for speed alone.
+
+    A float16 with shifted bits is subnormal on its way, and would be lost.
     """
     return bool(_SMALLEST * _TOO_SMALL == 0)
 
 
 def add_widened(total: Array, halves: Array) -> None:
-    """Add float16 or bfloat16 numbers to float32 ones. Both are flat and of one size."""
+    """Add float16 or bfloat16 numbers to float32 ones. Both arrays are flat and of one size."""
     wide = _scratch.singles
     for low in range(0, halves.size, _BLOCK):
         part = total[low : low + _BLOCK]
@@ -82,7 +84,7 @@ def add_widened(total: Array, halves: Array) -> None:
 
 
 def narrow(singles: Array, out: Array) -> None:
-    """Round float32 numbers to float16 or bfloat16. Both are flat and of one size.
+    """Round float32 numbers to float16 or bfloat16. Both arrays are flat and of one size.
 
     >>> half = np.empty(3, np.float16)
     >>> narrow(np.array([0.1, 65519, 2.0**-25], np.float32), half)
@@ -102,7 +104,7 @@ def _widen_float16(halves: Array, out: Array) -> None:
         np.copyto(out, halves)
         return
     words = out.view(np.int32)
-    np.copyto(words, halves.view(np.int16))  # the sign fills the upper half
+    np.copyto(words, halves.view(np.int16))  # the sign fills the upper half; the mask keeps one bit of it
     np.left_shift(words, _SHIFT, out=words)
     np.bitwise_and(words, _MOVED, out=words)
     np.multiply(out, _TOO_SMALL, out=out)
@@ -111,12 +113,12 @@ def _widen_float16(halves: Array, out: Array) -> None:
 def _narrow_float16(singles: Array, out: Array) -> None:
     size, scratch = singles.size, _scratch
     magnitude = np.abs(singles, out=scratch.words[:size].view(np.float32))
-    if not magnitude.max() < _TOO_LARGE:
+    if not magnitude.max() < _TOO_LARGE:  # "not <", so NaN comes here too
         np.copyto(out, singles, casting="unsafe")
         return
-    # To a power of two whose last place is that of the half, the processor adds with the rounding that is asked for.
-    # The difference of the bits of the two is the half's significand, to which its exponent is added. All that is
-    # above the lower 16 bits is cut off in the end: of a power of two, its exponent.
+    # Take the power of two with the ulp of the rounded half. The processor's addition to it rounds as required. The
+    # difference of the two numbers' bits is the half's significand; its exponent is added. At last only the lower 16
+    # bits are kept, which drops the exponent of the power of two.
     power = np.maximum(magnitude, _smallest_normals[:size], out=scratch.more_words[:size].view(np.float32))
     exponent = power.view(np.uint32)
     np.bitwise_and(exponent, _EXPONENT, out=exponent)

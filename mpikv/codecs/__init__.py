@@ -1,7 +1,7 @@
-"""What stands for a gradient on the wire: codecs, pure array code without ranks and keys. It imports ``arrays``.
+"""Codecs pack gradients for the wire: pure array code without ranks and keys. It imports ``arrays``.
 
-``feedback`` adds what was left out of a gradient to the next one. Each format rounds, clips and packs here by itself,
-NaN and infinities included: ``bf16``, too, which needs no package.
+``feedback`` adds the encoding error of a gradient to the next one. Each format rounds, clips and packs here by itself,
+NaN and infinities included; ``bf16`` needs no package.
 
 ======== ========================================= ============================================
 name     options                                   bytes for n elements of a float32 value
@@ -10,7 +10,7 @@ name     options                                   bytes for n elements of a flo
 1bit     threshold=0.5                             n / 8
 fp16                                               2 n
 bf16                                               2 n
-topk     ratio=0.01 or count                       8 for each element that is sent
+topk     ratio=0.01 or count                       8 for each element sent
 lowrank  rank=4, seed=0                            4 * rank * (rows + columns)
 ======== ========================================= ============================================
 
@@ -20,9 +20,8 @@ Every name is a codec with :func:`ErrorFeedback`, unless it is given ``error_fee
 ErrorFeedback(TwoBit(threshold=0.25))
 
 **A codec of your own** has the methods of :class:`mpikv.protocols.ElementwiseCodec` or
-:class:`mpikv.protocols.TensorCodec`, and is passed as an object, or registered under a name.
-:class:`mpikv.testing.ElementwiseCodecContract` and :class:`mpikv.testing.TensorCodecContract` hold it to what they
-promise::
+:class:`mpikv.protocols.TensorCodec`. Pass it as an object, or register it under a name.
+:class:`mpikv.testing.ElementwiseCodecContract` and :class:`mpikv.testing.TensorCodecContract` test it::
 
     @dataclass(frozen=True)
     class Signs:
@@ -89,7 +88,7 @@ _WANTED = "compression is a name, a dict with a 'type', a codec (see mpikv.proto
 
 
 def register(name: str, kind: Callable[..., Codec]) -> None:
-    """Make a codec known to :func:`create`: ``kind(**options)`` returns one. On every rank.
+    """Register a codec for :func:`create` under a name: ``kind(**options)`` returns one. Call it on every rank.
 
     Raises:
         ConfigError: the name is taken.
@@ -100,11 +99,11 @@ def register(name: str, kind: Callable[..., Codec]) -> None:
 
 
 def create(compression: Any) -> Codec | None:
-    """Return what is meant by a name, a dict with a ``type`` and options, a codec or None.
+    """Return the codec of a name, of a dict with a ``type`` and options, or the codec itself; None for None.
 
     Raises:
         ConfigError: a name or an option is unknown, or an option has a bad value.
-        TypeError: it is none of these.
+        TypeError: ``compression`` is of another type.
 
     >>> create("topk")
     ErrorFeedback(TopK(ratio=0.01, count=None))

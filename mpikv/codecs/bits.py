@@ -7,8 +7,8 @@ codec    an element, with its residual                               decodes to
 1bit     ``> threshold``: 1; else 0                                  1, -1
 =======  ==========================================================  ============================
 
-The first element has the highest bits of the first byte. A payload is whole words of 4 bytes, the last of which ends in
-zeros. All arithmetic is float32, one operation at a time, so that any implementation has the same bits.
+The first element has the highest bits of the first byte. A payload has whole words of 4 bytes; the last one ends in
+zeros. All arithmetic is float32, one operation at a time, so any implementation has the same bits.
 
 One bit per element with error feedback: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to
 Data-Parallel Distributed Training of Speech DNNs", 2014. Two: Strom, "Scalable Distributed DNN Training Using Commodity
@@ -34,7 +34,7 @@ _SUMS, _CODES = Scratch(BLOCK, np.float32), Scratch((2, BLOCK), np.uint8)
 
 
 class _Codes(ABC):
-    """What codecs of codes in the bits of bytes have in common."""
+    """The common part of codecs with fixed-length codes in bytes."""
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[False]] = False
@@ -42,26 +42,26 @@ class _Codes(ABC):
 
     @abstractmethod
     def values(self) -> tuple[float, ...]:
-        """Return what each code stands for."""
+        """Return the value of each code."""
 
     def nbytes(self, count: int) -> int:
         """Return the bytes of whole words."""
         return 4 * -(-count // (4 * self.per_byte))
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Add to each element what its code stands for; bits behind the last element say nothing."""
+        """Add to each element the value of its code; bits behind the last element are ignored."""
         spare = _SUMS.array.reshape(-1, self.per_byte)
         for low in range(0, total.size, BLOCK):
             part = total[low : low + BLOCK]
             begin, count = low // self.per_byte, -(-part.size // self.per_byte)
-            # No byte is out of the table's range; "clip" looks at none.
+            # Each byte is an index of the table of 256. "clip" checks none; the default would, and take a buffer.
             codes = payload[begin : begin + count]
             decoded = np.take(self.decoded, codes, axis=0, out=spare[:count], mode="clip")
             np.add(part, decoded.reshape(-1)[: part.size], out=part)
 
     @cached_property
     def decoded(self) -> Array:
-        """What each byte stands for, ``(256, per_byte)``."""
+        """The values of each byte's codes, ``(256, per_byte)``."""
         bits = 8 // self.per_byte
         codes = np.arange(256)[:, None] >> np.arange(8 - bits, -1, -bits) & 2**bits - 1
         table: Array = np.array(self.values(), np.float32)[codes]
@@ -71,10 +71,10 @@ class _Codes(ABC):
 @naming_arguments
 @dataclass(frozen=True)
 class TwoBit(_Codes):
-    """Sends the sign of what is at least ``threshold``, and nothing else: 2 bits per element.
+    """Sends the sign of elements of at least ``threshold`` in magnitude, and nothing else: 2 bits per element.
 
-    Without :class:`~mpikv.codecs.ErrorFeedback` smaller elements are lost. With it they add up until they are sent, a
-    threshold at a time.
+    Without :class:`~mpikv.codecs.ErrorFeedback` smaller elements are lost. With it they add up, and one threshold at a
+    time is sent.
 
     Args:
         threshold: above 0, in the unit of the gradient; larger ones send less. Default 0.5.
@@ -113,9 +113,11 @@ class TwoBit(_Codes):
             codes, below = (codes[: part.size] for codes in spare)
             np.greater_equal(part, threshold, out=codes.view(np.bool_))
             np.less_equal(part, -threshold, out=below.view(np.bool_))
+            # A comparison leaves 0 or 1 in each byte: 0b11 for above, 0b10 for below; both never meet.
             codes *= 3
             below *= 2
             codes |= below
+            # The payload ends in zeros, whatever the last block left in this scratch memory.
             spare[0, part.size :] = 0
             words = payload[low // 4 : (low + BLOCK) // 4]
             words[:] = _packed(spare[0])[: words.size]
@@ -124,14 +126,14 @@ class TwoBit(_Codes):
 @naming_arguments
 @dataclass(frozen=True)
 class OneBit(_Codes):
-    """Sends 1 for what is above ``threshold`` and -1 for all else: 1 bit per element.
+    """Sends 1 for elements above ``threshold`` and -1 for all others: 1 bit per element.
 
-    Useless without :class:`~mpikv.codecs.ErrorFeedback`, which makes up for what is sent too much. Gradients should be
+    Useless without :class:`~mpikv.codecs.ErrorFeedback`: only feedback corrects the excess. Gradients should be
     of the order of 1 or smaller.
 
     Args:
-        threshold: any finite number; it decides, and is not what is sent. Default 0.5, as MXNet's; 0 is the better
-            choice for gradients of either sign.
+        threshold: any finite number; it decides, but is not sent. Default 0.5, as MXNet's; 0 is the better choice for
+            gradients of either sign.
 
     Example:
         >>> import numpy as np
@@ -175,7 +177,7 @@ class OneBit(_Codes):
 def _packed(codes: Array) -> Array:
     """Return the two-bit codes of a block, four in a byte; they are overwritten."""
     words: Array = codes.view("<u4")
-    # The product is a sum of shifted numbers, whose bits do not meet: the highest byte has the first code above the
+    # The product is a sum of shifted numbers without common bits: the highest byte has the first code above the
     # second, and so on.
     np.multiply(words, 1 << 30 | 1 << 20 | 1 << 10 | 1, out=words)
     words >>= 24

@@ -14,12 +14,12 @@ from .options import BLOCK, Scratch
 __all__ = ["Bfloat16", "Float16"]
 
 _WORDS = Scratch(BLOCK, np.uint32)
-# Of float16.
+# The largest finite float16. Without the clip, an element above it would become infinite, and its residual too.
 _LARGEST = 65504.0
 
 
 class _Cast:
-    """What both have in common."""
+    """The common part of both casts."""
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[False]] = False
@@ -31,7 +31,7 @@ class _Cast:
 
 @dataclass(frozen=True)
 class Float16(_Cast):
-    """Sends float16: 11 significant bits, from 6e-8 to 65504. What is larger is sent as the largest.
+    """Sends float16: 11 significant bits, from 6e-8 to 65504. Larger numbers are sent as the largest.
 
     With :class:`~mpikv.codecs.ErrorFeedback` the rest follows with later pushes.
 
@@ -82,7 +82,7 @@ class Bfloat16(_Cast):
         halves, spare = payload.view(np.uint16), _WORDS.array
         for low in range(0, gradient.size, BLOCK):
             bits = gradient[low : low + BLOCK].view(np.uint32)
-            # Just below one half of what is cut off, and one more where the last bit that stays is odd: ties to even.
+            # Adds just below one half of the bits cut off, and one more if the last kept bit is odd: ties to even.
             rounded = np.right_shift(bits, 16, out=spare[: bits.size])
             rounded &= 1
             rounded += 0x7FFF

@@ -1,4 +1,4 @@
-"""What one push leaves out is added to the next."""
+"""Error feedback: the encoding error of one push is added to the next."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .options import Scratch, checked
 __all__ = ["ElementwiseFeedback", "ErrorFeedback", "ValueFeedback"]
 
 
-# Written like the codecs, which are classes, as it stands where one of them may stand.
+# Named like a class: a program writes it where it may write a codec, and codecs are classes.
 def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
     """Return the codec with error feedback: ``residual += gradient``, encode the residual, ``residual -= decoded``.
 
-    So nothing is lost, only late; the methods that prove convergence for biased codecs need it (Karimireddy et al.,
-    "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). It wraps any codec that has no
-    feedback of its own, and knows nothing of it but its contract.
+    Nothing is lost, only late. Proofs of convergence for biased codecs need it (Karimireddy et al., "Error Feedback
+    Fixes SignSGD and other Gradient Compression Schemes", 2019). It wraps any codec without feedback and uses only its
+    contract.
 
     Raises:
         ConfigError: the codec has feedback.
@@ -45,7 +45,7 @@ def ErrorFeedback(codec: Codec) -> Codec:  # noqa: N802
 
 
 class ElementwiseFeedback:
-    """A :class:`~mpikv.protocols.ElementwiseCodec` that is another one with error feedback."""
+    """An :class:`~mpikv.protocols.ElementwiseCodec` that adds error feedback to another one."""
 
     elementwise: ClassVar[Literal[True]] = True
     feedback: ClassVar[Literal[True]] = True
@@ -55,29 +55,30 @@ class ElementwiseFeedback:
         self._decoded = Scratch(0, np.float32)
 
     def settings(self) -> str:
-        """Describe the codec and that it has feedback."""
+        """Describe the codec, with its feedback."""
         return f"{self.codec.settings()} with error feedback"
 
     def nbytes(self, count: int) -> int:
-        """Return what the codec needs."""
+        """Return the codec's size."""
         return self.codec.nbytes(count)
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Encode what was left so far and the gradient; leave what is left of both."""
+        """Encode the residual plus the gradient, and leave the encoding error in the residual."""
         assert residual is not None
         np.add(residual, gradient, out=residual)
         self.codec.encode(residual, payload, None)
         np.subtract(residual, self._read(payload, residual.size), out=residual)
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Do what the codec does."""
+        """Decode as the codec does."""
         self.codec.decode_add(payload, total)
 
     def _read(self, payload: Array, count: int) -> Array:
-        """Return what the other ranks will read, in memory that is used again and again."""
+        """Return the values that other ranks will decode, in scratch memory; the next call overwrites them."""
         if count > self._decoded.array.size:
             self._decoded.array = np.empty(count, np.float32)
         decoded = self._decoded.array[:count]
+        # The codec only adds; the last call's values are still here.
         decoded.fill(0)
         self.codec.decode_add(payload, decoded)
         return decoded
@@ -87,7 +88,7 @@ class ElementwiseFeedback:
 
 
 class ValueFeedback:
-    """A :class:`~mpikv.protocols.TensorCodec` that is another one with error feedback."""
+    """A :class:`~mpikv.protocols.TensorCodec` that adds error feedback to another one."""
 
     elementwise: ClassVar[Literal[False]] = False
     feedback: ClassVar[Literal[True]] = True
@@ -96,19 +97,20 @@ class ValueFeedback:
         self.codec = codec
 
     def settings(self) -> str:
-        """Describe the codec and that it has feedback."""
+        """Describe the codec, with its feedback."""
         return f"{self.codec.settings()} with error feedback"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the codec's."""
+        """Return the codec's state."""
         return self.codec.state(shape)
 
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None
     ) -> Rounds:
-        """Exchange what was left so far and the gradient; leave what this rank's part of the sum does not have."""
+        """Exchange the residual plus the gradient, and leave the part that this rank's share of the sum lacks."""
         assert residual is not None
         np.add(residual, gradient, out=residual)
+        # A copy: the codec may overwrite its gradient, and the residual is still needed.
         total, own = yield from self.codec.exchange(residual.copy(), shape, state, None)
         np.subtract(residual, own, out=residual)
         return total, own

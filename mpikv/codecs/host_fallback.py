@@ -1,4 +1,4 @@
-"""A codec of ranges on a GPU that has no kernel for it."""
+"""Elementwise codecs without a kernel work on the host for a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["HostFallback"]
 
 
 class HostFallback(SamePayloads):
-    """A :class:`~mpikv.protocols.ElementwiseCodec` for arrays of a GPU, whose work another one does on the host.
+    """An :class:`~mpikv.protocols.ElementwiseCodec` for GPU arrays that lets another one work on the host.
 
-    What that reads is copied to the host, which waits for it, and what it writes is copied back.
+    It copies the inputs to the host, waits for them, and copies the results back.
     """
 
     def __init__(self, codec: ElementwiseCodec, memory: Memory) -> None:
@@ -21,7 +21,7 @@ class HostFallback(SamePayloads):
         self._memory = memory
 
     def encode(self, gradient: Array, payload: Array, residual: Array | None) -> None:
-        """Do what the codec does."""
+        """Encode as the codec does."""
         packed = np.empty(payload.size, np.uint8)
         left = None if residual is None else self._memory.to_host(residual)
         self.codec.encode(self._memory.to_host(gradient), packed, left)
@@ -30,7 +30,7 @@ class HostFallback(SamePayloads):
             self._memory.copy([residual], [left])
 
     def decode_add(self, payload: Array, total: Array) -> None:
-        """Do what the codec does."""
+        """Decode as the codec does."""
         summed = self._memory.to_host(total)
         self.codec.decode_add(self._memory.to_host(payload), summed)
         self._memory.copy([total], [summed])

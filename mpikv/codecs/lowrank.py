@@ -21,14 +21,14 @@ __all__ = ["LowRank"]
 @naming_arguments
 @dataclass(frozen=True)
 class LowRank:
-    """Sends two thin matrices whose product is near the gradient, found by one step of the power method.
+    """Sends two thin matrices with a product near the gradient, found by one step of the power method.
 
-    A value of shape ``(n, a, b, …)`` is a matrix of n rows. One for which the two would not be smaller, as a vector, is
-    sent as it is. The second matrix of a push is where the next one starts.
+    A value of shape ``(n, a, b, …)`` is a matrix of n rows. A value that two matrices would not shrink, as a vector, is
+    sent unchanged. The second matrix of a push starts the next one.
 
     Args:
         rank: columns of both matrices. Default 4.
-        seed: of the first start, from which all ranks draw the same.
+        seed: all ranks draw the same first start from it.
 
     Example:
         >>> import numpy as np
@@ -57,7 +57,7 @@ class LowRank:
         return f"lowrank(rank={self.rank}, seed={self.seed})"
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
-        """Return the columns with which the first push starts."""
+        """Return the columns that start the first push."""
         rows, columns = _sides(shape)
         if not self._shrinks(rows, columns):
             return {}
@@ -67,12 +67,13 @@ class LowRank:
     def exchange(
         self, gradient: Array, shape: tuple[int, ...], state: Mapping[str, Array], residual: Array | None = None
     ) -> Rounds:
-        """Sum the product with the start; then, with that made orthogonal, the other matrix."""
+        """Sum the product with the start; make it orthogonal, and sum the product with that."""
         if "start" not in state:
             total = yield Sum(gradient)
             return total, gradient
         matrix = gradient.reshape(_sides(shape))
         product = yield Sum((matrix @ state["start"]).reshape(-1))
+        # Every rank factors the same summed bits on its own host; the columns are never exchanged.
         left = np.linalg.qr(product.reshape(-1, self.rank))[0]
         own = matrix.T @ left
         right = (yield Sum(own.reshape(-1))).reshape(own.shape)
@@ -84,15 +85,15 @@ class LowRank:
 
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of the matrix that a value of this shape is."""
+    """Return the rows and columns of a value of this shape, seen as a matrix."""
     rows = shape[0] if shape else 1
     return rows, math.prod(shape[1:])
 
 
 def _start_next(start: Array, right: Array) -> None:
-    """Start the next push from these columns, at a length at which no product overflows.
+    """Start the next push from these columns, at a length that cannot overflow a product.
 
-    A column of zeros says nothing of the next gradient, and nothing would ever come of it: the old one stays.
+    A column of zeros predicts nothing about the next gradient and would stay zero for ever: the old one remains.
     """
     lengths = np.sqrt(np.sum(np.square(right, dtype=np.float64), axis=0))
     known = np.isfinite(lengths) & (lengths > 0)

@@ -1,4 +1,4 @@
-"""What codecs have in common: memory to work in, and the check that an object is one."""
+"""The common parts of codecs: scratch memory, and the check that an object is a codec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..protocols import Array, Codec, ElementwiseCodec
 
 __all__ = ["BLOCK", "SamePayloads", "Scratch", "checked"]
 
-# Elements that are worked on at once, so that the temporary arrays stay in the cache. Whole words of any payload.
+# Elements per step: its temporary arrays stay in the cache. A multiple of 32: blocks are whole words of any payload.
 BLOCK = 1 << 14
 
 _METHODS: Mapping[Any, Sequence[str]] = {
@@ -22,7 +22,7 @@ _METHODS: Mapping[Any, Sequence[str]] = {
 
 
 class Scratch(threading.local):
-    """Memory that a call of a codec writes to. Each thread has its own, so that one codec can work in several stores at
+    """Memory for the temporary arrays of a codec. Each thread has its own, so one codec can work in several stores at
     once.
     """
 
@@ -31,17 +31,17 @@ class Scratch(threading.local):
 
 
 class SamePayloads:
-    """A part of a codec of ranges that does the work of another one by other means."""
+    """A part of an elementwise codec that does the work of another one by other means."""
 
     elementwise: ClassVar[Literal[True]] = True
     codec: ElementwiseCodec
 
     def settings(self) -> str:
-        """Describe the codec, whose payloads are the same."""
+        """Describe the codec: its payloads are the same."""
         return self.codec.settings()
 
     def nbytes(self, count: int) -> int:
-        """Return what the codec needs."""
+        """Return the codec's size."""
         return self.codec.nbytes(count)
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class SamePayloads:
 
 
 def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
-    """Return what has all that a codec has. ``wanted`` says what is taken where it was given.
+    """Return the object if it has all attributes of a codec. ``wanted`` begins the error: the accepted values.
 
     >>> checked("2bit", "ErrorFeedback takes a codec")
     Traceback (most recent call last):
@@ -60,5 +60,5 @@ def checked(codec: Any, wanted: str, advice: str = "") -> Codec:
     if isinstance(codec, type) or methods is None or missing or not isinstance(getattr(codec, "feedback", None), bool):
         lack = f" without {', '.join(missing)}" if missing else ""
         raise TypeError(f"{wanted}, not {codec!r}{lack}{advice}")
-    # What was looked at above is all that the type promises.
+    # The checks above cover all that the type promises.
     return codec  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ __all__ = ["TopK", "largest"]
 @naming_arguments
 @dataclass(frozen=True)
 class TopK:
-    """Sends the elements of each value that have the largest magnitude: 8 bytes for each of them.
+    """Sends the elements of each value with the largest magnitude: 8 bytes for each of them.
 
     Of equal ones the first are sent. Each rank chooses its own. Give one of:
 
@@ -66,7 +66,7 @@ class TopK:
         if self.count is not None:
             return min(self.count, size)
         assert self.ratio is not None
-        # 0.07 * 100 is a little more than 7.
+        # 0.07 * 100 is a little more than 7; without the rounding, ceil would make it 8.
         return min(max(math.ceil(round(self.ratio * size, 6)), 1), size)
 
     def state(self, shape: tuple[int, ...]) -> dict[str, Array]:
@@ -87,6 +87,7 @@ class TopK:
         payload[middle:].view(np.float32)[:] = gradient[places]
         total = np.zeros_like(gradient)
         for part in (yield Gather(payload)):
+            # += with an index adds each place once: a rank sends no place twice.
             total[part[:middle].view(dtype)] += part[middle:].view(np.float32)
         own = np.zeros_like(gradient)
         own[places] = gradient[places]
@@ -103,7 +104,7 @@ def largest(values: Array, count: int) -> Array:
     sizes = np.abs(values)
     if count >= values.size:
         return np.arange(values.size)
-    # The smallest that is sent. What equals it may not all be.
+    # The smallest magnitude that is sent; of its equals, perhaps only some.
     bound = np.partition(sizes, values.size - count)[values.size - count]
     above = np.flatnonzero(sizes > bound)
     equal = np.flatnonzero(sizes == bound)[: count - above.size]
