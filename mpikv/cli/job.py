@@ -112,7 +112,8 @@ def _run_once(
                 )
 
         status = watch.wait(job.process, bereft)
-        if not one_host:
+        # After a failure, hosts may be cut off and keep their connections.
+        if not one_host and status == 0:
             reports.wait()
         if job.received is None:
             code, reason = _verdict(status, directory, watch.deaths, size)
