@@ -34,6 +34,7 @@ __all__ = [
     "naming_arguments",
     "number",
     "settle_fields",
+    "unknown_argument",
 ]
 
 Arguments = ParamSpec("Arguments")
@@ -56,22 +57,33 @@ def naming_arguments(kind: Kind) -> Kind:
 
 def naming_argument(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Make a function that does so. A decorator."""
+    known = signature(function).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
+        return function
 
     @wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         try:
             return function(*arguments, **options)
-        except TypeError as error:
-            known = signature(function).parameters
-            takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in known.values())
-            unknown = "" if takes_any else next((name for name in options if name not in known), "")
+        except TypeError:
+            unknown = [name for name in options if name not in known]
             if unknown:  # then the function was not entered
-                what = f"argument of {function.__qualname__.removesuffix('.__init__')}"
-                error.args = (known_names(what, unknown, known.keys() - {"self"}, _ELSEWHERE.get(unknown, "")),)
-                mark_shortened(error).__traceback__ = None
+                raise unknown_argument(function, unknown) from None
             raise
 
     return call
+
+
+def unknown_argument(function: Callable[..., Any], names: Iterable[str]) -> TypeError:
+    """Return the error of a call with arguments that a function does not have.
+
+    A function that is called thousands of times a second takes ``**_unknown: NoReturn`` and raises it: another function
+    around it takes longer.
+    """
+    known, name = signature(function).parameters, next(iter(names))
+    what = f"argument of {function.__qualname__.removesuffix('.__init__')}"
+    taken = [each.name for each in known.values() if each.kind is not Parameter.VAR_KEYWORD and each.name != "self"]
+    return mark_shortened(TypeError(known_names(what, name, taken, _ELSEWHERE.get(name, ""))))
 
 
 def number(default: Any, interval: str) -> Any:

@@ -27,7 +27,7 @@ from ..config import Config
 from ..engine.keys import Entry, parse
 from ..engine.plan import Plan, digest
 from ..errors import ConfigError, Stalled, Unsupported, settled
-from ..options import naming_arguments
+from ..options import naming_arguments, unknown_argument
 from ..protocols import Array, Key, Updater
 from ..store.door import State
 from ..store.kvstore import KVStore
@@ -141,7 +141,7 @@ class AsyncKVStore(KVStore):
 
     # --- Verbs
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> None:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_unknown: NoReturn) -> None:
         """Send one value per key to its owner, whose updater changes the stored value by it: ``updater(key, value,
         stored)``.
 
@@ -162,11 +162,20 @@ class AsyncKVStore(KVStore):
             PeerFailed: the updater raised, at the owner, in an earlier push.
             Stalled: an owner, or a rank that is behind by the bound, did not come within the store's timeout.
         """
+        if _unknown:
+            raise unknown_argument(KVStore.push, _unknown)
         self._check_wait("push", wait)
         self._enter("push", self._run_push, key, value, priority)
 
     def pull(
-        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
+        self,
+        key: Any,
+        out: Any = None,
+        priority: Any = 0,
+        ignore_sparse: bool = True,
+        *,
+        wait: bool = True,
+        **_unknown: NoReturn,
     ) -> Any:
         """Read the value of a key, or of each key of a list, from its owner.
 
@@ -175,11 +184,24 @@ class AsyncKVStore(KVStore):
 
         Args, and what is returned: as in :meth:`mpikv.KVStore.pull`. Raises: as :meth:`push`.
         """
+        if _unknown:
+            raise unknown_argument(KVStore.pull, _unknown)
         self._check_wait("pull", wait)
         return self._enter("pull", self._run_pull, key, out, priority)
 
-    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
+    def pushpull(
+        self,
+        key: Any,
+        value: Any = None,
+        out: Any = None,
+        priority: Any = 0,
+        *,
+        wait: bool = True,
+        **_unknown: NoReturn,
+    ) -> Any:
         """Push, then pull. Not collective. Arguments as in :meth:`mpikv.KVStore.pushpull`; raises as :meth:`push`."""
+        if _unknown:
+            raise unknown_argument(KVStore.pushpull, _unknown)
         self._check_wait("pushpull", wait)
         return self._enter("pushpull", self._run_pushpull, key, value, out, priority)
 

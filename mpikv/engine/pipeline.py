@@ -92,14 +92,14 @@ class Pipeline:
         if plan.single_copy or sources is None:
             self._transport.fence()
 
-    def pull(self, plan: Plan, targets: Arrays) -> None:
-        """Copy the values to the targets, if there are any."""
+    def pull(self, plan: Plan, targets: Arrays, result: Any = None) -> Any:
+        """Copy the values to the targets, if there are any. Returns ``result``, for the caller of the store."""
         plain = len(targets) > 0 and type(targets[0]) is not tuple
         if not self.current and self._values.table.stale[plan.rows].any():
             outs = targets if plain and plan.overlaps else ()
             self.publish(plan, outs)
             if outs:
-                return
+                return result
         if plain:
             bound = plan.bound_values
             if bound is None or not bound.give(targets):
@@ -108,25 +108,33 @@ class Pipeline:
             pairs = zip(plan.entries, targets, strict=True)
             copies = [(out, entry) for entry, group in pairs for out in group if out is not entry.view]
             self._memory.copy([out for out, _ in copies], [entry.value for _, entry in copies])
+        return result
 
     def pushpull(
-        self, plan: Plan, sources: Arrays | None, steps: Steps, targets: Arrays, confirm: Confirm | None
-    ) -> None:
+        self,
+        plan: Plan,
+        sources: Arrays | None,
+        steps: Steps,
+        targets: Arrays,
+        confirm: Confirm | None,
+        result: Any = None,
+    ) -> Any:
         """Push as :meth:`push`, then pull; message by message where that pays and no target is another key's source.
-        Without targets this rank only has the newest values.
+        Without targets this rank only has the newest values. Returns ``result``, for the caller of the store.
         """
         if sources is None and self._compression is not None:
             sources = self.buffers_as_sources(plan)
         if sources is None and self._all_fill_buffers(plan, targets):
             self._run(plan, None, steps, confirm, in_place=True)
             self._transport.fence()
-            return
+            return result
         outs = self._early_outs(plan, sources, targets) if plan.streams else None
         self._run(plan, sources, steps, confirm, outs)
         if outs is None:
             self._transport.fence()
         if not outs:
             self.pull(plan, targets)
+        return result
 
     def _early_outs(self, plan: Plan, sources: Arrays | None, targets: Arrays) -> Arrays | None:
         """Return the arrays to unpack to while later messages are still to be sent: none of them, where that is unsafe;

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays.arrays import lies_elsewhere
-from ..cluster.agreement import Call, PreparedCall
+from ..cluster.agreement import Agreement, Call, PreparedCall
 from ..cluster.background import Work
 from ..engine.calls import Steps
+from ..engine.exchange import Exchange
 from ..engine.keys import leaves, parse
 from ..engine.pipeline import Arrays, groups_of
 from ..engine.plan import Plan
@@ -29,10 +30,7 @@ from ..verbs.comparison import add_text
 from ..verbs.operands import given_to_fill
 from ..verbs.renewed import Filled
 from ..verbs.row_arguments import Brought
-from .door import State
-
-if TYPE_CHECKING:
-    from .kvstore import KVStore
+from .door import Door, State
 
 __all__ = ["CapturedStep", "Fixed", "prepare_capture"]
 
@@ -104,10 +102,21 @@ class CapturedStep:
     make other calls, or call another of these, all raise ``RankMismatch``.
     """
 
-    def __init__(self, given: Fixed, number: int, store: KVStore) -> None:
-        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks."""
-        self._given, self._number, self._store = given, number, store
-        self._door, self._verbs, self._exchange = store._door, store._verbs, store._exchange
+    def __init__(
+        self,
+        given: Fixed,
+        number: int,
+        verbs: Verbs,
+        exchange: Exchange,
+        agreement: Agreement,
+        door: Door,
+        call: Callable[[Callable[..., PreparedCall], Any, bool], Any],
+    ) -> None:
+        """Local. Use :meth:`mpikv.KVStore.capture`. ``number`` is the same on all ranks; ``call`` makes a call of the
+        store: it is given what prepares the call, the key, and whether to wait.
+        """
+        self._given, self._number, self._call = given, number, call
+        self._door, self._verbs, self._exchange, self._agreement = door, verbs, exchange, agreement
         memory = self._exchange.transport.memory
         self._memory = memory if isinstance(memory, DeviceMemory) and not _has_rows(given) else None
         self._why = "" if self._memory else "rows are pushed" if _has_rows(given) else "the store is on the host"
@@ -130,9 +139,7 @@ class CapturedStep:
                 stream then goes on beside the call, until :meth:`mpikv.Work.wait`: so a forward pass waits for the
                 weights of a layer when it comes there, if each layer has a step of its own.
         """
-        # Looked up at each call: tracing puts a clock around it.
-        call = self._store._collective if wait is True else self._store._way_of("pushpull", wait)
-        made, given = call("pushpull", self._prepare, self._given.key, 0), self._given.result
+        made, given = self._call(self._prepare, self._given.key, wait), self._given.result
         if isinstance(made, Work):
             made.inner = lambda result: result if given is None else given
             return made
@@ -228,8 +235,8 @@ class CapturedStep:
 
     def _lack_anywhere(self, lack: str) -> str:
         """Return why it cannot be recorded on this rank, or on another. Collective."""
-        rank, size = self._store.rank, self._store.size
-        least = self._store._agreement.least(rank if lack else size)
+        rank, size = self._exchange.transport.rank, self._exchange.transport.size
+        least = self._agreement.least(rank if lack else size)
         return lack if lack or least == size else f"rank {least} cannot, and its own reason says why"
 
     def _queue_first(self, known: _Known) -> Any:

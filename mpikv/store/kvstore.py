@@ -24,7 +24,7 @@ from ..engine.lazy import lazy
 from ..engine.plan import digest
 from ..errors import Closed, ConfigError, Stalled, Unsupported, ValueMismatch, a_kind, is_settled, known_names, text_of
 from ..optimizers.updaters import UPDATING
-from ..options import naming_arguments
+from ..options import naming_arguments, unknown_argument
 from ..protocols import Array, GpuKernels, Key, Transport
 from ..sparse.rows import Rows
 from ..verbs import Verbs
@@ -311,7 +311,7 @@ class KVStore(KVStoreBase):
         """
         self._collective("init", self._verbs.values.init, key, value, overwrite)
 
-    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
+    def push(self, key: Any, value: Any = None, priority: Any = 0, *, wait: bool = True, **_unknown: NoReturn) -> Any:
         """Add up one value per rank and give the sum to the updater.
 
         Collective. Without an updater the stored value becomes the sum (ASSIGN; it is not added to the old value and
@@ -355,11 +355,21 @@ class KVStore(KVStoreBase):
             >>> kv.pull(3)
             array([2., 2.])
         """
-        call = self._collective if wait is True else self._way_of("push", wait)
-        return call("push", self._verbs.push_pull.push, key, value, priority)
+        if _unknown:
+            raise unknown_argument(KVStore.push, _unknown)
+        if wait is not True and not self._waits("push", wait):
+            return self._issue("push", self._verbs.push_pull.push, key, value, priority)
+        return self._collective("push", self._verbs.push_pull.push, key, value, priority)
 
     def pull(
-        self, key: Any, out: Any = None, priority: Any = 0, ignore_sparse: bool = True, *, wait: bool = True
+        self,
+        key: Any,
+        out: Any = None,
+        priority: Any = 0,
+        ignore_sparse: bool = True,
+        *,
+        wait: bool = True,
+        **_unknown: NoReturn,
     ) -> Any:
         """Read the stored value of a key, or of each key of a list.
 
@@ -395,10 +405,22 @@ class KVStore(KVStoreBase):
             >>> kv.pull(["a", "b"])
             [array([0., 0.]), array([1.])]
         """
-        call = self._collective if wait is True else self._way_of("pull", wait)
-        return call("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
+        if _unknown:
+            raise unknown_argument(KVStore.pull, _unknown)
+        if wait is not True and not self._waits("pull", wait):
+            return self._issue("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
+        return self._collective("pull", self._verbs.push_pull.pull, key, out, ignore_sparse, priority)
 
-    def pushpull(self, key: Any, value: Any = None, out: Any = None, priority: Any = 0, *, wait: bool = True) -> Any:
+    def pushpull(
+        self,
+        key: Any,
+        value: Any = None,
+        out: Any = None,
+        priority: Any = 0,
+        *,
+        wait: bool = True,
+        **_unknown: NoReturn,
+    ) -> Any:
         """Push and pull in one exchange, which is faster than the two calls.
 
         Collective.
@@ -428,8 +450,11 @@ class KVStore(KVStoreBase):
             >>> kv.pushpull({"g": np.full(2, 3.0)})
             {'g': array([3., 3.])}
         """
-        call = self._collective if wait is True else self._way_of("pushpull", wait)
-        return call("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
+        if _unknown:
+            raise unknown_argument(KVStore.pushpull, _unknown)
+        if wait is not True and not self._waits("pushpull", wait):
+            return self._issue("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
+        return self._collective("pushpull", self._verbs.push_pull.pushpull, key, value, out, priority)
 
     def capture(self, key: Any, value: Any = None, out: Any = None) -> CapturedStep:
         """Return a function that makes the same :meth:`pushpull` at each call.
@@ -472,7 +497,15 @@ class KVStore(KVStoreBase):
 
         given = self._collective("capture", partial(prepare_capture, self._verbs), key, value, out)
         number, self._captured = self._captured, self._captured + 1
-        return CapturedStep(given, number, self)
+        return CapturedStep(
+            given, number, self._verbs, self._exchange, self._agreement, self._door, self._call_captured
+        )
+
+    def _call_captured(self, prepare: Callable[..., PreparedCall], key: Any, wait: bool) -> Any:
+        """Make the call of a captured step. Collective."""
+        if wait is not True and not self._waits("pushpull", wait):
+            return self._issue("pushpull", prepare, key, 0)
+        return self._collective("pushpull", prepare, key, 0)
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: Any = 0, row_ids: Any = None) -> Any:
         """Read some rows of the stored value of a key, or of each key of a list; only they travel.
@@ -893,7 +926,7 @@ class KVStore(KVStoreBase):
             >>> other.pushpull({"w": np.ones(2)})
             {'w': array([-0.25, -0.25])}
         """
-        waits = self._is_to_wait("save", wait)
+        waits = self._waits("save", wait)
         self._checkpoints.finish()
         work: SaveWork | None = self._collective("save", self._checkpoints.save, path, residuals, waits)
         return work
@@ -1180,11 +1213,8 @@ class KVStore(KVStoreBase):
             let_gpus_queue(self)
         return self._order.run(quietly, run)
 
-    def _way_of(self, verb: str, wait: object) -> Callable[..., Any]:
-        """Return the way of a call that may not be waited for."""
-        return self._collective if self._is_to_wait(verb, wait) else self._issue
-
-    def _is_to_wait(self, verb: str, wait: object) -> bool:
+    def _waits(self, verb: str, wait: object) -> bool:
+        """Return whether the caller waits for a call. Collective where ``wait`` is no truth value: all ranks raise."""
         if not isinstance(wait, (bool, np.bool_)):
             self.raise_on_all_ranks(TypeError(f"wait={wait!r} is neither True nor False"), verb)
         return bool(wait)

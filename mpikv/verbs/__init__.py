@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 from ..cluster.agreement import Agreement
 from ..engine.exchange import Exchange
+from ..memory.device import DeviceMemory
 from ..protocols import Codec
 from ..sparse.rows import Rows
 from .comparison import Comparison
 from .join import Join
-from .operands import Operands
+from .operands import GpuOperands, Operands
 from .push_pull import PushPull
 from .rows import RowVerbs
 from .settings import SettingVerbs
@@ -32,7 +33,10 @@ class Verbs:
     ) -> None:
         """``find_codec`` returns what does the work of a codec in the store's memory, or raises."""
         self._exchange = exchange
+        memory = exchange.transport.memory
         self.operands = Operands(exchange, rows)
+        if isinstance(memory, DeviceMemory):
+            self.operands = GpuOperands(exchange, rows, memory)
         self.comparison = Comparison(exchange, agreement)
         parts = exchange, self.operands, self.comparison
         self.values = ValueVerbs(*parts, rows)

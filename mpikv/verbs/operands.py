@@ -16,13 +16,13 @@ from ..engine.pipeline import Arrays
 from ..engine.plan import Plan
 from ..errors import Unsupported, ValueMismatch, is_unwritable
 from ..memory.device import DeviceMemory
-from ..protocols import Array, Gpu, Key
+from ..protocols import Array, Key
 from ..sparse.rows import Rows, check_updater
 from .arguments import new_arrays, outs_of, sources, stand_in, targets, writable
 from .renewed import Renewed, widened
 from .row_arguments import Brought, brings_rows, brought
 
-__all__ = ["Operands", "given_to_fill"]
+__all__ = ["GpuOperands", "Operands", "given_to_fill"]
 
 _is_contiguous = attrgetter("flags.c_contiguous")
 _LISTS, _KEY_TYPES = (list, tuple), {int, str}
@@ -35,10 +35,6 @@ class Operands:
         self._exchange, self._rows, self._memory = exchange, rows, exchange.transport.memory
         self._plans = exchange.values.plans
         self._kind: Any = np.ndarray
-        self._plain: Callable[[Plan, Any, Any, bool, bool], Sequence[Any] | None] = self._plain_here
-        if isinstance(self._memory, DeviceMemory):
-            self._kind = self._memory.gpu.kind
-            self._plain = partial(self._plain_there, self._memory.gpu)
         # Arrays of callers that are known to lie apart from values, by their identities, until they are gone.
         self._known_apart: dict[int, ref[Array]] = {}
 
@@ -65,7 +61,9 @@ class Operands:
             )
         except TypeError:  # something in it has no hash, and is no key
             return None
-        return plan if plan is None or _are_keys(key, plan.keys) else None
+        if plan is None or type(plan.keys[0]) is str:
+            return plan
+        return plan if _are_keys(key, plan.keys) else None
 
     # --- What is pushed
 
@@ -120,19 +118,7 @@ class Operands:
         # A push changes values bucket by bucket, which arrays over their memory are copied before.
         return self._plain(plan, key, given, filled, filled or len(plan.buckets) > 1)
 
-    def _plain_there(
-        self, gpu: Gpu, plan: Plan, key: Any, given: Any, writable: bool, apart: bool
-    ) -> Sequence[Any] | None:
-        """Return the same of arrays of a GPU, which can all be written, if they are of this one."""
-        arrays = self._plain_here(plan, key, given, False, False)
-        if arrays is None or not all(map(_is_contiguous, arrays)) or gpu.addresses(arrays) is None:
-            return None
-        if apart and not self._exchange.values.lie_apart(gpu, arrays):
-            return None
-        # Of its own: the arrays are kept until the GPU has done with them, whatever becomes of the caller's list.
-        return tuple(arrays)
-
-    def _plain_here(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
+    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
         """Return the one array per key if that is what was given: of the store's memory, of the values' shapes and
         dtypes, and if asked for, writable, and apart from the memory of values.
 
@@ -263,6 +249,24 @@ class Operands:
         for array in (array for group in outs for array in group):
             self._exchange.values.check_own(array)
         return widened(keys, [dtype for _, dtype in stored], outs, self._memory, result)
+
+
+class GpuOperands(Operands):
+    """The same for a store of a GPU."""
+
+    def __init__(self, exchange: Exchange, rows: Rows, memory: DeviceMemory) -> None:
+        super().__init__(exchange, rows)
+        self._gpu, self._kind = memory.gpu, memory.gpu.kind
+
+    def _plain(self, plan: Plan, key: Any, given: Any, writable: bool, apart: bool) -> Sequence[Any] | None:
+        # Arrays of a GPU can all be written.
+        arrays = super()._plain(plan, key, given, False, False)
+        if arrays is None or not all(map(_is_contiguous, arrays)) or self._gpu.addresses(arrays) is None:
+            return None
+        if apart and not self._exchange.values.lie_apart(self._gpu, arrays):
+            return None
+        # Of its own: the arrays are kept until the GPU has done with them, whatever becomes of the caller's list.
+        return tuple(arrays)
 
 
 def given_to_fill(key: Any, value: Any, out: Any) -> Any:

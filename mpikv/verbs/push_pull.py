@@ -14,7 +14,7 @@ from ..engine.plan import Plan
 from .arguments import in_form
 from .comparison import Comparison
 from .operands import Operands, given_to_fill
-from .renewed import answer
+from .renewed import Filled, answer
 from .row_arguments import Brought, asks_rows
 from .rows import RowVerbs
 
@@ -99,11 +99,9 @@ class PushPull:
         return call, partial(self._exchange.pipeline.push, plan, sources, steps, confirm)
 
     def pull_arrays(self, plan: Plan, targets: Arrays, result: Any = None, priority: Any = 0) -> PreparedCall:
-        def run() -> Any:
-            self._exchange.pipeline.pull(plan, targets)
-            return answer(result)
-
-        return self._comparison.plan_call("pull", plan, priority), run
+        run = partial(self._exchange.pipeline.pull, plan, targets, result)
+        call = self._comparison.plan_call("pull", plan, priority)
+        return call, run if type(result) not in Filled else lambda: answer(run())
 
     def pushpull_arrays(
         self,
@@ -117,10 +115,5 @@ class PushPull:
         if sources is None:
             contribution = Contribution.BUFFERS
         call, steps, confirm = self._update_call("pushpull", plan, priority, contribution)
-        pipeline = self._exchange.pipeline
-
-        def run() -> Any:
-            pipeline.pushpull(plan, sources, steps, targets, confirm)
-            return answer(result)
-
-        return call, run
+        run = partial(self._exchange.pipeline.pushpull, plan, sources, steps, targets, confirm, result)
+        return call, run if type(result) not in Filled else lambda: answer(run())
