@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 _PACKAGE = __name__.partition(".")[0]
 # Programs, and tests, which use the rest as a caller does.
 _CALLERS = (f"{_PACKAGE}.cli", f"{_PACKAGE}.testing")
+# Between a simulated rank's program and the store that it calls.
+_BETWEEN = f"{_PACKAGE}.testing.simulation.calls"
 _LIBRARIES = ("cupy", "ml_dtypes", "mpi4py", "numba", "numpy")
 # Of Python's own modules, of which some are frozen. By their names a caller's could be taken for them.
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen")
@@ -159,7 +161,7 @@ def _callers(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _is_ours(frame: FrameType) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return f"{name}.".startswith(f"{_PACKAGE}.") and not name.startswith(_CALLERS)
+    return f"{name}.".startswith(f"{_PACKAGE}.") and (name == _BETWEEN or not name.startswith(_CALLERS))
 
 
 def _is_installed(frame: FrameType) -> bool:
