@@ -1,7 +1,7 @@
-"""Rows of several values as messages between ranks: their numbers, and what is in them.
+"""Messages of row numbers and rows of several values.
 
-On the host both are one message. Of rows on a GPU the numbers go by the host, where they are needed to plan with, and
-tell how long all is; the rows follow from GPU to GPU.
+On the host one message carries both. For rows on a GPU the numbers travel between hosts: the host plans with them, and
+they give the lengths. The rows follow from GPU to GPU.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Kind(NamedTuple):
 
 
 Ready: TypeAlias = "Callable[[Sequence[Sequence[Array]]], None]"
-"""Is told the numbers of each value that each rank sends, before rows move: the last moment at which a rank may find
-out that it has too little memory. It raises on all ranks, or on none."""
+"""Receives the row numbers of each value from each rank, before rows move. A rank may run out of memory here, and not
+later. It raises on all ranks, or on none."""
 
 
 class Packed:
-    """Messages of numbers and rows of the host."""
+    """Row numbers and rows in one message, on the host."""
 
     def __init__(self, transport: Transport) -> None:
-        self._passing, self._rank = Alltoallv(transport), transport.rank
+        self._alltoallv, self._rank = Alltoallv(transport), transport.rank
 
     @property
     def sent(self) -> int:
         """How many bytes this rank has sent to others so far, padding included. Local."""
-        return self._passing.sent
+        return self._alltoallv.sent
 
     def to_each(
         self,
@@ -58,32 +58,32 @@ class Packed:
         label: Hashable,
         ready: Ready,
     ) -> list[list[Selected]]:
-        """Pass rows of the numbers ``numbers[r]`` on to rank r; return what each rank had for this one. Collective.
+        """Send the rows ``numbers[r]`` to rank r; return each rank's rows for this one. Collective.
 
-        ``rows`` returns them, and is called when memory may be taken. ``ready`` is for rows that do not travel with
-        their numbers. ``label``, the same on every rank, says which call this is.
+        ``rows`` returns the rows; it is called when memory may be taken. ``ready`` has no use here: rows travel with
+        their numbers. ``label``, the same on every rank, names the call.
         """
         parts = map(_paired, numbers, rows())
         packed = [() if to == self._rank else _pack(part) for to, part in enumerate(parts)]
-        received, _ = self._passing.to_each(packed, label)
+        received, _ = self._alltoallv.to_each(packed, label)
         return [_unpack(part, kinds) for part in received]
 
     def to_all(
         self, numbers: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
-        """Pass rows on to every rank; otherwise as :meth:`to_each`."""
-        received, _ = self._passing.to_all(_pack(_paired(numbers, rows)), label)
+        """Send rows to every rank; otherwise as :meth:`to_each`. Collective."""
+        received, _ = self._alltoallv.to_all(_pack(_paired(numbers, rows)), label)
         return [_unpack(each, kinds) for each in received]
 
     def fetch(
         self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        """Return what each rank takes of the numbers ``wanted[r]``, as rows of each value. Collective."""
-        asked, _ = self._passing.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label))
-        # What was asked may be overwritten by the first message of the answers. They are rows alone, copied here: who
-        # asked knows in which order.
+        """Return the rows ``wanted[r]`` of each value from each rank r; ``take`` returns this rank's. Collective."""
+        asked, _ = self._alltoallv.to_each([_pack(_numbers(part)) for part in wanted], ("ask", label))
+        # Copy before sending: the answers may overwrite the receive buffer of the questions. Answers carry no numbers,
+        # since the asking rank knows their order.
         answers = [_aligned(take(_numbers_in(part, kinds))) for part in asked]
-        received, _ = self._passing.to_each(answers, ("answer", label))
+        received, _ = self._alltoallv.to_each(answers, ("answer", label))
         return [
             [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
             for rank, (part, numbers) in enumerate(zip(received, wanted, strict=True))
@@ -91,7 +91,7 @@ class Packed:
 
 
 class Split:
-    """Messages of numbers by the host, and of rows by a GPU's transport; otherwise as :class:`Packed`."""
+    """Row numbers between hosts, and rows between GPUs; otherwise as :class:`Packed`."""
 
     def __init__(self, transport: Transport) -> None:
         self._numbers, self._rows, self._rank = Alltoallv(transport.control), Alltoallv(transport), transport.rank
@@ -108,36 +108,37 @@ class Split:
         label: Hashable,
         ready: Ready,
     ) -> list[list[Selected]]:
-        told, table = self._tell(numbers, kinds, label)
-        ready(told)
+        numbers_received, table = self._exchange_numbers(numbers, kinds, label)
+        # Every rank knows all lengths now: ready() raises on all ranks or on none, before any rank sends rows.
+        ready(numbers_received)
         sent = [_aligned([] if to == self._rank else part) for to, part in enumerate(rows())]
-        return _together(told, self._rows.carry(sent, table), kinds)
+        return _join(numbers_received, self._rows.carry(sent, table), kinds)
 
     def to_all(
         self, numbers: Sequence[Array], rows: Sequence[Array], kinds: Sequence[Kind], label: Hashable, ready: Ready
     ) -> list[list[Selected]]:
         received, table = self._numbers.to_all(_pack(_numbers(numbers)), label, [_nbytes(numbers, kinds)])
-        told = [_numbers_in(part, kinds) for part in received]
-        ready(told)
-        return _together(told, self._rows.carry([_aligned(rows)], table), kinds)
+        numbers_received = [_numbers_in(part, kinds) for part in received]
+        ready(numbers_received)
+        return _join(numbers_received, self._rows.carry([_aligned(rows)], table), kinds)
 
     def fetch(
         self, wanted: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable, take: Take, ready: Ready
     ) -> list[list[Array]]:
-        asked, table = self._tell(wanted, kinds, ("ask", label))
+        asked, table = self._exchange_numbers(wanted, kinds, ("ask", label))
         ready(asked)
-        # A rank is sent what it has asked for.
+        # Transposed: the table says how much each rank asks for, and the answers go the other way.
         answers = self._rows.carry([_aligned(take(part)) for part in asked], table.T)
         return [
             [] if rank == self._rank else _split(part, [ids.size for ids in numbers], kinds)
             for rank, (part, numbers) in enumerate(zip(answers, wanted, strict=True))
         ]
 
-    def _tell(
+    def _exchange_numbers(
         self, numbers: Sequence[Sequence[Array]], kinds: Sequence[Kind], label: Hashable
     ) -> tuple[list[list[Array]], Array]:
-        """Pass numbers on to each other rank; return what each has told this one, and how many bytes the rows take of
-        each rank, in a row, for each.
+        """Send numbers to each other rank. Collective. Return the numbers received from each, and a table of bytes of
+        rows: one line per sender, one column per receiver.
         """
         parts = [[] if to == self._rank else part for to, part in enumerate(numbers)]
         sizes = [_nbytes(part, kinds) for part in parts]
@@ -149,7 +150,7 @@ RowMessages: TypeAlias = "Packed | Split"
 
 
 def row_messages(transport: Transport) -> RowMessages:
-    """Return what passes on rows that lie in the memory of a transport. Local."""
+    """Return the messages for rows in this transport's memory. Local."""
     return Packed(transport) if transport.memory.is_host else Split(transport)
 
 
@@ -165,17 +166,17 @@ def _paired(numbers: Sequence[Array], rows: Sequence[Array]) -> list[Selected]:
 
 
 def _numbers_in(packed: Array, kinds: Sequence[Kind]) -> list[Array]:
-    """Return the numbers of a message that has no rows."""
+    """Return the numbers of a message without rows."""
     return [ids for ids, _ in _unpack(packed, [Kind(0, np.dtype(np.float64))] * len(kinds))]
 
 
 def _nbytes(every: Sequence[Array], kinds: Sequence[Kind]) -> int:
-    """Return how long the rows of the numbers of each value are; of no values nothing."""
+    """Return the bytes of the rows with these numbers, for all values."""
     return sum(ids.size * kind.nbytes for ids, kind in zip(every, kinds, strict=False))
 
 
 def _pack(selected: Sequence[Selected]) -> Part:
-    """Return as flat arrays: how many rows there are of each value, and the numbers and the rows of each."""
+    """Flatten rows of several values: first the row count of each, then the numbers and the rows of each."""
     lengths = np.array([ids.size for ids, _ in selected], np.int64)
     if not lengths.any():
         return ()
@@ -183,7 +184,7 @@ def _pack(selected: Sequence[Selected]) -> Part:
 
 
 def _unpack(packed: Array, kinds: Sequence[Kind]) -> list[Selected]:
-    """Return what :func:`_pack` was given; no bytes are no rows of any."""
+    """Reverse :func:`_pack`; an empty message means no rows of any value."""
     if not packed.size:
         return [(np.empty(0, np.int64), np.empty((0, kind.width), kind.dtype)) for kind in kinds]
     take = _taker(packed)
@@ -195,23 +196,25 @@ def _unpack(packed: Array, kinds: Sequence[Kind]) -> list[Selected]:
 
 
 def _aligned(rows: Sequence[Array]) -> Part:
-    """Return rows as flat arrays, those of the widest elements first, which then all lie where a GPU can read them."""
+    """Flatten rows, widest elements first: so every array of the message starts aligned for a GPU."""
     return [each.reshape(-1) for each in sorted(rows, key=lambda each: -each.itemsize)]
 
 
 def _split(packed: Array, counts: Sequence[int], kinds: Sequence[Kind]) -> list[Array]:
-    """Return so many rows of each value, of which :func:`_aligned` has chosen the order; of no values none."""
+    """Split a message of :func:`_aligned` into the given counts of rows of each value."""
     take = _taker(packed)
     order = sorted(range(len(counts)), key=lambda item: -kinds[item].dtype.itemsize)
     rows = {item: _rows_of(take, counts[item], kinds[item]) for item in order}
     return [rows[item] for item in range(len(counts))]
 
 
-def _together(told: Sequence[Sequence[Array]], rows: Sequence[Array], kinds: Sequence[Kind]) -> list[list[Selected]]:
-    """Return the numbers that each rank has sent, each with its rows."""
+def _join(
+    numbers_received: Sequence[Sequence[Array]], rows: Sequence[Array], kinds: Sequence[Kind]
+) -> list[list[Selected]]:
+    """Join the numbers received from each rank with their rows."""
     return [
         _paired(numbers, _split(values, [ids.size for ids in numbers], kinds))
-        for numbers, values in zip(told, rows, strict=True)
+        for numbers, values in zip(numbers_received, rows, strict=True)
     ]
 
 
@@ -220,7 +223,7 @@ def _rows_of(take: Callable[[int], Array], count: int, kind: Kind) -> Array:
 
 
 def _taker(packed: Array) -> Callable[[int], Array]:
-    """Return a function that takes so many more bytes."""
+    """Return a function that returns the next ``count`` bytes."""
     at = 0
 
     def take(count: int) -> Array:

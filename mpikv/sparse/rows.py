@@ -1,7 +1,7 @@
-"""Pushes and pulls of some rows of a value: what the ranks bring goes to the rows' owners, who sum and update it.
+"""Row-sparse pushes and pulls: each rank sends rows to their owners; the owners sum and update them.
 
-An element has the same owner as in a push of whole arrays, since its optimizer state lives there. Owners' ranges are
-not made of whole rows: a row in which one ends goes to all of its owners, each of which updates its elements.
+An element has the same owner as in a dense push, since its optimizer state lives there. Shard boundaries may fall
+inside a row. Such a row goes to all of its owners, and each updates its own elements.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from .messages import Kind, Selected, row_messages
 
 __all__ = ["Rows", "check_updater"]
 
-# Bytes of memory that is kept from push to push: new memory costs more than what is done in it.
+# Bytes kept from push to push: fresh memory costs more than the sums in it. A larger push allocates.
 _MOST_KEPT = 16 << 20
 _BYTES = np.dtype(np.uint8)
 
 
 def check_updater(exchange: Exchange) -> None:
-    """Raise Unsupported if rows cannot be pushed to a store as it is. Local."""
+    """Raise Unsupported if this store cannot push rows. Local."""
     updater = exchange.updater
     if exchange.compression is not None:
         raise Unsupported(
@@ -50,7 +50,7 @@ def check_updater(exchange: Exchange) -> None:
 
 
 class Rows:
-    """Moves rows of the values of a store. All but :attr:`sent` is collective."""
+    """Row-sparse initial values, pushes and pulls of a store. Collective, but for :attr:`sent` and :meth:`load`."""
 
     def __init__(self, exchange: Exchange, root: int) -> None:
         """Local."""
@@ -59,22 +59,22 @@ class Rows:
         self._tables = self._memory.workspace
         self._messages = row_messages(exchange.transport)
         self._owners_of = WeakKeyDictionary[Plan, _Owners]()
-        # A push on a GPU has memory of its own, which is taken where all ranks learn whether there was any.
+        # On a GPU _reserve takes the memory of each push, at a point where all ranks learn if one has too little.
         self._kept = _Kept(self._tables, _MOST_KEPT if self._memory.is_host else 0)
 
     @property
     def sent(self) -> int:
-        """How many bytes this rank has sent to others for rows."""
+        """Bytes of rows that this rank has sent to others. Local."""
         return self._messages.sent
 
     def load(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Compile what moves rows of values of these dtypes, unless it is there. Local."""
+        """Compile the row kernels of these dtypes, once. Local."""
         if not self._memory.is_host:
             for dtype in dict.fromkeys(dtypes):
                 self._tables.prepare_rows(dtype)
 
     def enter(self, keys: Sequence[Key], given: Sequence[RowSparse]) -> None:
-        """Give keys their memory, and the root's rows.
+        """Give keys their memory, and store the root's rows.
 
         Raises:
             MemoryError: on every rank, if one has too little; nothing was changed.
@@ -86,6 +86,7 @@ class Rows:
             self._exchange.values.enter(keys, likes, sparse=keys)
             entries = [table[key] for key in keys]
             for entry, (ids, rows) in zip(entries, sent, strict=True):
+                # One rank of those that share a value's memory writes it; the fence below shows it to the others.
                 if self._transport.sharing_rank == 0:
                     if entry.place.old:
                         entry.value.fill(0)
@@ -96,13 +97,13 @@ class Rows:
         self._exchange.values.start_from_values(keys)
 
     def push(self, plan: Plan, given: Sequence[RowSparse], steps: Steps, confirm: Confirm | None) -> None:
-        """Sum the rows over ranks, and update those that are in the sum.
+        """Sum the rows over ranks; update the rows of the sum.
 
         Raises:
             MemoryError: on every rank, if the GPU of one has too little; nothing was changed.
         """
         with ExitStack() as held:
-            # Sums first: what lacks memory raises before anything has changed.
+            # Sums first: too little memory must raise before any value changes.
             sums = self._sums(plan.entries, [(rows.indices, _flat(rows)) for rows in given], held)
             if confirm is None:
                 for entry, step, (ids, total) in zip(plan.entries, steps.each, sums, strict=True):
@@ -114,19 +115,19 @@ class Rows:
             self._exchange.values.table.stale[plan.rows] = True
 
     def _reserve(self, nbytes: int, held: ExitStack) -> None:
-        """Take memory of a GPU for what comes next, until ``held`` is left.
+        """Reserve GPU memory for the next steps, until ``held`` is left. Collective.
 
         Raises:
             MemoryError: on every rank, if one has too little.
         """
         if not self._memory.is_host:
-            # Each rank as much as it needs: what lies there is nobody else's.
+            # Each rank allocates its own number of bytes: no other rank reads this memory.
             held.enter_context(self._tables.over(self._transport.allocate(nbytes)))
 
     def pull(self, plan: Plan, pulled: Sequence[Selected]) -> None:
-        """Fill the rows of these numbers, which rise, of each value."""
+        """Fill the given rows of each value; the row numbers rise."""
         stale = self._exchange.values.table.stale
-        # Every rank knows alike which these are.
+        # The flags are the same on every rank, so all ranks agree whether to communicate.
         asked = [item for item, entry in enumerate(plan.entries) if stale[entry.index]]
         for entry, (ids, rows) in zip(plan.entries, pulled, strict=True):
             self._tables.take_rows(_table(entry, entry.value), ids, rows)
@@ -137,35 +138,35 @@ class Rows:
     # --- Sums
 
     def _sums(self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack) -> list[Selected]:
-        """Return the sum of what all ranks bring, of the rows of which this rank owns something. On a GPU it lies in
-        memory for all of the push.
+        """Return the sum over ranks of the rows with elements of this rank. Collective. On a GPU the sum lies in memory
+        reserved until the end of the push.
         """
         self._kept.start()
         if self._transport.size > 1:
-            terms = self._exchanged(entries, given, held)
+            addends = self._exchanged(entries, given, held)
         else:
-            terms = [given]
+            addends = [given]
             if not self._memory.is_host:
                 self._reserve(self._needed(entries, [[ids for ids, _ in given]]), held)
         return [
             merged_rows(each, accumulator(entry.dtype), self._exchange.in_pairs, self._kept, self._tables)
-            for entry, each in zip(entries, zip(*terms, strict=True), strict=True)
+            for entry, each in zip(entries, zip(*addends, strict=True), strict=True)
         ]
 
     def _exchanged(
         self, entries: Sequence[Entry], given: Sequence[Selected], held: ExitStack
     ) -> Sequence[Sequence[Selected]]:
-        """Return what each rank brings of the rows of which this rank owns something."""
+        """Return each rank's rows with elements of this rank. Collective."""
         numbers, values = [ids for ids, _ in given], [rows for _, rows in given]
         kinds, rank, label = [_kind(entry) for entry in entries], self._transport.rank, ("push", _keys(entries))
 
-        def ready(told: Sequence[Sequence[Array]]) -> None:
-            self._reserve(self._needed(entries, [*parts, *told]), held)
+        def ready(received: Sequence[Sequence[Array]]) -> None:
+            self._reserve(self._needed(entries, [*parts, *received]), held)
 
         if self._exchange.placement.everywhere:
             parts = [numbers]
-            terms = self._messages.to_all(numbers, values, kinds, label, ready)
-            terms[rank] = list(given)
+            addends = self._messages.to_all(numbers, values, kinds, label, ready)
+            addends[rank] = list(given)
         else:
             size, pairs = self._transport.size, zip(entries, numbers, strict=True)
             places = [self._owners(entry).split(ids, size) for entry, ids in pairs]
@@ -177,30 +178,32 @@ class Rows:
                 rows.extend(zip(*some, strict=True))
                 return rows
 
-            terms = self._messages.to_each(parts, split, kinds, label, ready)
-            terms[rank] = list(zip(parts[rank], rows[rank], strict=True))
-        return terms
+            addends = self._messages.to_each(parts, split, kinds, label, ready)
+            addends[rank] = list(zip(parts[rank], rows[rank], strict=True))
+        return addends
 
     def _needed(self, entries: Sequence[Entry], every: Sequence[Sequence[Array]]) -> int:
-        """Bound the memory of a GPU that a push takes. ``every``: numbers of all rows that this rank has or gets."""
+        """Bound the GPU memory of a push, in bytes. Local. ``every``: numbers of the rows that this rank has or
+        receives.
+        """
         wide = [Kind(prod(entry.shape[1:]), accumulator(entry.dtype)) for entry in entries]
         levels = 1 + self._transport.size.bit_length() if self._exchange.in_pairs else 1
         slots = max((len(self._exchange.updater.slots(entry.dtype)) for entry in entries), default=0)
         before = (entry.present.rows for entry in entries if entry.present is not None)
         cleared = sum(rows.nbytes for rows in before if rows is not None)
         pieces = 0 if all(entry.keeps_all for entry in entries) else 2
-        # None is wider than a row of sums: what is sent or received, the sum at each level, its cast, the value's rows
-        # as they are read and written, and those of each state. A number of a piece may stand for one element.
+        # Copies of a row, none wider than a row of sums: sent or received; the sum at each level; its cast; the value
+        # as it is read and written; each state. A piece may be as short as one element, hence two numbers per element.
         rows = _room_for(every, wide, copies=4 + levels + slots + pieces, arrays=1 + 3 * levels)
         return rows + cleared + len(entries) * (16 + 2 * slots) * ALIGNMENT
 
     def _from_root(self, keys: Sequence[Key], given: Sequence[RowSparse], held: ExitStack) -> Sequence[Selected]:
-        """Return the root's rows."""
+        """Return the root's rows, on every rank. Collective."""
         mine = [(rows.indices, _flat(rows)) for rows in given]
         kinds = [Kind(prod(rows.shape[1:]), rows.dtype) for rows in given]
 
-        def ready(told: Sequence[Sequence[Array]]) -> None:
-            self._reserve(_room_for([[ids for ids, _ in mine], *told], kinds, copies=1, arrays=3), held)
+        def ready(received: Sequence[Sequence[Array]]) -> None:
+            self._reserve(_room_for([[ids for ids, _ in mine], *received], kinds, copies=1, arrays=3), held)
 
         if self._transport.size == 1:
             ready(())
@@ -210,19 +213,19 @@ class Rows:
         received = self._messages.to_all(numbers, rows, kinds, ("init", tuple(keys)), ready)
         if sent or not self._memory.is_host:
             return sent or received[self._root]
-        # What was received may be overwritten while keys are given their memory.
+        # Copy: entering the keys may send messages through the same receive buffer.
         return [(ids.copy(), values.copy()) for ids, values in received[self._root]]
 
     def _split(self, entry: Entry, values: Array, places: Sequence[Any]) -> list[Array]:
-        """Return for each rank the rows at its places."""
+        """Return for each rank the rows at its positions."""
         if self._owners(entry).alone:
             return [values[at] for at in places]
         order, ends = np.concatenate(places), np.cumsum([0, *map(len, places)]).tolist()
-        values = _taken(self._tables, values, order, self._kept)
+        values = _copy_rows(self._tables, values, order, self._kept)
         return [values[low:high] for low, high in pairwise(ends)]
 
     def _of_this_rank(self, entry: Entry, ids: Array) -> Array:
-        """Return the rows of which this rank updates something."""
+        """Return the rows with elements of this rank."""
         mine: Array = ids[self._owners(entry).split(ids, self._transport.size)[self._transport.rank]]
         return mine
 
@@ -236,9 +239,10 @@ class Rows:
     # --- Updates
 
     def _update(self, entry: Entry, ids: Array, total: Array, step: Any) -> None:
-        """Update what this rank owns of some rows."""
+        """Update this rank's elements of some rows."""
         updater = self._exchange.updater
         if updater.assigns:
+            # Without an updater a push replaces the value, so rows outside of the sum become zero.
             self._clear(entry)
             if entry.present is not None:
                 entry.present.rows = ids
@@ -254,8 +258,8 @@ class Rows:
         states, pieces = self._states(entry, ids[whole])
         rows, *others = self._tables.numbers((ids[whole],) if pieces is None else (ids[whole], pieces))
         of_states = others[0] if others else rows
-        picked = _taken(self._tables, value, rows, self._kept)
-        picked_states = {name: _taken(self._tables, state, of_states, self._kept) for name, state in states.items()}
+        picked = _copy_rows(self._tables, value, rows, self._kept)
+        picked_states = {name: _copy_rows(self._tables, state, of_states, self._kept) for name, state in states.items()}
         flat = {name: state.reshape(-1) for name, state in picked_states.items()}
         self._exchange.pipeline.update(step, sums.reshape(-1), picked.reshape(-1), flat)
         self._tables.put_rows(value, rows, picked)
@@ -267,8 +271,10 @@ class Rows:
             self._exchange.pipeline.update(step, total[at, low:high], value[ids[at], low:high], part)
 
     def _states(self, entry: Entry, ids: Array) -> tuple[Mapping[str, Array], Array | None]:
-        """Return the state in tables, and where in them rows are that are all this rank's: at the same numbers, None,
-        or in pieces of these, as this rank keeps the state of its ranges only, one behind the other.
+        """Return tables of the states, and the places of rows in them, if this rank owns the rows as a whole.
+
+        A state of the whole value has the value's row numbers; the places are None. Otherwise the state holds this
+        rank's ranges only, end to end; its tables consist of pieces of rows, and the places are numbers of pieces.
         """
         if entry.keeps_all:
             return {name: _table(entry, array) for name, array in entry.state.items()}, None
@@ -278,7 +284,7 @@ class Rows:
         return tables, owners.pieces(ids)
 
     def _clear(self, entry: Entry) -> None:
-        """Write zeros to what this rank owns of a value, where something else may be."""
+        """Write zeros to this rank's possibly nonzero elements of a value."""
         value, owners = _table(entry, entry.value), self._owners(entry)
         if entry.present is None or entry.present.rows is None:
             for low, high in owners.ranges(self._transport.rank):
@@ -291,7 +297,7 @@ class Rows:
             value[ids[at], low:high] = 0
 
     def _call(self, entries: Sequence[Entry], steps: Sequence[Any], sums: Sequence[Selected], confirm: Confirm) -> None:
-        """Have the root's function update the values, of which it is given copies, since it may fail."""
+        """Update values by the root's function. Collective. It changes copies: if it fails, no value has changed."""
         updater, changed, failure = self._exchange.updater, list[tuple[Entry, Array]](), None
         assert isinstance(updater, CallableUpdater)
         try:
@@ -301,7 +307,7 @@ class Rows:
                     value = entry.value.copy()
                     changed.append((entry, value))
                     _updated(updater, step, RowSparse(ids, rows, entry.shape), value)
-        except BaseException as error:  # sys.exit in an updater, or Ctrl-C: the other ranks wait
+        except BaseException as error:  # also sys.exit and Ctrl-C: the other ranks wait in confirm
             failure = error
         confirm(failure)
         for entry, value in changed:
@@ -310,13 +316,13 @@ class Rows:
     # --- Pulls
 
     def _ask(self, entries: Sequence[Entry], pulled: Sequence[Selected], held: ExitStack) -> None:
-        """Replace rows of values that only their owners have by the owners'."""
+        """Fetch stale rows from their owners. Collective."""
         owners, size = [self._owners(entry) for entry in entries], self._transport.size
         numbers = [[ids[at] for at in owner.split(ids, size)] for owner, (ids, _) in zip(owners, pulled, strict=True)]
         wanted, kinds = list(zip(*numbers, strict=True)), [_kind(entry) for entry in entries]
 
         def ready(asked: Sequence[Sequence[Array]]) -> None:
-            # What others are sent, or what they send, and of that what is of one owner.
+            # Two copies: rows sent or received, and of the received ones those of one owner.
             self._reserve(_room_for((*asked, *wanted), kinds, copies=2, arrays=5), held)
 
         def take(asked: Sequence[Array]) -> list[Array]:
@@ -337,16 +343,16 @@ class Rows:
 
 
 class _Kept:
-    """Memory that is handed out again from the start of each push on."""
+    """A bump allocator; each push starts again at its first byte."""
 
     def __init__(self, tables: Workspace, most: int) -> None:
-        """``most`` is how many bytes may be kept."""
+        """Keep at most ``most`` bytes."""
         self._tables, self._most = tables, most
         self._memory = tables.empty((0,), _BYTES)
         self._room = self._used = 0
 
     def start(self) -> None:
-        """Take back what was handed out; make room for as much."""
+        """Make all memory available again; grow it to the needs of the last push, within the limit."""
         if self._room < self._used <= self._most:
             self._memory, self._room = self._tables.empty((self._used,), _BYTES), self._used
         self._used = 0
@@ -355,6 +361,7 @@ class _Kept:
         """Return memory of undefined content."""
         dtype, begin = np.dtype(dtype), self._used
         nbytes = prod(shape) * dtype.itemsize
+        # 64 bytes: a cache line.
         self._used += -(-nbytes // 64) * 64
         if self._used > self._room:
             return self._tables.empty(shape, dtype)
@@ -362,13 +369,13 @@ class _Kept:
         return memory
 
 
-def _taken(tables: Workspace, table: Array, ids: Array, kept: _Kept) -> Array:
-    """Return some rows of a table, in memory of their own."""
+def _copy_rows(tables: Workspace, table: Array, ids: Array, kept: _Kept) -> Array:
+    """Copy some rows of a table, into memory of ``kept``."""
     return tables.take_rows(table, ids, kept((ids.size, table.shape[1]), table.dtype))
 
 
 class _Owners:
-    """Who owns which elements of one value: of a replica, this rank all of them."""
+    """The owners of a value's elements; of a replicated value, this rank owns all."""
 
     def __init__(self, entry: Entry, placement: Placement, rank: int) -> None:
         edges, owners = [0], list[int]()
@@ -380,7 +387,8 @@ class _Owners:
                 edges.append(edges[-1] + count)
         self._width = max(prod(entry.shape[1:]), 1)
         self._edges, self._owners = np.array(edges), np.array(owners or [0])
-        # How much further behind in its arrays of state than in the value this rank has the elements of a range.
+        # Offset of this rank's ranges in its state arrays, minus their offset in the value; state holds own ranges
+        # only.
         block, start = entry.place.block, entry.place.start
         self._shifts = np.array(
             [
@@ -390,15 +398,15 @@ class _Owners:
             np.int64,
         )
         self.unit = gcd(self._width, *self._shifts.tolist())
-        """In pieces of so many elements this rank's state is made of whole pieces of rows."""
-        # Whether a row may have several owners, and whether it may have more than two.
+        """Elements per piece: each row and each range of this rank's state consists of whole pieces."""
+        # Whether a boundary falls inside a row, and whether a row may have more than two owners.
         self._cut = bool((self._edges % self._width).any())
         self._short = len(edges) > 3 and int(np.diff(self._edges[1:-1]).min()) < self._width
         self.alone = len(self._owners) == 1
         """Whether one rank owns all elements."""
 
     def _ends(self, ids: Array) -> tuple[Array, Array]:
-        """Return in which ranges the first and the last element of each row are."""
+        """Return the ranges of the first and of the last element of each row."""
         first = np.searchsorted(self._edges, ids * self._width, "right") - 1
         if not self._cut:
             return first, first
@@ -406,8 +414,8 @@ class _Owners:
         return first, last
 
     def split(self, ids: Array, size: int) -> list[Any]:
-        """Return for each rank the positions of the rows of which it owns something: an array, or, where one rank owns
-        all, a slice.
+        """Return for each rank the positions of the rows with elements of this rank. They are an array, or a slice if
+        one rank owns the whole value.
         """
         if self.alone:
             return [slice(None) if rank == self._owners[0] else slice(0, 0) for rank in range(size)]
@@ -418,20 +426,21 @@ class _Owners:
             needed = owner == rank
             if self._cut:
                 needed |= last_owner == rank
+            # A range shorter than a row may lie inside of one: then its owner is neither the first nor the last.
             if self._short:
                 needed |= last > first + 1
             parts.append(np.flatnonzero(needed))
         return parts
 
     def pieces(self, ids: Array) -> Array:
-        """Return the numbers of the pieces that are the state of rows that are all this rank's."""
+        """Return the numbers of the pieces of state of rows that this rank owns as a whole."""
         first, _ = self._ends(ids)
         begin = (ids * self._width + self._shifts[first]) // self.unit
         return (begin[:, None] + np.arange(self._width // self.unit)).reshape(-1)
 
     def own(self, rank: int, ids: Array) -> tuple[Array | slice, Sequence[tuple[int, int, int]]]:
-        """Return which of some rows, as :meth:`split` gives them to a rank, are all that rank's, and its parts of the
-        others: a position among them, and elements.
+        """Sort some rows of a rank, as from :meth:`split`: the positions of the rows it owns as a whole, and its parts
+        of the others as (position, first element, end).
         """
         if not self._cut:
             return slice(None), ()
@@ -456,7 +465,7 @@ class _Owners:
 
 
 def _shares(entry: Entry, placement: Placement) -> Iterator[tuple[int, int]]:
-    """Yield how many elements belong to whom, one range after the other."""
+    """Yield the ranges of a value in order, as (elements, owner)."""
     grid, at, end = entry.place.block.grid, entry.place.start, entry.place.start + entry.place.size
     while at < end:
         stop = min(end, grid.cell(at)[1])
@@ -474,8 +483,8 @@ def _updated(updater: CallableUpdater, step: Key, rows: RowSparse, value: Array)
 
 
 def _room_for(every: Sequence[Sequence[Array]], kinds: Sequence[Kind], copies: int, arrays: int) -> int:
-    """Return how much memory of a GPU rows of these numbers take, with the numbers: so many copies, in so many arrays
-    of each value.
+    """Return a bound on the GPU memory of rows and their numbers, in bytes: ``copies`` of each row, in ``arrays`` of
+    each value.
     """
     pairs = (pair for numbers in every for pair in zip(numbers, kinds, strict=False))
     return sum(copies * ids.size * (kind.nbytes + 8) + arrays * ALIGNMENT for ids, kind in pairs)
@@ -490,7 +499,7 @@ def _keys(entries: Sequence[Entry]) -> tuple[Key, ...]:
 
 
 def _table(entry: Entry, array: Array) -> Array:
-    """Return a view of an array of a value's shape with one row of elements for each of its rows."""
+    """Return a two-dimensional view of a value: one flat row for each of its rows."""
     return array.reshape(entry.shape[0], prod(entry.shape[1:]))
 
 
